@@ -17,8 +17,13 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # Types of other packages are not needed, and reading them takes a minute.
-MYPY_OPTIONS = ("--config-file=", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent",
-                "--explicit-package-bases")  # fmt: skip
+MYPY_OPTIONS = (
+    "--config-file=",
+    "--no-site-packages",
+    "--ignore-missing-imports",
+    "--follow-imports=silent",
+    "--explicit-package-bases",
+)
 
 
 class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -52,9 +57,13 @@ def compile_modules(root: Path, compiled: Any, modules: Sequence[str]) -> None:
     with TemporaryDirectory() as directory, chdir(root):
         paths = [str(source.relative_to(root)) for source in sources.values()]
         extensions = mypycify(
-            [*MYPY_OPTIONS, f"--cache-dir={directory}", *paths], opt_level="1", debug_level="0", multi_file=True,
-            target_dir=directory, group_name=compiled.LIBRARY.removesuffix("__mypyc"),
-        )  # fmt: skip
+            [*MYPY_OPTIONS, f"--cache-dir={directory}", *paths],
+            opt_level="1",
+            debug_level="0",
+            multi_file=True,
+            target_dir=directory,
+            group_name=compiled.LIBRARY.removesuffix("__mypyc"),
+        )
         for extension in extensions:
             extension.extra_compile_args = [flag for flag in extension.extra_compile_args if flag != "-Werror"]
         command = Distribution({"ext_modules": extensions}).get_command_obj("build_ext")

@@ -11,29 +11,36 @@ from typing import TYPE_CHECKING, Any
 from ifbbench.compiled import use_compiled_modules
 
 if TYPE_CHECKING:
-    from ifbbench.api.batch_manager import BatchManager, BatchManagerFailed
-    from ifbbench.api.request import InferenceRequest
-    from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
     from ifbbench.engine.sampling_params import SamplingParams
-    from ifbbench.execution.communicator import Communicator
+    from ifbbench.kv.eviction import Retention, RetentionRange
     from ifbbench.report.export import load_run
+    from ifbbench.serving.library.batch_manager import BatchManager, BatchManagerFailed
+    from ifbbench.serving.library.request import InferenceRequest
+    from ifbbench.torch.communicator import Communicator
 
 __version__ = "0.1.0"
 __all__ = [
-    "BatchManager", "BatchManagerFailed", "Communicator", "InferenceRequest", "Retention", "RetentionRange",
-    "SamplingParams", "__version__", "load_run",
-]  # fmt: skip
+    "BatchManager",
+    "BatchManagerFailed",
+    "Communicator",
+    "InferenceRequest",
+    "Retention",
+    "RetentionRange",
+    "SamplingParams",
+    "__version__",
+    "load_run",
+]
 
 use_compiled_modules()
 
 # Imported at first use, so that `import ifbbench` and `ifbbench --help` are quick.
 _MODULES = {
-    "BatchManager": "ifbbench.api.batch_manager",
-    "BatchManagerFailed": "ifbbench.api.batch_manager",
-    "Communicator": "ifbbench.execution.communicator",
-    "InferenceRequest": "ifbbench.api.request",
-    "Retention": "ifbbench.engine.kv_cache.eviction",
-    "RetentionRange": "ifbbench.engine.kv_cache.eviction",
+    "BatchManager": "ifbbench.serving.library.batch_manager",
+    "BatchManagerFailed": "ifbbench.serving.library.batch_manager",
+    "Communicator": "ifbbench.torch.communicator",
+    "InferenceRequest": "ifbbench.serving.library.request",
+    "Retention": "ifbbench.kv.eviction",
+    "RetentionRange": "ifbbench.kv.eviction",
     "SamplingParams": "ifbbench.engine.sampling_params",
     "load_run": "ifbbench.report.export",
 }

@@ -171,8 +171,10 @@ def _zip_unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
         with ZipFile(file) as archive:
             names = [name for name in archive.namelist() if not name.endswith("/") and not name.startswith("__MACOSX/")]
             if len(names) != 1:
-                raise InputError(f"{path}: the zip file holds {len(names)} files ({', '.join(names)[:200] or 'none'}); "
-                                 "expected one. Give a zip file of one trace, or unpack it.")  # fmt: skip
+                raise InputError(
+                    f"{path}: the zip file holds {len(names)} files ({', '.join(names)[:200] or 'none'}); "
+                    "expected one. Give a zip file of one trace, or unpack it."
+                )
             with archive.open(names[0]) as content:
                 yield from iter(partial(content.read, BUFFER_BYTES), b"")
     except (BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # RuntimeError: encrypted
@@ -187,8 +189,10 @@ def _bounded(path: Path, file: BinaryIO, pieces: Iterator[bytes]) -> Iterator[by
     for piece in pieces:
         total += len(piece)
         if total > most:
-            raise InputError(f"{path}: it unpacks to more than {most >> 20} MiB, {MAX_RATIO} times its size, which no "
-                             "recording does. If it is one, unpack it.")  # fmt: skip
+            raise InputError(
+                f"{path}: it unpacks to more than {most >> 20} MiB, {MAX_RATIO} times its size, which no "
+                "recording does. If it is one, unpack it."
+            )
         yield piece
 
 

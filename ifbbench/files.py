@@ -131,8 +131,10 @@ def restored(path: Path, handle: int) -> bool:
 
 def removed(directory: Path) -> OutputError:
     """The error for a directory of results that was removed, or files of it, and has been written again."""
-    return OutputError(f"{directory}: was removed, or files in it, before the results were complete. They are written "
-                       f"there again; `ifbbench report {directory}` prints them.")  # fmt: skip
+    return OutputError(
+        f"{directory}: was removed, or files in it, before the results were complete. They are written "
+        f"there again; `ifbbench report {directory}` prints them."
+    )
 
 
 @contextmanager
@@ -219,8 +221,9 @@ def sole_writer(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise TakenError(f"{directory}: another process is writing there; wait for its end, or give another "
-                             "directory.") from None  # fmt: skip
+            raise TakenError(
+                f"{directory}: another process is writing there; wait for its end, or give another directory."
+            ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise

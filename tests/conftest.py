@@ -18,7 +18,7 @@ hypothesis.settings.load_profile("ifbbench")
 
 
 # Without a GPU, Triton's kernels are tested in its interpreter. Triton reads this when it is imported, and other
-# libraries import it before `tests/kernels` is collected.
+# libraries import it before `tests/torch/kernels` is collected.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

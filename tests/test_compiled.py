@@ -13,15 +13,24 @@ from typing import Any
 import pytest
 
 import ifbbench
+from benchmarks.recorded_runs import differences
 from ifbbench import compiled
-from tests.benchmarks.recorded_runs import differences
 
 REPOSITORY = Path(ifbbench.__file__).parents[1]
 IS_COMPILED = compiled.description() == "compiled"
 NOT_COMPILED = "the loop is not compiled here; `pip install -e .` compiles it where there is a C compiler"
 # Of each policy, with chunks, pauses, beams, reuse, overlap, static batches and several windows.
-RUNS = ("chat_mu_chunked_small_pool", "chat_gne_equal_progress", "chat_static", "chat_overlap_mu", "chat_beams_mu",
-        "chat_two_windows", "chat_contiguous", "shared_reuse", "turns_reuse_host")  # fmt: skip
+RUNS = (
+    "chat_mu_chunked_small_pool",
+    "chat_gne_equal_progress",
+    "chat_static",
+    "chat_overlap_mu",
+    "chat_beams_mu",
+    "chat_two_windows",
+    "chat_contiguous",
+    "shared_reuse",
+    "turns_reuse_host",
+)
 
 
 def python(*arguments: str, pure: bool = True) -> str:
@@ -76,14 +85,14 @@ def test_the_version_reports_whether_the_loop_is_compiled() -> None:
 
 @pytest.mark.skipif(not IS_COMPILED, reason=NOT_COMPILED)
 def test_the_loop_runs_compiled() -> None:
-    found = python("-c", "import ifbbench.engine.manager as manager; print(manager.__file__)", pure=False)
+    found = python("-c", "import ifbbench.engine.loop as loop; print(loop.__file__)", pure=False)
     assert Path(found.strip()).parent == compiled.DIRECTORY
 
 
 @pytest.mark.skipif(not IS_COMPILED, reason=NOT_COMPILED)
 def test_compiled_runs_write_the_same_files(tmp_path: Path) -> None:
     for name, is_pure in (("pure", True), ("compiled", False)):
-        python("-m", "tests.benchmarks.recorded_runs", "write", str(tmp_path / name), *RUNS, pure=is_pure)
+        python("-m", "benchmarks.recorded_runs", "write", str(tmp_path / name), *RUNS, pure=is_pure)
     assert list(differences(tmp_path / "pure", tmp_path / "compiled", RUNS)) == []
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ifbbench.config import RunConfig, settings
 from ifbbench.errors import InputError
-from ifbbench.settings import from_mapping, same_elsewhere, setting
+from ifbbench.settings.config import RunConfig, settings
+from ifbbench.settings.names import from_mapping, same_elsewhere, setting
 
 
 @pytest.mark.parametrize(

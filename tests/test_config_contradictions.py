@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
-from ifbbench.config import RunConfig
+from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.engine.config import BatchingType
 from ifbbench.errors import InputError
-from ifbbench.model.config import ModelConfig
-from ifbbench.settings import from_mapping
+from ifbbench.models.config import ModelConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.names import from_mapping
 
 
 def resolved(trace_beam_width=1, **settings):
@@ -71,9 +71,13 @@ def test_the_most_beams(settings, max_beam_width):
 
 def test_v1_forces_what_static_batches_need(caplog):
     config = resolved(
-        type="v1", policy="max_utilization", enable_chunked_context=True, streaming=True, enable_trt_overlap=True,
+        type="v1",
+        policy="max_utilization",
+        enable_chunked_context=True,
+        streaming=True,
+        enable_trt_overlap=True,
         max_num_tokens=100,
-    )  # fmt: skip
+    )
     assert config.overlap is None
     assert (config.type, config.policy) == ("v1", "guaranteed_no_evict")
     assert [config.enable_chunked_context, config.streaming, config.enable_trt_overlap] == [False, False, False]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench import fields
 from ifbbench.errors import InputError
+from ifbbench.settings import fields
 
 
 def refused(message):
@@ -189,26 +189,63 @@ def test_long_values_are_cut_off():
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 bytes"), (1023, "1,023 bytes"), (4096, "4.00 KiB"), (19 << 20, "19.0 MiB"), (3 << 30, "3.00 GiB"),
-     (85_899_345_920, "80.0 GiB"), (123_456_789, "118 MiB"), (9 << 50, "9,216 TiB")],
-)  # fmt: skip
+    [
+        (0, "0 bytes"),
+        (1023, "1,023 bytes"),
+        (4096, "4.00 KiB"),
+        (19 << 20, "19.0 MiB"),
+        (3 << 30, "3.00 GiB"),
+        (85_899_345_920, "80.0 GiB"),
+        (123_456_789, "118 MiB"),
+        (9 << 50, "9,216 TiB"),
+    ],
+)
 def test_sizes_in_memory_have_short_units(size: int, text: str):
     assert fields.memory_size(size) == text
 
 
 @pytest.mark.parametrize(
     ("value", "taken"),
-    [(1000, 1000), ("1000", 1000), ("1.5e9", 1_500_000_000), (1.5e9, 1_500_000_000), ("512M", 512_000_000),
-     ("40GB", 40 * 10**9), ("40 gib", 40 * 2**30), ("1.5KiB", 1536), ("1.3KB", 1300), ("0.5Ki", 512), ("2b", 2)],
-)  # fmt: skip
+    [
+        (1000, 1000),
+        ("1000", 1000),
+        ("1.5e9", 1_500_000_000),
+        (1.5e9, 1_500_000_000),
+        ("512M", 512_000_000),
+        ("40GB", 40 * 10**9),
+        ("40 gib", 40 * 2**30),
+        ("1.5KiB", 1536),
+        ("1.3KB", 1300),
+        ("0.5Ki", 512),
+        ("2b", 2),
+    ],
+)
 def test_numbers_of_bytes(value, taken):
     assert fields.byte_count(value, "n") == taken
 
 
 @pytest.mark.parametrize(
-    "value", ["", "GB", "40XB", "40iB", "1.5", "1e", "-1", "1e-3", "1e9999999", "4_0", "٣", "9" * 500 + "GB",
-              1.5, math.inf, True, None, "1e400"],
-)  # fmt: skip
+    "value",
+    [
+        "",
+        "GB",
+        "40XB",
+        "40iB",
+        "1.5",
+        "1e",
+        "-1",
+        "1e-3",
+        "1e9999999",
+        "4_0",
+        "٣",
+        "9" * 500 + "GB",
+        1.5,
+        math.inf,
+        True,
+        None,
+        "1e400",
+    ],
+)
 def test_what_is_no_number_of_bytes(value):
     with pytest.raises(InputError, match=r"^n is .*; expected an integer .*bytes, as .*, 40GB .* or 40GiB"):
         fields.byte_count(value, "n")

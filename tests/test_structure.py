@@ -16,9 +16,9 @@ import pytest
 
 import ifbbench
 from ifbbench import compiled
-from ifbbench.config import RunConfig
-from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 
 PACKAGE = Path(ifbbench.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -87,7 +87,7 @@ def test_a_steady_iteration_executes_few_files(trace: Path, tmp_path: Path, monk
     steady = steps[1 : OUTPUT_LEN - 1]
     assert len(steady) == OUTPUT_LEN - 2
     files = set().union(*steady)
-    assert "engine/manager.py" in files
+    assert "engine/loop.py" in files
     assert len(files) <= MAX_FILES_OF_A_STEADY_STEP, sorted(files)
 
 
@@ -98,7 +98,7 @@ def test_a_simulated_request_executes_few_files(trace: Path, tmp_path: Path) -> 
 
     run("first")  # imports
     files = executed_files(lambda: run("second"))
-    assert "simulation/cost_model.py" in files
+    assert "simulated/cost_model.py" in files
     assert len(files) <= MAX_FILES_OF_A_REQUEST, sorted(files)
 
 
@@ -118,9 +118,10 @@ def test_prose_has_no_private_words(path: Path) -> None:
 
 # trtllm-bench writes 90.00%, and its report is copied as it is.
 @pytest.mark.parametrize(
-    "path", [one for one in FILES if one.suffix == ".py" and one.name != "trtllm_text.py"],
+    "path",
+    [one for one in FILES if one.suffix == ".py" and one.name != "trtllm_text.py"],
     ids=lambda path: str(path.relative_to(PACKAGE.parent)),
-)  # fmt: skip
+)
 def test_shares_and_sizes_are_written_by_one_function(path: Path) -> None:
     """`report.percent` and `fields.memory_size`: no `62%` beside `43 %`, and no counts of bytes in messages."""
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)

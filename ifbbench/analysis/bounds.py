@@ -21,13 +21,13 @@ from ifbbench.analysis.device_costs import Device, MeasuredDevice, SimulatedDevi
 from ifbbench.analysis.recorded import Floats, RecordedRun
 from ifbbench.analysis.rows import Id
 from ifbbench.analysis.work import STATIC, RunWork, Windows, read_work
-from ifbbench.api.engine import build_engine
-from ifbbench.api.resolve import parse_windows
+from ifbbench.build.engine import build_engine
+from ifbbench.build.resolve import parse_windows
 from ifbbench.errors import InputError
 from ifbbench.report import percent
-from ifbbench.settings import from_mapping
-from ifbbench.simulation.cost_model import SimulatedExecutor
-from ifbbench.simulation.step_work import StepWork, StepWorks
+from ifbbench.settings.names import from_mapping
+from ifbbench.simulated.cost_model import SimulatedExecutor
+from ifbbench.simulated.step_work import StepWork, StepWorks
 
 NO_LIMIT = "none"
 # Parts of the duration besides those of limits, in the order in which they are listed.
@@ -36,14 +36,17 @@ SMALL_BATCHES = "small_batches"
 OTHER = "other"
 LIMITS = ("kv_blocks", "num_tokens", "batch_size", OTHER, NO_LIMIT)
 PART_NAMES = {
-    LEAST: "device, at the best batching", ARRIVALS: "no request there", HOST: "host",
-    AGAIN: "computed again after pauses", PADDING: "padding and empty slots",
+    LEAST: "device, at the best batching",
+    ARRIVALS: "no request there",
+    HOST: "host",
+    AGAIN: "computed again after pauses",
+    PADDING: "padding and empty slots",
     f"{SMALL_BATCHES}.kv_blocks": "batches kept small by KV blocks",
     f"{SMALL_BATCHES}.num_tokens": "batches kept small by the token budget",
     f"{SMALL_BATCHES}.batch_size": "batches kept small by the batch size",
     f"{SMALL_BATCHES}.{OTHER}": "batches kept small by other limits",
     f"{SMALL_BATCHES}.{NO_LIMIT}": "small batches: no more requests there",
-}  # fmt: skip
+}
 # Parts that no schedule of the same arrivals changes.
 GIVEN = (LEAST, ARRIVALS, f"{SMALL_BATCHES}.{NO_LIMIT}")
 # Less of the duration than this is not worth a better schedule.
@@ -168,8 +171,13 @@ class Bounds:
         small_s = float(left_s.sum()) - least_s
         if excess_s.sum() > 0:
             excess_s *= small_s / excess_s.sum()
-        parts = {LEAST: least_s, ARRIVALS: timeline.arrivals_s, HOST: timeline.busy_s - float(measured_s.sum()),
-                 AGAIN: float(again_s.sum()), PADDING: float(padding_s.sum())}  # fmt: skip
+        parts = {
+            LEAST: least_s,
+            ARRIVALS: timeline.arrivals_s,
+            HOST: timeline.busy_s - float(measured_s.sum()),
+            AGAIN: float(again_s.sum()),
+            PADDING: float(padding_s.sum()),
+        }
         by_limit = np.bincount(timeline.limit, excess_s, len(LIMITS))
         by_limit[LIMITS.index(OTHER)] += timeline.batching_s
         by_limit[LIMITS.index(NO_LIMIT)] += small_s - excess_s.sum()

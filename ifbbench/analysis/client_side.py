@@ -9,10 +9,10 @@ import numpy as np
 
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import Id
-from ifbbench.recording.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN
 from ifbbench.report import percent, significant, time_unit
 from ifbbench.report.client_side import load_gauges
 from ifbbench.report.figures import inter_token_gaps
+from ifbbench.rundir.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN
 
 PART_WORDS = {
     CLIENT: "in the client, before it was sent",
@@ -52,14 +52,20 @@ class ClientFindings:
         gaps = inter_token_gaps(self.run.data)
         gaps = gaps[gaps > 0]
         long = gaps[gaps > STALL_RATIO * np.median(gaps)] if len(gaps) else gaps
-        return {"count": len(long), "seconds": float(long.sum()), "longest_s": float(long.max(initial=0.0)),
-                "share_of_time": float(long.sum() / gaps.sum()) if len(gaps) else 0.0}  # fmt: skip
+        return {
+            "count": len(long),
+            "seconds": float(long.sum()),
+            "longest_s": float(long.max(initial=0.0)),
+            "share_of_time": float(long.sum() / gaps.sum()) if len(gaps) else 0.0,
+        }
 
     @cached_property
     def load(self) -> dict[str, dict[str, float]]:
         """Mean and maximum of the gauges of load in the server's metrics, by name; empty if they were not polled."""
-        return {name: {"mean": float(values.mean()), "max": float(values.max())}
-                for name, (_, values) in load_gauges(self.run.data).items()}  # fmt: skip
+        return {
+            name: {"mean": float(values.mean()), "max": float(values.max())}
+            for name, (_, values) in load_gauges(self.run.data).items()
+        }
 
     @property
     def text(self) -> str:
@@ -98,8 +104,15 @@ class ClientFindings:
         for row in sorted(self._rows, key=lambda row: (-row["e2e_s"], row["index"]))[:number]:
             part, seconds = max(row["attribution_s"].items(), key=lambda item: item[1])
             share = seconds / row["e2e_s"] if row["e2e_s"] else 0.0
-            found.append({"request_id": row["request_id"], "e2e_s": row["e2e_s"], "ttft_s": row["ttft_s"],
-                          "cause": PART_WORDS[part], "share": share})  # fmt: skip
+            found.append(
+                {
+                    "request_id": row["request_id"],
+                    "e2e_s": row["e2e_s"],
+                    "ttft_s": row["ttft_s"],
+                    "cause": PART_WORDS[part],
+                    "share": share,
+                }
+            )
         return found
 
     def life(self, request_id: Id) -> dict[str, Any]:
@@ -108,10 +121,13 @@ class ClientFindings:
         columns = ["phase", "start_s", "end_s", "tokens"]
         own = spans[spans["request_id"] == str(request_id)]
         return {
-            "request_id": request_id, "outcome": row.get("outcome"), "error": row.get("error"),
-            "retries": row.get("retries") or [], "life": own[columns].to_dict("records") if len(own) else [],
+            "request_id": request_id,
+            "outcome": row.get("outcome"),
+            "error": row.get("error"),
+            "retries": row.get("retries") or [],
+            "life": own[columns].to_dict("records") if len(own) else [],
             "attribution_s": row.get("attribution_s") or {},
-        }  # fmt: skip
+        }
 
     def as_dict(self, slowest: int) -> dict[str, Any]:
         """For JSON."""

@@ -10,17 +10,29 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
-from ifbbench.config import settings
-from ifbbench.recording.metrics import limit_waited_for
 from ifbbench.report.confidence import OF_BLOCKS, half_widths
 from ifbbench.report.limits import part_name, waits_for
+from ifbbench.rundir.metrics import limit_waited_for
+from ifbbench.settings.config import settings
 
 # How a trace is drawn or read: of no account where both runs replayed the same requests.
 TRACE_SETTINGS = {
-    "max_num_samples", "time_scale", "request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule",
-    "reserve", "max_prompt_len", "skip_bad_rows", "trace_format", "columns", "tokenizer", "characters_per_token",
+    "max_num_samples",
+    "time_scale",
+    "request_rate",
+    "enable_exp_delays",
+    "burstiness",
+    "arrival",
+    "rate_schedule",
+    "reserve",
+    "max_prompt_len",
+    "skip_bad_rows",
+    "trace_format",
+    "columns",
+    "tokenizer",
+    "characters_per_token",
     "default_output_len",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -149,9 +161,10 @@ class Comparison:
         if not self.same_trace:
             return [], []
         rows = [
-            (self.b.row_of[one]["e2e_s"] - row["e2e_s"], one) for one, row in self.a.row_of.items()
+            (self.b.row_of[one]["e2e_s"] - row["e2e_s"], one)
+            for one, row in self.a.row_of.items()
             if row.get("e2e_s") is not None and self.b.row_of.get(one, {}).get("e2e_s") is not None
-        ]  # fmt: skip
+        ]
         rows.sort(key=lambda item: item[0])
         gained = [one for difference, one in rows[:count] if difference < 0]
         lost = [one for difference, one in rows[::-1][:count] if difference > 0]

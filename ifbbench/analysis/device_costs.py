@@ -8,9 +8,9 @@ import numpy as np
 
 from ifbbench.analysis.recorded import Floats
 from ifbbench.clock import NANOSECONDS
-from ifbbench.simulation.cost_model import CostModel
-from ifbbench.simulation.least_time import LeastTime
-from ifbbench.simulation.step_work import StepWork, StepWorks
+from ifbbench.simulated.cost_model import CostModel
+from ifbbench.simulated.least_time import LeastTime
+from ifbbench.simulated.step_work import StepWork, StepWorks
 
 
 class Device(Protocol):
@@ -56,8 +56,13 @@ class MeasuredDevice(NamedTuple):
         return times
 
     def least_s(self, work: StepWork, min_iterations: int) -> float:
-        counts = (max(min_iterations, 1), work.context_tokens, work.attention_pairs, work.generation_tokens,
-                  work.generation_kv_tokens)  # fmt: skip
+        counts = (
+            max(min_iterations, 1),
+            work.context_tokens,
+            work.attention_pairs,
+            work.generation_tokens,
+            work.generation_kv_tokens,
+        )
         return float(np.dot(counts, self.seconds)) if work.num_tokens else 0.0
 
 
@@ -69,9 +74,16 @@ def _least_time(cost_model: CostModel) -> LeastTime:
 def _columns(works: StepWorks) -> list[Floats]:
     """What a fit of measured times depends on: 1 of an iteration with work, and the sums of its work."""
     runs = works.context_tokens + works.generation_tokens > 0
-    return [column.astype(np.float64) for column in (
-        runs, works.context_tokens, works.attention_pairs, works.generation_tokens, works.generation_kv_tokens
-    )]  # fmt: skip
+    return [
+        column.astype(np.float64)
+        for column in (
+            runs,
+            works.context_tokens,
+            works.attention_pairs,
+            works.generation_tokens,
+            works.generation_kv_tokens,
+        )
+    ]
 
 
 def _nonnegative_least_squares(columns: Floats, values: Floats) -> Floats:

@@ -13,9 +13,11 @@ from ifbbench.report.limits import fullest_window, waits_for
 
 BEFORE_ITERATION = "waiting_iteration"
 SETTING_OF = {
-    "batch_size": "max_batch_size", "num_tokens": "max_num_tokens", "kv_blocks": "max_tokens_in_paged_kvcache",
+    "batch_size": "max_batch_size",
+    "num_tokens": "max_num_tokens",
+    "kv_blocks": "max_tokens_in_paged_kvcache",
     "lora_pages": "lora_device_mem_fraction",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,32 @@ class RequestLife:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        facts = {name: self.row.get(name) for name in ("outcome", "error", "prompt_len", "output_len", "queue_time_s",
-                                                       "ttft_s", "tpot_s", "e2e_s", "pauses", "recomputed_tokens",
-                                                       "reused_tokens")}  # fmt: skip
-        return {"request_id": self.request_id, "arrival_s": self.arrival_s} | facts | {
-            "summary": " ".join(self.sentences()),
-            "life": [stretch.as_dict() for stretch in self.stretches],
-            "attribution_s": self.attribution_s,
-            "lower_bound_s": self.least_s,
+        facts = {
+            name: self.row.get(name)
+            for name in (
+                "outcome",
+                "error",
+                "prompt_len",
+                "output_len",
+                "queue_time_s",
+                "ttft_s",
+                "tpot_s",
+                "e2e_s",
+                "pauses",
+                "recomputed_tokens",
+                "reused_tokens",
+            )
         }
+        return (
+            {"request_id": self.request_id, "arrival_s": self.arrival_s}
+            | facts
+            | {
+                "summary": " ".join(self.sentences()),
+                "life": [stretch.as_dict() for stretch in self.stretches],
+                "attribution_s": self.attribution_s,
+                "lower_bound_s": self.least_s,
+            }
+        )
 
     def sentences(self) -> list[str]:
         """The facts that matter, in words."""
@@ -152,9 +171,17 @@ def _stretches(run: RecordedRun, heads: HeadsOfLine, span: Span, start_s: float,
     if span.waits_for is None:
         paused_for = span.cause if span.phase == "paused" else None
         return [
-            Stretch(span.phase, start_s, end_s, span.first, span.last, paused_for=paused_for,
-                    chunks=tuple(span.chunks), tokens=span.tokens)
-        ]  # fmt: skip
+            Stretch(
+                span.phase,
+                start_s,
+                end_s,
+                span.first,
+                span.last,
+                paused_for=paused_for,
+                chunks=tuple(span.chunks),
+                tokens=span.tokens,
+            )
+        ]
     held = list(heads.holding(span))
     bounds = [start_s, *(max(run.iterations.start_of(part.first), start_s) for part in held[1:]), end_s]
     return [
@@ -226,19 +253,34 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
     if window:
         used["kv_blocks"], available["kv_blocks"] = int(of_window[window][0]), of_window[window][1]
     return IterationFacts(
-        number, float(iterations.start_s[place]), float(iterations.end_s[place] - iterations.start_s[place]),
-        iterations.limits[int(iterations.limit[place])], left_out,
-        None if left_out is None
+        number,
+        float(iterations.start_s[place]),
+        float(iterations.end_s[place] - iterations.start_s[place]),
+        iterations.limits[int(iterations.limit[place])],
+        left_out,
+        None
+        if left_out is None
         else _missing(run, number, left_out, used, available, dict(contexts + recomputes), window),
-        int(iterations.waiting[place]), used, available, contexts, recomputes, generating,
-        [(pause.victim, pause.beneficiary) for pause in iterations.pauses if pause.iteration == number], window,
-    )  # fmt: skip
+        int(iterations.waiting[place]),
+        used,
+        available,
+        contexts,
+        recomputes,
+        generating,
+        [(pause.victim, pause.beneficiary) for pause in iterations.pauses if pause.iteration == number],
+        window,
+    )
 
 
 def _missing(
-    run: RecordedRun, number: int, left_out: tuple[Id, str], used: dict[str, int], available: dict[str, int],
-    chunks: dict[Id, int], window: str,
-) -> float | None:  # fmt: skip
+    run: RecordedRun,
+    number: int,
+    left_out: tuple[Id, str],
+    used: dict[str, int],
+    available: dict[str, int],
+    chunks: dict[Id, int],
+    window: str,
+) -> float | None:
     """How much of the limit the request that was left out lacked: tokens of its prompt beyond the rest of the budget,
     blocks beyond the free ones, or a slot."""
     request_id, limit = left_out
@@ -248,9 +290,10 @@ def _missing(
     if row is None:
         return None
     done = sum(
-        sum(span.chunks[: -(-(number - span.first) // span.every)]) for span in run.spans.get(request_id, ())
+        sum(span.chunks[: -(-(number - span.first) // span.every)])
+        for span in run.spans.get(request_id, ())
         if span.phase == "context" and span.first <= number
-    )  # fmt: skip
+    )
     prompt_len = int(run.row_of.get(request_id, {}).get("prompt_len", row.prompt_len))
     if limit == "num_tokens" and "num_tokens" in available:
         left = max(available["num_tokens"] - used["num_tokens"], 0)

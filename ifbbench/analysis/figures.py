@@ -51,9 +51,7 @@ class Figure:
         return {"a": self.a, "b": self.b, "difference": self.difference, "ratio": self.ratio} | interval | expected
 
 
-def compared_figures(
-    a: Mapping[str, Any], b: Mapping[str, Any], half_widths: Mapping[str, float]
-) -> dict[str, Figure]:
+def compared_figures(a: Mapping[str, Any], b: Mapping[str, Any], half_widths: Mapping[str, float]) -> dict[str, Figure]:
     """Each number that the summaries `a` and `b` both have, by its dotted name.
 
     half_widths: half of the confidence interval of the difference of each figure that has one."""

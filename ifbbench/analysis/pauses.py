@@ -152,11 +152,17 @@ def _entry(run: RecordedRun, event: PauseEvent, pause: _Pause, nth: int) -> Ledg
     has_blocks = bool(run.data.run.get("num_kv_blocks"))
     is_own = event.beneficiary == event.victim
     return LedgerEntry(
-        event.iteration, time_s, event.victim, event.beneficiary, _cause(run, event),
+        event.iteration,
+        time_s,
+        event.victim,
+        event.beneficiary,
+        _cause(run, event),
         -(-pause.held // int(size)) if has_blocks and size else None,
-        max(min(tokens - new, pause.computed), 0), ends_s - time_s,
-        0.0 if is_own else _ran_s(run, run.spans.get(event.beneficiary, ()), time_s, resumed_s), nth,
-    )  # fmt: skip
+        max(min(tokens - new, pause.computed), 0),
+        ends_s - time_s,
+        0.0 if is_own else _ran_s(run, run.spans.get(event.beneficiary, ()), time_s, resumed_s),
+        nth,
+    )
 
 
 def _cause(run: RecordedRun, event: PauseEvent) -> str:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span, TraceRow, find_row, iteration_decoder, read_rows
 from ifbbench.compressed import is_compressed
-from ifbbench.engine.policies.policy import Limit
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.report.confidence import RunSample
-from ifbbench.report.load import REQUEST_FIELDS, RunData, load_run, read_lines
+from ifbbench.rundir.reader import REQUEST_FIELDS, RunData, load_run, read_lines
+from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
+from ifbbench.schedulers.tensorrt_llm.policies.policy import Limit
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -108,14 +108,22 @@ def read_iterations(path: Path) -> Iterations:
         left_out = [one.first_left_out for one in details]
         start_s, latency_ms = np.array([one.start_s for one in details]), np.array([one.latency_ms for one in details])
         delivered_ms = latency_ms + np.array([one.delivery_ms for one in details])
-        pieces.append((
-            np.array([row.number for row in rows]), start_s, start_s + latency_ms / 1000, start_s + delivered_ms / 1000,
-            np.array([one.host_ms for one in details]) / 1000, np.array([limits[one.bound_by] for one in details]),
-            np.array([NO_REQUEST if one is None else pairs[one.request_id, one.reason] for one in left_out]),
-            np.array([one.queued for one in details]), np.array([one.waiting for one in details]),
-            np.array([row.active for row in rows]), np.array([one.budget_used for one in details]),
-            np.array([row.used_blocks for row in rows], np.float64),
-        ))  # fmt: skip
+        pieces.append(
+            (
+                np.array([row.number for row in rows]),
+                start_s,
+                start_s + latency_ms / 1000,
+                start_s + delivered_ms / 1000,
+                np.array([one.host_ms for one in details]) / 1000,
+                np.array([limits[one.bound_by] for one in details]),
+                np.array([NO_REQUEST if one is None else pairs[one.request_id, one.reason] for one in left_out]),
+                np.array([one.queued for one in details]),
+                np.array([one.waiting for one in details]),
+                np.array([row.active for row in rows]),
+                np.array([one.budget_used for one in details]),
+                np.array([row.used_blocks for row in rows], np.float64),
+            )
+        )
         for size in details[0].windows:
             of_rows = [one.windows.get(size) for one in details]
             pools[size] = max(one.blocks for one in of_rows if one is not None)
@@ -128,9 +136,23 @@ def read_iterations(path: Path) -> Iterations:
     number, start_s, end_s, delivered_s, host_s, limit, first, queued, waiting, active, budget, used = columns
     of_window = {size: (np.concatenate(parts), pools[size]) for size, parts in used_of_window.items()}
     return Iterations(
-        number, start_s, end_s, delivered_s, host_s, limit, list(limits), first, list(pairs), queued, waiting, active,
-        budget, used, of_window, pauses,
-    )  # fmt: skip
+        number,
+        start_s,
+        end_s,
+        delivered_s,
+        host_s,
+        limit,
+        list(limits),
+        first,
+        list(pairs),
+        queued,
+        waiting,
+        active,
+        budget,
+        used,
+        of_window,
+        pauses,
+    )
 
 
 class _TraceRows(dict[Id, TraceRow]):
@@ -154,8 +176,9 @@ class RecordedRun:
         self.data = data
 
     @classmethod
-    def load(cls, path: Path, or_endpoint: bool = False, or_empty: bool = False,
-             or_summary: bool = False) -> "RecordedRun":  # fmt: skip
+    def load(
+        cls, path: Path, or_endpoint: bool = False, or_empty: bool = False, or_summary: bool = False
+    ) -> "RecordedRun":
         """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration.
         or_endpoint: also a run against an endpoint, which never has one. or_empty: also one that ended, or was killed,
         before its first; `nothing_ran` says so. or_summary: also one of `--recording summary`, which has none."""
@@ -163,8 +186,10 @@ class RecordedRun:
         if (run.data.endpoint and or_endpoint) or (run.data.has_only_summary and or_summary):
             return run
         if run.data.endpoint:
-            raise InputError(f"{run.data.path}: a run against an endpoint has no iterations; `ifbbench report`, `why`, "
-                             "`compare`, `plot`, `plot --html` of it alone and `export` take it.")  # fmt: skip
+            raise InputError(
+                f"{run.data.path}: a run against an endpoint has no iterations; `ifbbench report`, `why`, "
+                "`compare`, `plot`, `plot --html` of it alone and `export` take it."
+            )
         if run.nothing_ran and not (or_empty and not (run.data.summary or {}).get("iterations")):
             raise InputError(f"{run.data.path}: {run.nothing_ran}. Expected a run with an iteration.")
         return run
@@ -193,8 +218,10 @@ class RecordedRun:
         found = read_iterations(path)
         last, recorded = int(found.number.max(initial=0)), (len(found) + 1) * self.data.recorded_every
         if last > recorded:
-            raise InputError(f"{path}: has iteration {last}, but {len(found)} lines; expected one for each. Restore "
-                             "the file, or run again.")  # fmt: skip
+            raise InputError(
+                f"{path}: has iteration {last}, but {len(found)} lines; expected one for each. Restore "
+                "the file, or run again."
+            )
         return found
 
     def row_at(self, number: int) -> AnyIterationRow | None:
@@ -213,9 +240,11 @@ class RecordedRun:
         for path in (find_lines(self.data.path, "spans"), self.data.path / OPEN_SPANS):
             for span in chain.from_iterable(read_rows(path, Decoder(Span))):
                 if span.last < span.first or span.produced > max(span.tokens, 0):
-                    raise InputError(f"{path}: a span of request {span.request_id} goes from iteration {span.first} to "
-                                     f"{span.last}, and makes {span.produced} of {span.tokens} tokens; expected a last "
-                                     "iteration after the first, and no more tokens than it runs. Run again.")
+                    raise InputError(
+                        f"{path}: a span of request {span.request_id} goes from iteration {span.first} to "
+                        f"{span.last}, and makes {span.produced} of {span.tokens} tokens; expected a last "
+                        "iteration after the first, and no more tokens than it runs. Run again."
+                    )
                 spans.setdefault(span.request_id, []).append(span)
         for of_request in spans.values():
             of_request.sort(key=lambda span: span.first)

@@ -9,9 +9,9 @@ from typing import Any
 
 from ifbbench.analysis.figures import Figure, compared_figures, numbers_of
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import REPEATS_FILE
 from ifbbench.report.confidence import combined, half_width, half_width_of_difference
-from ifbbench.report.load import find_runs, load_run
+from ifbbench.rundir.reader import find_runs, load_run
+from ifbbench.rundir.run_directory import REPEATS_FILE
 
 
 def is_repeats(directory: Path) -> bool:
@@ -93,8 +93,10 @@ class RepeatsComparison:
     def _half_widths(self) -> dict[str, float]:
         if self.a.are_equal or self.b.are_equal:
             return {}
-        by_seed = [{seed: dict(numbers_of(summary)) for seed, summary in zip(side.seeds, side.summaries, strict=True)}
-                   for side in (self.a, self.b)]  # fmt: skip
+        by_seed = [
+            {seed: dict(numbers_of(summary)) for seed, summary in zip(side.seeds, side.summaries, strict=True)}
+            for side in (self.a, self.b)
+        ]
         found = {}
         for name in {name for of_seed in by_seed[0].values() for name in of_seed}:
             a, b = ({seed: figures[name] for seed, figures in side.items() if name in figures} for side in by_seed)

@@ -12,9 +12,9 @@ from msgspec.json import Decoder
 from msgspec.structs import replace
 
 from ifbbench.compressed import DamagedFile, read_pieces
-from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
-from ifbbench.recording.drafts import stretches_of
+from ifbbench.rundir.drafts import stretches_of
+from ifbbench.settings.config import DEFAULT_PRIORITY
 
 Id = int | str
 Number = Annotated[int, Meta(ge=-(2**53), le=2**53)]

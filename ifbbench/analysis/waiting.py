@@ -16,9 +16,9 @@ import numpy as np
 
 from ifbbench.analysis.recorded import NO_REQUEST, QUEUE, Floats, RecordedRun
 from ifbbench.analysis.rows import Id, Span
-from ifbbench.engine.policies.policy import Limit
-from ifbbench.recording.lines import Phase
-from ifbbench.recording.spans import HEAD_OF_LINE
+from ifbbench.rundir.lines import Phase
+from ifbbench.rundir.spans import HEAD_OF_LINE
+from ifbbench.schedulers.tensorrt_llm.policies.policy import Limit
 
 PAUSED = Phase.PAUSED
 # The limit that only the micro-batch scheduler has.
@@ -122,8 +122,9 @@ class HeadsOfLine:
         own = self.own_waiting_s
         found = [
             Blocker(request_id, limit, seconds, int(most), own.get((request_id, limit), 0.0), int(first), int(last))
-            for (request_id, limit), (seconds, most, first, last) in waited.items() if seconds > 0
-        ]  # fmt: skip
+            for (request_id, limit), (seconds, most, first, last) in waited.items()
+            if seconds > 0
+        ]
         return sorted(found, key=lambda blocker: (-blocker.waited_s, str(blocker.request_id)))
 
     @cached_property
@@ -149,14 +150,20 @@ class HeadsOfLine:
             iterations = self._run.iterations
             changes = np.flatnonzero(np.diff(iterations.left_out, prepend=NO_REQUEST - 1))
             firsts = iterations.number[changes].tolist()
-            pairs = [None if code == NO_REQUEST else iterations.left_out_pairs[code]
-                     for code in iterations.left_out[changes].tolist()]  # fmt: skip
+            pairs = [
+                None if code == NO_REQUEST else iterations.left_out_pairs[code]
+                for code in iterations.left_out[changes].tolist()
+            ]
         # Those that another scheduler left out have a span of their own; so have the paused, which do not fit.
         held = sorted(
-            (span for spans in self._run.spans.values() for span in spans
-             if span.phase == PAUSED or is_own_wait(span, spans)),
+            (
+                span
+                for spans in self._run.spans.values()
+                for span in spans
+                if span.phase == PAUSED or is_own_wait(span, spans)
+            ),
             key=lambda span: span.first,
-        )  # fmt: skip
+        )
         bounds = sorted({*firsts, *(span.first for span in held), *(span.last + 1 for span in held)})
         heads: list[list[Head]] = []
         open_spans: list[Span] = []
@@ -199,9 +206,11 @@ class _WaitingByRank:
 
     def __init__(self, run: RecordedRun) -> None:
         spans = [
-            span for of_request in run.spans.values() for span in of_request
+            span
+            for of_request in run.spans.values()
+            for span in of_request
             if span.waits_for is not None and not is_own_wait(span, of_request)
-        ]  # fmt: skip
+        ]
         self._first = np.array([span.first for span in spans], np.int64)
         self._last = np.array([span.last for span in spans], np.int64)
         self._rank = np.array([run.rank.get(span.request_id, NO_REQUEST) for span in spans], np.int64)

@@ -12,8 +12,8 @@ import numpy as np
 
 from ifbbench.analysis.recorded import Floats, Integers, RecordedRun
 from ifbbench.analysis.rows import Id, Span
-from ifbbench.report.load import cumulated
-from ifbbench.simulation.step_work import StepWork, StepWorks
+from ifbbench.rundir.reader import cumulated
+from ifbbench.simulated.step_work import StepWork, StepWorks
 
 Windows = Sequence[tuple[int | None, float]]
 UNLIMITED = 2**40
@@ -139,8 +139,17 @@ class _Reader:
             for number, length in enumerate(span.chunks):
                 is_last = start + length == end
                 is_step = is_last and output > 0 and self._produced > 0
-                self.chunks.append(_Chunk(span.first + number * span.every, start, length, self._known, is_last,
-                                          output if is_last else 0, is_step))  # fmt: skip
+                self.chunks.append(
+                    _Chunk(
+                        span.first + number * span.every,
+                        start,
+                        length,
+                        self._known,
+                        is_last,
+                        output if is_last else 0,
+                        is_step,
+                    )
+                )
                 start += length
         if group:
             self._known = max(self._known, start)
@@ -169,8 +178,11 @@ def read_work(run: RecordedRun, windows: Windows) -> RunWork:
     every = run.data.num_micro_batches
     useful = _Sums(size, windows, every)
     useful.add_context(iteration, start + again, np.where(is_step, 0, length - again), np.where(is_step, 0, output))
-    resumed = [_Steps(chunk.iteration, chunk.iteration, chunk.start + chunk.length, 1) for chunk in reader.chunks
-               if chunk.is_step]  # fmt: skip
+    resumed = [
+        _Steps(chunk.iteration, chunk.iteration, chunk.start + chunk.length, 1)
+        for chunk in reader.chunks
+        if chunk.is_step
+    ]
     useful.add_steps([*reader.useful_steps, *resumed])
     unpadded = _Sums(size, windows, every)
     unpadded.add_context(iteration, start, length, is_last)
@@ -205,8 +217,13 @@ class _Sums:
         works, size = self.works, self._size
         pairs, keys = mean_context(start, length, self._windows)
         columns = (length, length > 0, pairs, keys, outputs)
-        targets = (works.context_tokens, works.context_requests, works.attention_pairs, works.context_kv_tokens,
-                   works.outputs)  # fmt: skip
+        targets = (
+            works.context_tokens,
+            works.context_requests,
+            works.attention_pairs,
+            works.context_kv_tokens,
+            works.outputs,
+        )
         for target, values in zip(targets, columns, strict=True):
             target += np.rint(np.bincount(iteration, values, size)).astype(np.int64)
 
@@ -219,10 +236,12 @@ class _Sums:
         self.works.generation_tokens[:] += tokens
         self.works.outputs[:] += tokens
         read = sum(
-            share * _keys_read(first, last, keys, beams, grows, UNLIMITED if window is None else window, self._size,
-                               self._every)
+            share
+            * _keys_read(
+                first, last, keys, beams, grows, UNLIMITED if window is None else window, self._size, self._every
+            )
             for window, share in self._windows
-        )  # fmt: skip
+        )
         self.works.generation_kv_tokens[:] += np.rint(read).astype(np.int64)
 
 
@@ -238,9 +257,15 @@ def mean_context(start: Integers, length: Integers, windows: Windows) -> tuple[F
 
 
 def _keys_read(
-    first: Integers, last: Integers, keys: Integers, beams: Integers, grows: Integers, window: int, size: int,
+    first: Integers,
+    last: Integers,
+    keys: Integers,
+    beams: Integers,
+    grows: Integers,
+    window: int,
+    size: int,
     every: int,
-) -> Integers:  # fmt: skip
+) -> Integers:
     """Keys that generation steps read in each iteration. Each reads one more than the step before, up to the window."""
     begin = np.minimum(keys, window)
     growing = grows * np.minimum((last - first) // every, window - begin)
@@ -263,9 +288,14 @@ def _needed(run: RecordedRun, requests: list[_Needed], windows: Windows) -> tupl
         growing = np.clip(limit - end, 0, steps)  # steps that read fewer keys than the window
         read += share * (growing * end + growing * (growing + 1) // 2 + (steps - growing) * limit)
     needed = StepWorks(
-        end - start, (end > start).astype(np.int64), np.rint(pairs).astype(np.int64), np.rint(keys).astype(np.int64),
-        steps * beams, np.rint(read).astype(np.int64) * beams, steps * beams + is_complete,
-    )  # fmt: skip
+        end - start,
+        (end > start).astype(np.int64),
+        np.rint(pairs).astype(np.int64),
+        np.rint(keys).astype(np.int64),
+        steps * beams,
+        np.rint(read).astype(np.int64) * beams,
+        steps * beams + is_complete,
+    )
     outputs = np.where(is_complete, steps + 1, 0)
     return needed, outputs, _held_blocks(run, end, outputs, windows)
 

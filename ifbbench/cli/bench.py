@@ -9,9 +9,9 @@ import click
 
 from ifbbench.cli.gpt_manager import SPECULATIVE, ForeignOption, TraceCommand, unset
 from ifbbench.cli.options import given_config, parse_config_file
-from ifbbench.config import settings
 from ifbbench.errors import InputError
-from ifbbench.fields import located
+from ifbbench.settings.config import settings
+from ifbbench.settings.fields import located
 
 MULTIMODAL = "models with images or video are not available; prompts are tokens."
 HEURISTICS = "limits are not tuned to lengths; they are those that are given, or the defaults of `ifbbench run`."
@@ -35,9 +35,12 @@ OPTIONS = (
 )
 # Names of settings in trtllm-bench.
 RENAMED = {
-    "num_requests": "max_num_samples", "tp": "tp_size", "pp": "pp_size", "warmup": "warm_up",
+    "num_requests": "max_num_samples",
+    "tp": "tp_size",
+    "pp": "pp_size",
+    "warmup": "warm_up",
     "output_json": "responses_json",
-}  # fmt: skip
+}
 # Its own meaning of --max_input_len and --config is in OPTIONS and below.
 NOT_TAKEN = ("max_input_len",)
 SHOWN = (
@@ -55,11 +58,21 @@ LLM_ARGUMENTS = {
     "scheduler_config.capacity_scheduler_policy": "policy",
     "scheduler_config.context_chunking_policy": "context_chunking_policy",
     "kv_cache_config.dtype": "kv_cache_dtype",
-    **{f"kv_cache_config.{name}": name for name in (
-        "enable_block_reuse", "free_gpu_memory_fraction", "max_tokens", "host_cache_size", "max_attention_window",
-        "sink_token_length", "enable_partial_reuse", "copy_on_partial_reuse", "tokens_per_block",
-    )},
-}  # fmt: skip
+    **{
+        f"kv_cache_config.{name}": name
+        for name in (
+            "enable_block_reuse",
+            "free_gpu_memory_fraction",
+            "max_tokens",
+            "host_cache_size",
+            "max_attention_window",
+            "sink_token_length",
+            "enable_partial_reuse",
+            "copy_on_partial_reuse",
+            "tokens_per_block",
+        )
+    },
+}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "throughput": {},
     "latency": {"max_batch_size": 1, "concurrency": 1, "streaming": True, "enable_chunked_context": False},
@@ -87,11 +100,17 @@ class BenchCommand(TraceCommand):
         options["enable_chunked_context"].secondary_opts.append("--disable_chunked_context")
         self.params += [
             click.Option(["model_path", "--model_path"], metavar="DIR", help="The model's directory, before --model."),
-            click.Option(["llm_arguments", "--extra_llm_api_options", "--config"], metavar="FILE",
-                         help="YAML of arguments of TensorRT-LLM's LLM class, or of settings; options win."),
-            click.Option(["sampler_options", "--sampler_options"], metavar="FILE",
-                         help="YAML of sampling settings (temperature, top_k, top_p, …); options win."),
-        ]  # fmt: skip
+            click.Option(
+                ["llm_arguments", "--extra_llm_api_options", "--config"],
+                metavar="FILE",
+                help="YAML of arguments of TensorRT-LLM's LLM class, or of settings; options win.",
+            ),
+            click.Option(
+                ["sampler_options", "--sampler_options"],
+                metavar="FILE",
+                help="YAML of sampling settings (temperature, top_k, top_p, …); options win.",
+            ),
+        ]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [*(ctx.obj or ()), *args])  # a later option wins
@@ -146,10 +165,10 @@ def _bench(ctx: click.Context, trace: str | None, options: dict[str, Any]) -> No
     config = given_config(None, values)
 
     from ifbbench.cli.run import replay
-    from ifbbench.recording.run_directory import find_lines
-    from ifbbench.report.load import load_run
-    from ifbbench.report.trtllm_bench import report
-    from ifbbench.report.trtllm_text import report_text
+    from ifbbench.report.compat.trtllm_bench import report
+    from ifbbench.report.compat.trtllm_text import report_text
+    from ifbbench.rundir.reader import load_run
+    from ifbbench.rundir.run_directory import find_lines
 
     result = replay(trace, config, f"bench {ctx.command.name}")
     click.echo(report_text(report(load_run(result.directory))))

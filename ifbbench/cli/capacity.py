@@ -8,7 +8,7 @@ import click
 
 from ifbbench.cli.options import FloatRange, SettingsCommand, given_config, size_option
 from ifbbench.clock import Progress
-from ifbbench.config import RunConfig, settings
+from ifbbench.settings.config import RunConfig, settings
 
 if TYPE_CHECKING:
     from ifbbench.workload.trace import TraceRequest
@@ -19,12 +19,27 @@ BYTES_PER_GIB = 1024**3
 LENGTH = click.IntRange(min=1)
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
 USED = {one.name for one in settings() if one.group in ("scheduling", "kv cache")} - {
-    "enable_trt_overlap", "overlap", "static_emulated_batch_size", "static_emulated_timeout", "context_chunking_policy",
-    "enable_kv_cache_reuse", "enable_partial_reuse", "copy_on_partial_reuse",
+    "enable_trt_overlap",
+    "overlap",
+    "static_emulated_batch_size",
+    "static_emulated_timeout",
+    "context_chunking_policy",
+    "enable_kv_cache_reuse",
+    "enable_partial_reuse",
+    "copy_on_partial_reuse",
 } | {
-    "reserve", "max_num_samples", "max_prompt_len", "skip_bad_rows", "beam_width", "seed", "device", "model", "dtype",
-    "tp_size", "pp_size",
-}  # fmt: skip
+    "reserve",
+    "max_num_samples",
+    "max_prompt_len",
+    "skip_bad_rows",
+    "beam_width",
+    "seed",
+    "device",
+    "model",
+    "dtype",
+    "tp_size",
+    "pp_size",
+}
 SETTING_HELP = {
     "reserve": "max_new_tokens of each request: trace (as recorded; with --output-len that many), actual (its output "
     "length), factor:F or fixed:N.",
@@ -37,14 +52,25 @@ SETTING_HELP = {
 @click.option("--input-len", type=LENGTH, metavar="N", help="Requests with this prompt length (tokens).")
 @click.option("--output-len", type=LENGTH, metavar="N", help="Their output length (tokens).")
 @click.option("--trace", metavar="TRACE", help="The requests of a trace instead, as `ifbbench run` takes it.")
-@click.option("--memory-gib", type=FloatRange(min=0, min_open=True), metavar="X",
-              help="Free memory in GiB, instead of what is free here.")  # fmt: skip
+@click.option(
+    "--memory-gib",
+    type=FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Free memory in GiB, instead of what is free here.",
+)
 @click.option("--memory-bytes", callback=size_option, metavar="SIZE", help="The same in bytes, as 80GB or 80GiB.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def capacity(
-    model_name: str | None, config_file: Path | None, input_len: int | None, output_len: int | None, trace: str | None,
-    memory_gib: float | None, memory_bytes: int | None, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    model_name: str | None,
+    config_file: Path | None,
+    input_len: int | None,
+    output_len: int | None,
+    trace: str | None,
+    memory_gib: float | None,
+    memory_bytes: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """How much KV cache fits beside MODEL, and how many requests run in it at once.
 
     MODEL is a built-in model (tiny) or a directory with config.json. Nothing is loaded or run; requests are assumed to
@@ -66,19 +92,19 @@ def capacity(
     config = given_config(config_file, options, needs_model=False)
 
     from ifbbench.cli.console import progress_line
-    from ifbbench.planning.capacity import study
+    from ifbbench.studies.capacity import study
 
     with progress_line("capacity", config.quiet) as progress:
         requests = _requests(config, input_len, output_len, trace, progress)
         progress.stage("calculating")
         found = study(config, requests, memory_bytes)
     if as_json:
-        from ifbbench.planning.capacity_tables import figures
+        from ifbbench.studies.capacity_tables import figures
 
         click.echo(json.dumps(figures(found)))
         return
     from ifbbench.cli.console import report_console
-    from ifbbench.planning.capacity_tables import print_study
+    from ifbbench.studies.capacity_tables import print_study
 
     print_study(found, report_console())
 

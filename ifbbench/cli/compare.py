@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import SettingsCommand, config_table, given_config
-from ifbbench.config import SIMULATED, settings
 from ifbbench.errors import InputError
-from ifbbench.settings import setting
+from ifbbench.settings.config import SIMULATED, settings
+from ifbbench.settings.names import setting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,24 +56,52 @@ class Layout(Enum):
 
 @click.command(cls=SettingsCommand, shown=())
 @click.argument("paths", metavar="RUN RUN... | TRACE", nargs=-1)
-@click.option("--over", multiple=True, metavar="KEY=V1,V2,…",
-              help="Replay TRACE with each of these values and compare; `--policy A,B` is the same as `--over "
-              "policy=A,B`, and so on for each setting of a run.")  # fmt: skip
-@click.option("--repeat", type=click.IntRange(2, MAX_REPEATS), metavar="N",
-              help="Simulate each run again with N seeds, the same ones for all, and compare the means. That measures "
-              "the intervals where the runs themselves are too short or overloaded.")  # fmt: skip
-@click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
-              help="Exit with status 1 if a condition on the second run holds: 'ttft_s.p99>+5%', 'pauses>+10' or "
-              "'ttft_s.p99>1.5'. Each further run is judged in the same way.")  # fmt: skip
+@click.option(
+    "--over",
+    multiple=True,
+    metavar="KEY=V1,V2,…",
+    help="Replay TRACE with each of these values and compare; `--policy A,B` is the same as `--over "
+    "policy=A,B`, and so on for each setting of a run.",
+)
+@click.option(
+    "--repeat",
+    type=click.IntRange(2, MAX_REPEATS),
+    metavar="N",
+    help="Simulate each run again with N seeds, the same ones for all, and compare the means. That measures "
+    "the intervals where the runs themselves are too short or overloaded.",
+)
+@click.option(
+    "--fail-if",
+    "conditions",
+    multiple=True,
+    metavar="CONDITION",
+    help="Exit with status 1 if a condition on the second run holds: 'ttft_s.p99>+5%', 'pauses>+10' or "
+    "'ttft_s.p99>1.5'. Each further run is judged in the same way.",
+)
 @click.option("--all", "all_figures", is_flag=True, help="All figures of summary.json, not the most used ones.")
-@click.option("--changes", type=click.IntRange(min=0), default=5, show_default=True, metavar="N",
-              help="How many of the requests that gained and lost most are listed.")  # fmt: skip
+@click.option(
+    "--changes",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="How many of the requests that gained and lost most are listed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
 def compare(
-    context: click.Context, /, paths: tuple[str, ...], over: tuple[str, ...], conditions: tuple[str, ...],
-    all_figures: bool, changes: int, as_json: bool, repeat: int | None, config_file: Path | None, **options: Any,
-) -> None:  # fmt: skip
+    context: click.Context,
+    /,
+    paths: tuple[str, ...],
+    over: tuple[str, ...],
+    conditions: tuple[str, ...],
+    all_figures: bool,
+    changes: int,
+    as_json: bool,
+    repeat: int | None,
+    config_file: Path | None,
+    **options: Any,
+) -> None:
     """Compare runs with the first one: figures, the first decision that differs, and what gained and lost.
 
     With one TRACE and several values of a setting, run them first: `ifbbench compare --policy
@@ -111,9 +139,11 @@ def compare(
         for run, again in zip_longest(runs[1:], repeats[1:]):
             comparisons.append(Comparison(runs[0], run, RepeatsComparison(repeats[0], again) if again else None))
     reasons = [
-        reason for comparison in comparisons for condition in conditions
+        reason
+        for comparison in comparisons
+        for condition in conditions
         if (reason := failed_condition(condition, comparison.figures)) is not None
-    ]  # fmt: skip
+    ]
     if as_json:
         documents = [
             (one.as_dict(changes) if isinstance(one, Comparison) else one.as_dict()) | {"failed_conditions": reasons}
@@ -165,7 +195,7 @@ def _simulate_again(
     trace: of all runs, if this command has run them; it may be standard input, which a later one cannot read."""
     from ifbbench.analysis.repeats import Repeats
     from ifbbench.cli.console import progress_line
-    from ifbbench.planning.repeat import simulate_seeds
+    from ifbbench.studies.repeat import simulate_seeds
 
     asked = []
     for run in runs:
@@ -173,8 +203,9 @@ def _simulate_again(
         if config.hardware is None:
             raise click.UsageError(f"--repeat: {run.path} was not simulated; repeat it with `ifbbench run --repeat`.")
         if source is None:
-            raise click.UsageError(f"--repeat: the trace of {run.path} came from standard input; it cannot be read "
-                                   "again.")  # fmt: skip
+            raise click.UsageError(
+                f"--repeat: the trace of {run.path} came from standard input; it cannot be read again."
+            )
         asked.append((str(source), config))
     seeds = range(asked[0][1].seed, asked[0][1].seed + count)
     ended, total, found = counted(1), count * len(runs), []
@@ -184,8 +215,10 @@ def _simulate_again(
             summaries = simulate_seeds(source, config, seeds, lambda: progress.update(next(ended), total, ""))
             repeats = Repeats(run.path, seeds, summaries, [None] * count)
             if repeats.are_equal:
-                raise InputError(f"--repeat: the seed changes nothing in {run.path}, because its requests and their "
-                                 "arrivals are recorded. Leave it out; intervals are then over parts of the runs.")
+                raise InputError(
+                    f"--repeat: the seed changes nothing in {run.path}, because its requests and their "
+                    "arrivals are recorded. Leave it out; intervals are then over parts of the runs."
+                )
             found.append(repeats)
     return found
 
@@ -206,8 +239,11 @@ def _print(
     if runs:
         _print_notes(runs, console)
     if all(one.identical for one in comparisons):
-        console.print("\nThe runs are identical: all decisions and all times are the same.\n" if runs else
-                      "\nThe repeats are identical: all figures are the same.\n")  # fmt: skip
+        console.print(
+            "\nThe runs are identical: all decisions and all times are the same.\n"
+            if runs
+            else "\nThe repeats are identical: all figures are the same.\n"
+        )
         return
     console.print()
     _print_figures(comparisons, all_figures, console)
@@ -232,8 +268,10 @@ def _print_notes(comparisons: "Sequence[Comparison]", console: "Console") -> Non
         if run.data.partial:
             console.print(f"[yellow]Run {name} is partial: it did not reach its end.[/yellow]")
     if others := [name for name, one in zip(RUN_NAMES[1:], comparisons, strict=False) if not one.same_trace]:
-        console.print(f"[yellow]The trace of {' and '.join(others)} differs from that of a: requests are not compared "
-                      "one by one.[/yellow]")  # fmt: skip
+        console.print(
+            f"[yellow]The trace of {' and '.join(others)} differs from that of a: requests are not compared "
+            "one by one.[/yellow]"
+        )
     different = []
     for name in dict.fromkeys(name for one in comparisons for name in one.different_settings):
         values = [str(run.config.get(name)) for run in runs]
@@ -309,9 +347,10 @@ def _value_texts(name: str, values: Sequence[float], is_signed: bool = False) ->
     scale, unit = (1000, " ms") if is_time and max(map(abs, values)) < 1 else (1, " s" if is_time else "")
     return [
         ("+" if is_signed and value > 0 else "")
-        + (f"{value:,.0f}" if not is_time and value == int(value) else significant(value, scale)) + unit
+        + (f"{value:,.0f}" if not is_time and value == int(value) else significant(value, scale))
+        + unit
         for value in values
-    ]  # fmt: skip
+    ]
 
 
 def _is_equal(figure: "Figure") -> bool:
@@ -385,7 +424,12 @@ def _print_changes(title: str, changes: "Sequence[Change]", console: "Console") 
     table.add_column("in b it" if title.startswith("Lost") else "in a it")
     for change in changes:
         sign = "+" if change.difference_s > 0 else ""
-        table.add_row(str(change.request_id), significant(change.e2e_a_s), significant(change.e2e_b_s),
-                      sign + significant(change.difference_s), change.cause)  # fmt: skip
+        table.add_row(
+            str(change.request_id),
+            significant(change.e2e_a_s),
+            significant(change.e2e_b_s),
+            sign + significant(change.difference_s),
+            change.cause,
+        )
     console.print(table)
     console.print()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import COMMAND_KEYS, Command, SettingsCommand, config_table, given_config, read_config_file
-from ifbbench.config import RunConfig, settings
+from ifbbench.settings.config import RunConfig, settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,23 +68,31 @@ def shown_settings(file: Path | None, options: dict[str, Any]) -> list[dict[str,
         source = OPTION if item.name in given else str(file) if item.name in from_file else DEFAULT
         if value != wanted and value is not None:
             source = DERIVED
-        rows.append({"name": item.name, "group": item.group, "value": value, "source": source,
-                     "default": item.command_line_default, "unit": item.unit})  # fmt: skip
+        rows.append(
+            {
+                "name": item.name,
+                "group": item.group,
+                "value": value,
+                "source": source,
+                "default": item.command_line_default,
+                "unit": item.unit,
+            }
+        )
     return rows
 
 
 def _resolved(asked: RunConfig) -> RunConfig:
     """The settings with all that model and device decide. On a real device, the size of the KV cache is known only once
     the model is loaded, which this does not do."""
-    from ifbbench.api.engine import build_engine
-    from ifbbench.api.resolve import resolve_limits
-    from ifbbench.model.named_models import load_model_config
+    from ifbbench.build.engine import build_engine
+    from ifbbench.build.resolve import resolve_limits
+    from ifbbench.models.named_models import load_model_config
 
     if asked.endpoint is not None:  # the server has settings of its own
         return asked
     if asked.makes_no_tokens:
         return build_engine(asked).config
-    from ifbbench.execution.build import choose_device
+    from ifbbench.torch.build import choose_device
 
     device = choose_device(asked)
     longest = load_model_config(asked.model).max_position_embeddings

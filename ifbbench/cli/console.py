@@ -27,7 +27,7 @@ def report_console(highlight: bool = True) -> "Console":
     from rich.console import Console
     from rich.text import Text
 
-    from ifbbench.fields import printable
+    from ifbbench.settings.fields import printable
 
     class OutputConsole(Console):
         def render_str(self, text: str, **options: Any) -> Text:
@@ -138,9 +138,14 @@ def _bar(label: str, console: "Console") -> Iterator[Progress]:
     names = ("counts", "remaining", "text")
     columns = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in names]
     with Bar(
-        TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), *columns, console=console,
-        transient=True, refresh_per_second=REFRESHES_PER_SECOND,
-    ) as bar:  # fmt: skip
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=REFRESHES_PER_SECOND,
+    ) as bar:
         task = bar.add_task(label, total=None, counts="", remaining="", text="")
         yield BarProgress(label)
 

@@ -13,7 +13,7 @@ from ifbbench.cli.options import SettingOption, given_config
 from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, check_output, synth, write
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory
-from ifbbench.settings import setting
+from ifbbench.settings.names import setting
 
 if TYPE_CHECKING:
     from ifbbench.workload.statistics import TraceStatistics
@@ -21,9 +21,15 @@ if TYPE_CHECKING:
 COUNT = click.IntRange(min=1)
 SECONDS = click.FloatRange(min=0)
 READING = (
-    "max_num_samples", "skip_bad_rows", "seed", "trace_format", "columns", "tokenizer", "characters_per_token",
+    "max_num_samples",
+    "skip_bad_rows",
+    "seed",
+    "trace_format",
+    "columns",
+    "tokenizer",
+    "characters_per_token",
     "default_output_len",
-)  # fmt: skip
+)
 
 
 @click.group(cls=Group)
@@ -77,12 +83,25 @@ def convert(trace: str, output: Path, overwrite: bool, to: str | None, vocab_siz
 @click.option("--every", type=COUNT, default=1, metavar="K", help="Keep the first request and each K-th after it.")
 @click.option("--from", "from_s", type=SECONDS, default=0.0, metavar="S", help="Keep what arrives from second S …")
 @click.option("--to", "to_s", type=SECONDS, default=float("inf"), metavar="S", help="… until before second S.")
-@click.option("--preserve-rate/--no-preserve-rate", default=True, show_default=True,
-              help="Move arrivals together, so that the sample has the rate of the trace.")  # fmt: skip
+@click.option(
+    "--preserve-rate/--no-preserve-rate",
+    default=True,
+    show_default=True,
+    help="Move arrivals together, so that the sample has the rate of the trace.",
+)
 def sample(
-    trace: str, output: Path, overwrite: bool, num_requests: int | None, stratified: bool, every: int, from_s: float,
-    to_s: float, preserve_rate: bool, vocab_size: int, **reading: Any,
-) -> None:  # fmt: skip
+    trace: str,
+    output: Path,
+    overwrite: bool,
+    num_requests: int | None,
+    stratified: bool,
+    every: int,
+    from_s: float,
+    to_s: float,
+    preserve_rate: bool,
+    vocab_size: int,
+    **reading: Any,
+) -> None:
     """Write a part of TRACE: a window of time, of it every K-th request, of these N at random.
 
     Requests keep their ids; arrivals count from the first one kept. The format is that of the suffix of FILE.
@@ -104,8 +123,13 @@ def sample(
 @dataset.command()
 @_reads_a_trace
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option("--plot", "directory", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Draw charts of lengths, arrivals and reuse into this directory (PNG, SVG).")  # fmt: skip
+@click.option(
+    "--plot",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Draw charts of lengths, arrivals and reuse into this directory (PNG, SVG).",
+)
 def info(trace: str, as_json: bool, directory: Path | None, **reading: Any) -> None:
     """Describe TRACE: lengths, arrivals, classes, and the prompt tokens that requests have in common."""
     from ifbbench.cli.console import progress_line
@@ -152,8 +176,11 @@ def _print(title: str, statistics: "TraceStatistics") -> None:
     if statistics.length_correlation is not None:
         facts.add_row("correlation", f"{statistics.length_correlation:.2f} of prompt and output lengths")
     console.print(facts)
-    lengths = {"prompt": statistics.prompt_tokens, "output": statistics.output_tokens,
-               "reserved": statistics.max_new_tokens}  # fmt: skip
+    lengths = {
+        "prompt": statistics.prompt_tokens,
+        "output": statistics.output_tokens,
+        "reserved": statistics.max_new_tokens,
+    }
     columns = ("mean", "min", "p10", "p25", "p50", "p75", "p90", "p99", "max", "total")
     table = Table("tokens", *(Column(column, justify="right") for column in columns), box=None)
     for name, length in lengths.items():
@@ -163,8 +190,9 @@ def _print(title: str, statistics: "TraceStatistics") -> None:
         headers = ("requests", "share", "prompt mean", "output mean")
         classes = Table("class", *(Column(header, justify="right") for header in headers), box=None)
         for name, one in statistics.classes.items():
-            classes.add_row(name, f"{one.requests:,}", percent(one.share, 1), f"{one.prompt_mean:,.0f}",
-                            f"{one.output_mean:,.0f}")  # fmt: skip
+            classes.add_row(
+                name, f"{one.requests:,}", percent(one.share, 1), f"{one.prompt_mean:,.0f}", f"{one.output_mean:,.0f}"
+            )
         console.print(classes)
     if statistics.seen_before_share is not None:
         share = percent(statistics.seen_before_share, 1)

@@ -11,8 +11,14 @@ from ifbbench.errors import InputError
 
 @click.command(cls=SettingsCommand)
 @click.argument("prompts", nargs=-1, required=True)
-@click.option("--max_new_tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N",
-              help="Maximum output length of each prompt.")
+@click.option(
+    "--max_new_tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Maximum output length of each prompt.",
+)
 def generate(prompts: tuple[str, ...], max_new_tokens: int, config_file: Path | None, **options: Any) -> None:
     """Continue PROMPTS with a model that has a tokenizer, all in one batch, and print the texts.
 
@@ -22,10 +28,10 @@ def generate(prompts: tuple[str, ...], max_new_tokens: int, config_file: Path | 
     if config.makes_no_tokens:
         raise InputError(f"--device: {config.device} runs no model; expected auto, cpu or cuda here.")
 
-    from ifbbench.api.engine import build_engine
-    from ifbbench.api.engine import generate as run
+    from ifbbench.build.engine import build_engine
+    from ifbbench.build.engine import generate as run
     from ifbbench.cli.console import progress_line
-    from ifbbench.model.named_models import load_tokenizer
+    from ifbbench.models.named_models import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]

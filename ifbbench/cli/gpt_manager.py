@@ -12,15 +12,22 @@ import click
 
 from ifbbench.cli.options import SettingsCommand
 from ifbbench.errors import InputError
-from ifbbench.fields import choice, number
+from ifbbench.settings.fields import choice, number
 
 LOG_LEVELS = {
-    "verbose": logging.DEBUG, "trace": logging.DEBUG, "debug": logging.DEBUG, "info": logging.INFO,
-    "warning": logging.WARNING, "error": logging.ERROR, "internal_error": logging.CRITICAL,
-}  # fmt: skip
+    "verbose": logging.DEBUG,
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "internal_error": logging.CRITICAL,
+}
 KERNELS = "the kernels are those of ifbbench."
-SPECULATIVE = ("draft tokens come from --draft_model or --draft_ngram only, and figures without this decoding would be "
-               "those of another configuration.")
+SPECULATIVE = (
+    "draft tokens come from --draft_model or --draft_ngram only, and figures without this decoding would be "
+    "those of another configuration."
+)
 ENCODER = "encoder-decoder models are not available."
 _log = logging.getLogger("ifbbench")
 
@@ -90,8 +97,13 @@ UNSET_SETTINGS = ("max_batch_size", "max_tokens_in_paged_kvcache", "kv_cache_fre
 def click_option(option: ForeignOption) -> click.Option:
     """The hidden command line option of a foreign one."""
     declaration = f"--{option.name}/--no_{option.name}" if option.is_flag else f"--{option.name}"
-    return click.Option([option.name, declaration], is_flag=option.is_flag or option.is_switch, default=None,
-                        hidden=True, help=option.reason)  # fmt: skip
+    return click.Option(
+        [option.name, declaration],
+        is_flag=option.is_flag or option.is_switch,
+        default=None,
+        hidden=True,
+        help=option.reason,
+    )
 
 
 class TraceCommand(SettingsCommand):
@@ -107,15 +119,27 @@ class TraceCommand(SettingsCommand):
         self.foreign = tuple(one for one in self.foreign if not {one.name, f"--{one.name}"} & names)
         self.params += [
             click.Option(["dataset", "--dataset"], metavar="TRACE", help="The same as the argument TRACE."),
-            click.Option(["engine_dir", "--engine_dir", "--decoder_engine_dir"], metavar="DIR",
-                         help="A TensorRT-LLM engine: its config.json gives the model's shape and the defaults of "
-                              "limits, on a simulated device also data types and parallelism."),
-            click.Option(["log_level", "--log_level"], metavar="LEVEL",
-                         help=f"What is printed to standard error. [{', '.join(LOG_LEVELS)}; default: warning]"),
-            click.Option(["--help_compat"], is_flag=True, is_eager=True, expose_value=False, callback=self._print,
-                         help=f"List the options of {self.tool} that have no effect or are refused."),
+            click.Option(
+                ["engine_dir", "--engine_dir", "--decoder_engine_dir"],
+                metavar="DIR",
+                help="A TensorRT-LLM engine: its config.json gives the model's shape and the defaults of "
+                "limits, on a simulated device also data types and parallelism.",
+            ),
+            click.Option(
+                ["log_level", "--log_level"],
+                metavar="LEVEL",
+                help=f"What is printed to standard error. [{', '.join(LOG_LEVELS)}; default: warning]",
+            ),
+            click.Option(
+                ["--help_compat"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=self._print,
+                help=f"List the options of {self.tool} that have no effect or are refused.",
+            ),
             *map(click_option, self.foreign),
-        ]  # fmt: skip
+        ]
         if kwargs.get("shown") is None:
             self.only_in_all |= {"dataset", "engine_dir", "log_level"}
 
@@ -150,10 +174,13 @@ class TraceCommand(SettingsCommand):
             formatter = ctx.make_formatter()
             for title, is_refused in (("options without effect", False), ("options that are refused", True)):
                 with formatter.section(f"{self.tool} {title}"):
-                    formatter.write_dl([
-                        (f"--{option.name}{option.metavar}", _capitalised(option.reason))
-                        for option in self.foreign if option.is_refused == is_refused
-                    ])  # fmt: skip
+                    formatter.write_dl(
+                        [
+                            (f"--{option.name}{option.metavar}", _capitalised(option.reason))
+                            for option in self.foreign
+                            if option.is_refused == is_refused
+                        ]
+                    )
             click.echo(formatter.getvalue().rstrip())
             ctx.exit()
 
@@ -172,8 +199,10 @@ def _capitalised(text: str) -> str:
 def _offer_all_at_once(values: dict[str, Any]) -> None:
     """A negative rate: all requests at once, as gptManagerBenchmark does then."""
     if values.get("time_scale") is not None and float(values["time_scale"]) != 0:
-        raise click.UsageError("--request_rate below 0 offers all requests at once, and --time_scale scales recorded "
-                               "arrivals; leave out one of them.")
+        raise click.UsageError(
+            "--request_rate below 0 offers all requests at once, and --time_scale scales recorded "
+            "arrivals; leave out one of them."
+        )
     if values.get("enable_exp_delays"):
         _log.warning("--enable_exp_delays has no effect: --request_rate below 0 offers all requests at once.")
     values.update(request_rate=None, enable_exp_delays=None, time_scale="0")

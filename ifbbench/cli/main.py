@@ -14,8 +14,8 @@ import click
 from ifbbench import __version__, compiled
 from ifbbench.cli.options import DEBUG, debug_option
 from ifbbench.errors import IfbbenchError, InputError
-from ifbbench.fields import printable, shown
 from ifbbench.files import DEVICE_ERRORS
+from ifbbench.settings.fields import printable, shown
 
 FAILED, INTERRUPTED = 1, 130
 DEFECT = "This is a defect of ifbbench: please report it with the command; --debug shows the traceback."
@@ -71,8 +71,9 @@ class LazyGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for arg in args:
             if not arg or (arg.startswith("--") and arg.endswith("=")):
-                raise click.UsageError(f"The argument {arg!r} is empty; expected a value. Is a shell variable unset?",
-                                       ctx)  # fmt: skip
+                raise click.UsageError(
+                    f"The argument {arg!r} is empty; expected a value. Is a shell variable unset?", ctx
+                )
             if "\0" in arg or any("\ud800" <= character <= "\udfff" for character in arg):
                 raise click.UsageError(f"The argument {shown(arg)} is not text in UTF-8.", ctx)
         return super().parse_args(ctx, args)
@@ -98,8 +99,12 @@ class LazyGroup(click.Group):
         except IfbbenchError as error:
             _end(ctx, str(error), error.exit_status)
         except MemoryError as error:
-            _end(ctx, f"there is not enough memory ({str(error) or 'for what the command asks'}). Choose smaller sizes "
-                 "or fewer requests.", FAILED)  # fmt: skip
+            _end(
+                ctx,
+                f"there is not enough memory ({str(error) or 'for what the command asks'}). Choose smaller sizes "
+                "or fewer requests.",
+                FAILED,
+            )
         except OSError as error:
             place = "" if error.filename is None else f"{shown(str(error.filename))}: "
             status = FAILED if error.errno in DEVICE_ERRORS else InputError.exit_status
@@ -107,9 +112,13 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if error.name not in COMPUTING_PACKAGES:
                 _end(ctx, f"{error}. {DEFECT}", FAILED)
-            _end(ctx, f"the package {error.name} is not installed, which computes on CPUs and GPUs; install it with "
-                 f"`pip install '{COMPUTING_PACKAGES[error.name]}'`, or simulate a device: --device sim:h100-sxm "
-                 "--model llama-3.1-8b.", InputError.exit_status)  # fmt: skip
+            _end(
+                ctx,
+                f"the package {error.name} is not installed, which computes on CPUs and GPUs; install it with "
+                f"`pip install '{COMPUTING_PACKAGES[error.name]}'`, or simulate a device: --device sim:h100-sxm "
+                "--model llama-3.1-8b.",
+                InputError.exit_status,
+            )
         except Exception as error:
             _end(ctx, f"{type(error).__name__}: {error}. {DEFECT}", FAILED)
         except KeyboardInterrupt as interrupt:
@@ -192,8 +201,14 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, is_asked: bo
         "token_normalize_func": lambda name: name.replace("_", "-"),
     },
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
-              help="Show the version and exit.")  # fmt: skip
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 def main() -> None:
     """Which batching settings should you run on your traffic, and why?
 

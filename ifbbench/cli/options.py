@@ -1,4 +1,4 @@
-"""Command line options and config files, made from the settings of `ifbbench.config`."""
+"""Command line options and config files, made from the settings of `ifbbench.settings.config`."""
 
 import difflib
 import json
@@ -12,7 +12,10 @@ from typing import Any
 import click
 
 from ifbbench.compressed import STANDARD_INPUT, is_read_once, read_text
-from ifbbench.config import (
+from ifbbench.errors import InputError
+from ifbbench.files import protect, protecting_inputs
+from ifbbench.rundir.run_directory import LINE_FILES, OPEN_SPANS, SWEEP_CONFIG
+from ifbbench.settings.config import (
     DEVICE_FAMILIES,
     MAX_REPLICAS,
     RECORDING_FORMATS,
@@ -21,8 +24,7 @@ from ifbbench.config import (
     RunConfig,
     settings,
 )
-from ifbbench.errors import InputError
-from ifbbench.fields import (
+from ifbbench.settings.fields import (
     BYTES_FORMS,
     MAX_NUMBER_SETTING,
     TECHNICAL_LIMIT,
@@ -34,9 +36,7 @@ from ifbbench.fields import (
     located,
     unexpected,
 )
-from ifbbench.files import protect, protecting_inputs
-from ifbbench.recording.run_directory import LINE_FILES, OPEN_SPANS, SWEEP_CONFIG
-from ifbbench.settings import from_mapping, same_elsewhere, setting
+from ifbbench.settings.names import from_mapping, same_elsewhere, setting
 
 DEBUG = "ifbbench.debug"
 # Keys of config files that are no settings: arguments and options of the command itself. `run` takes the first three.
@@ -53,10 +53,18 @@ WRITTEN = frozenset({*PLACES, "record", "pauses_csv", "directory", "model_reposi
 LORA_FILES = ("adapter_config.json", "adapter_model.safetensors", "model.lora_weights.npy", "model.lora_config.npy")
 READ_IN_DIRECTORIES = (
     *(f"{name}.{suffix}" for name in LINE_FILES for suffix in RECORDING_FORMATS),
-    "run.json", "summary.json", OPEN_SPANS, SWEEP_CONFIG,
-    "*config.json", "tokenizer.json", "chat_template.jinja", "*.safetensors", "*.safetensors.index.json",
-    *LORA_FILES, *(f"*/{name}" for name in LORA_FILES),
-)  # fmt: skip
+    "run.json",
+    "summary.json",
+    OPEN_SPANS,
+    SWEEP_CONFIG,
+    "*config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    *LORA_FILES,
+    *(f"*/{name}" for name in LORA_FILES),
+)
 _log = logging.getLogger("ifbbench")
 # What `--help` is followed by for every option; what it means alone; the group of options that are no settings.
 ALL, COMMON, COMMAND = "all", "common", "command"
@@ -85,8 +93,9 @@ def debug_option() -> click.Option:
     def remember(ctx: click.Context, option: click.Parameter, value: bool) -> None:
         ctx.meta[DEBUG] = value or ctx.meta.get(DEBUG, False)
 
-    return click.Option(["--debug"], is_flag=True, expose_value=False, callback=remember,
-                        help="Show the traceback of an error.")  # fmt: skip
+    return click.Option(
+        ["--debug"], is_flag=True, expose_value=False, callback=remember, help="Show the traceback of an error."
+    )
 
 
 class Command(click.Command):
@@ -204,9 +213,11 @@ class SettingOption(click.Option):
         is_pair = setting.type is bool
         super().__init__(
             [setting.name, *(f"--{name}/--no_{name}" if is_pair else f"--{name}" for name in names)],
-            default=None, metavar=None if is_pair else _metavar(setting), help=help or _help_text(setting),
+            default=None,
+            metavar=None if is_pair else _metavar(setting),
+            help=help or _help_text(setting),
             multiple=setting.is_list,
-        )  # fmt: skip
+        )
         self.group = setting.group
 
 
@@ -218,16 +229,24 @@ class SettingsCommand(Command):
     """
 
     def __init__(
-        self, *args: Any, names: Collection[str] | None = None, shown: Collection[str] | None = None,
-        setting_help: Mapping[str, str] | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *args: Any,
+        names: Collection[str] | None = None,
+        shown: Collection[str] | None = None,
+        setting_help: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if names is None:
-            self.params.append(click.Option(
-                ["config_file", "--config"], type=click.Path(path_type=Path), metavar="FILE",
-                help="Settings from a YAML or TOML file, or from a run or sweep directory; options on the command "
-                     "line win.",
-            ))  # fmt: skip
+            self.params.append(
+                click.Option(
+                    ["config_file", "--config"],
+                    type=click.Path(path_type=Path),
+                    metavar="FILE",
+                    help="Settings from a YAML or TOML file, or from a run or sweep directory; options on the command "
+                    "line win.",
+                )
+            )
         taken = list(settings() if names is None else map(setting, names))
         if shown is None and len(taken) > MAX_SHOWN:
             shown = COMMON_SETTINGS
@@ -239,11 +258,16 @@ class SettingsCommand(Command):
         """`--help`, followed by a group of options, an option, or `all`."""
         if self._help_with_groups is None:  # click compares the option by identity, so that it is made once
             self._help_with_groups = click.Option(
-                ["shown_options", *sorted(self.get_help_option_names(ctx))], is_flag=False, flag_value=COMMON,
-                metavar="[GROUP]", expose_value=False, is_eager=True, callback=self._print_help,
+                ["shown_options", *sorted(self.get_help_option_names(ctx))],
+                is_flag=False,
+                flag_value=COMMON,
+                metavar="[GROUP]",
+                expose_value=False,
+                is_eager=True,
+                callback=self._print_help,
                 shell_complete=lambda ctx, option, text: [one for one in (ALL, *self._groups) if one.startswith(text)],
                 help=f"Show this message; with {ALL} or the name of a group, every option or those of the group.",
-            )  # fmt: skip
+            )
         return self._help_with_groups
 
     @property
@@ -258,9 +282,12 @@ class SettingsCommand(Command):
         found = {_plain(name).lstrip("-"): name for name in (*names, *self._groups, ALL, COMMON)}
         word = _plain(asked.strip()).lower().replace(" ", "-").lstrip("-")
         if word not in found:
-            raise click.UsageError(f"--help {asked}: there is no such group of options, and no such option; expected "
-                                   f"{ALL}, {', '.join(self._groups)}, or the name of an option."
-                                   f"{did_you_mean(word, list(found))}", ctx)  # fmt: skip
+            raise click.UsageError(
+                f"--help {asked}: there is no such group of options, and no such option; expected "
+                f"{ALL}, {', '.join(self._groups)}, or the name of an option."
+                f"{did_you_mean(word, list(found))}",
+                ctx,
+            )
         ctx.meta[SHOWN] = found[word]
         click.echo(ctx.get_help(), color=ctx.color)
         ctx.exit()
@@ -282,8 +309,9 @@ class SettingsCommand(Command):
                 formatter.write_dl([(names.ljust(HELP_COLUMN), text) for names, text in records], HELP_COLUMN)
         if left_out:
             formatter.write_paragraph()
-            formatter.write_text(f"--help {ALL} lists {left_out} more options, --help GROUP those of a group: "
-                                 f"{', '.join(self._groups)}.")  # fmt: skip
+            formatter.write_text(
+                f"--help {ALL} lists {left_out} more options, --help GROUP those of a group: {', '.join(self._groups)}."
+            )
 
 
 def _group(parameter: click.Parameter) -> str:
@@ -297,8 +325,9 @@ def _metavar(setting: Setting) -> str:
 def _help_text(setting: Setting) -> str:
     """The setting's help with its values, range and default: `[tokens, at least 1; default: 32]`."""
     limits = {"above": setting.above, "at least": setting.minimum, "at most": setting.maximum}
-    in_words = [f"{words} {limit:g}" for words, limit in limits.items()
-                if limit is not None and abs(limit) < TECHNICAL_LIMIT]  # fmt: skip
+    in_words = [
+        f"{words} {limit:g}" for words, limit in limits.items() if limit is not None and abs(limit) < TECHNICAL_LIMIT
+    ]
     unit = f"bytes: {BYTES_FORMS}" if setting.unit == "bytes" else setting.unit
     facts = [", ".join(setting.choices or [word for word in (unit, *in_words) if word])]
     if setting.others:
@@ -336,8 +365,11 @@ def given_config(
     from_engine: dict[str, Any] = {}
     is_recorded = config_file is not None and is_run(config_file) and "engine_overhead" not in from_command_line
     if not is_recorded:  # the settings of a run are all there
-        from_engine = {name: value for name, value in engine_defaults(values.get("engine_overhead")).items()
-                       if name not in values and SAME_QUESTION.get(name) not in values}  # fmt: skip
+        from_engine = {
+            name: value
+            for name, value in engine_defaults(values.get("engine_overhead")).items()
+            if name not in values and SAME_QUESTION.get(name) not in values
+        }
     config = from_mapping(from_engine | values, command_line=True)
     if needs_model:
         _check_model_is_given(config, values)
@@ -361,27 +393,29 @@ def engine_defaults(engine_overhead: str | None) -> Mapping[str, Any]:
     """The settings that come closest to the defaults of this engine, a value of --engine_overhead; none for None."""
     if engine_overhead is None:
         return {}
-    from ifbbench.simulation.engines import load_overhead
+    from ifbbench.simulated.engines import load_overhead
 
     return load_overhead(engine_overhead).settings
 
 
 def _check_model_is_given(config: RunConfig, values: Mapping[str, Any]) -> None:
     """InputError for a GPU that was asked for without a model: the default one is for a CPU."""
-    from ifbbench.model.named_models import TINY, built_in_models
+    from ifbbench.models.named_models import TINY, built_in_models
 
     is_gpu = config.device == "cuda" or (config.hardware is not None and "cpu" not in config.hardware)
     if is_gpu and config.endpoint is None and "device" in values and "model" not in values:
         names = ", ".join(name for name in built_in_models() if name != TINY)
-        raise InputError(f"--model: missing, and --device {config.device} is a GPU; give the model that runs there: "
-                         f"one of {names}, the name of a published model of such a shape, or a directory with "
-                         "config.json.")
+        raise InputError(
+            f"--model: missing, and --device {config.device} is a GPU; give the model that runs there: "
+            f"one of {names}, the name of a published model of such a shape, or a directory with "
+            "config.json."
+        )
 
 
 def _notes(config: RunConfig, values: Mapping[str, Any], from_engine: Mapping[str, Any]) -> Iterator[str]:
     """What names that are short or foreign stand for."""
-    from ifbbench.model.named_models import published_shape
-    from ifbbench.model.quantization import quantization_of
+    from ifbbench.models.named_models import published_shape
+    from ifbbench.models.quantization import quantization_of
 
     if str(values.get("device", "")).removeprefix(SIMULATED).lower() in DEVICE_FAMILIES:
         yield f"--device {values['device']}: this is {config.hardware}."
@@ -410,7 +444,8 @@ def _check_one_replica(path: Path) -> None:
             raise InputError(
                 f"replicas is {replicas}: so many servers with these settings share the requests. Add --replica "
                 f"1/{replicas} to replay the share of the first (up to {replicas}/{replicas}), or --replica 1/1 to "
-                "replay all requests on one server.")  # fmt: skip
+                "replay all requests on one server."
+            )
 
 
 def with_engine(engine_dir: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -418,8 +453,8 @@ def with_engine(engine_dir: str, values: dict[str, Any]) -> dict[str, Any]:
 
     Where there is no such directory, a built-in shape that its name or `--model` refers to stands for the model.
     """
-    from ifbbench.model.engine_config import engine_settings
-    from ifbbench.model.named_models import TINY, built_in_models, built_in_shape
+    from ifbbench.models.engine_config import engine_settings
+    from ifbbench.models.named_models import TINY, built_in_models, built_in_shape
 
     if Path(engine_dir).is_dir():
         device = str(setting("device").check(values.get("device", "auto")))
@@ -428,8 +463,11 @@ def with_engine(engine_dir: str, values: dict[str, Any]) -> dict[str, Any]:
     model = values.get("model")
     if model is None or not (model in built_in_models() or Path(model).exists()):
         model = built_in_shape(engine_dir) or built_in_shape(model or "") or TINY
-    _log.warning("--engine_dir %s: there is no such directory; model %s runs instead. Name another with --model.",
-                 engine_dir, model)  # fmt: skip
+    _log.warning(
+        "--engine_dir %s: there is no such directory; model %s runs instead. Name another with --model.",
+        engine_dir,
+        model,
+    )
     return values | {"model": model}
 
 
@@ -469,8 +507,9 @@ def config_table(path: Path) -> dict[str, Any]:
         if path.is_dir():
             path = next((path / name for name in (SWEEP_CONFIG, "run.json") if (path / name).is_file()), path)
             if path.is_dir():
-                raise InputError(f"the directory has no run.json and no {SWEEP_CONFIG}; expected that of a run or a "
-                                 "sweep.")
+                raise InputError(
+                    f"the directory has no run.json and no {SWEEP_CONFIG}; expected that of a run or a sweep."
+                )
         table = parse_config_file(path)
         if not isinstance(table, dict):
             raise InputError("expected a table of settings, one `name: value` each.")
@@ -482,8 +521,11 @@ def config_table(path: Path) -> dict[str, Any]:
         if not isinstance(derived, list):
             raise unexpected("derived", derived, "a list of names of settings")
         left_out, with_none = [*PLACES, *derived], [item.name for item in settings() if item.takes_none]
-        of_run = {name: value for name, value in table["config"].items()
-                  if name not in left_out and (value is not None or name in with_none)}  # fmt: skip
+        of_run = {
+            name: value
+            for name, value in table["config"].items()
+            if name not in left_out and (value is not None or name in with_none)
+        }
         source = table["trace"].get("source")
         return of_run | ({"trace": source} if source not in (None, STANDARD_INPUT) else {})
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import Command, SettingsCommand, given_config
-from ifbbench.config import REPORT_FILES, RunConfig
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, check_new_file
-from ifbbench.recording.run_directory import REPEATS_FILE
+from ifbbench.rundir.run_directory import REPEATS_FILE
+from ifbbench.settings.config import REPORT_FILES, RunConfig
 
 if TYPE_CHECKING:
-    from ifbbench.planning.point_table import SweepTable
     from ifbbench.report.charts import Output
+    from ifbbench.studies.point_table import SweepTable
 
 DIRECTORY = click.Path(path_type=Path)
 EXPORT_FORMATS = ("csv", "parquet", "perfetto")
@@ -33,16 +33,20 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the figures as JSON, and nothing else, on standard output."
 )
 benchmark_lines_option = click.option(
-    "--benchmark_lines/--no_benchmark_lines", default=None,
+    "--benchmark_lines/--no_benchmark_lines",
+    default=None,
     help="Print gptManagerBenchmark's [BENCHMARK] lines below the tables. Default: where standard output is no "
-         "terminal, and with options that only gptManagerBenchmark has.",
-)  # fmt: skip
+    "terminal, and with options that only gptManagerBenchmark has.",
+)
 
 
 @click.command(
-    cls=SettingsCommand, names=(*REPORT_FILES, "result_format", "save_detailed", "enable_steady_state", "overwrite"),
-    setting_help={"enable_steady_state": "Of the steady state only: the window after ramp-up and before drain.",
-                  "overwrite": "Replace existing files."},
+    cls=SettingsCommand,
+    names=(*REPORT_FILES, "result_format", "save_detailed", "enable_steady_state", "overwrite"),
+    setting_help={
+        "enable_steady_state": "Of the steady state only: the window after ramp-up and before drain.",
+        "overwrite": "Replace existing files.",
+    },
 )
 @click.argument("run", type=DIRECTORY)
 @json_option
@@ -54,8 +58,9 @@ def report(run: Path, as_json: bool, benchmark_lines: bool | None, **options: An
     """
     if (run / REPEATS_FILE).is_file():
         if given := [name for name, value in options.items() if value not in (None, ())]:
-            raise InputError(f"--{given[0]}: is for one run, but {run} has several; name one of them, such as "
-                             f"{run / 'repeat-1'}.")
+            raise InputError(
+                f"--{given[0]}: is for one run, but {run} has several; name one of them, such as {run / 'repeat-1'}."
+            )
         report_repeats(run, as_json)
         return
     config = given_config(None, options)
@@ -68,8 +73,8 @@ def report(run: Path, as_json: bool, benchmark_lines: bool | None, **options: An
         return
 
     from ifbbench.report.figures import figures
-    from ifbbench.report.load import load_run
     from ifbbench.report.recorded import steady_figures
+    from ifbbench.rundir.reader import load_run
 
     loaded = load_run(run)
     click.echo(json.dumps(steady_figures(loaded) if config.enable_steady_state else figures(loaded), indent=2))
@@ -78,7 +83,7 @@ def report(run: Path, as_json: bool, benchmark_lines: bool | None, **options: An
 def report_repeats(directory: Path, as_json: bool = False) -> None:
     """Print the means of repeats."""
     if as_json:
-        from ifbbench.report.checking import read_object
+        from ifbbench.rundir.checking import read_object
 
         click.echo(json.dumps(read_object(directory / "summary.json", of_repeats=True), indent=2))
         return
@@ -92,8 +97,8 @@ def report_repeats(directory: Path, as_json: bool = False) -> None:
 def write_run_outputs(directory: Path, config: RunConfig) -> None:
     """Write the files for other tools that `config` asks for."""
     if config.result_format or any(getattr(config, name) for name in REPORT_FILES):
-        from ifbbench.report.load import load_run
         from ifbbench.report.outputs import write_outputs
+        from ifbbench.rundir.reader import load_run
 
         write_outputs(load_run(directory), config)
 
@@ -103,9 +108,9 @@ def print_run(directory: Path, with_lines: bool | None, steady_state: bool = Fal
     where standard output is no terminal. steady_state: tables of the steady state only."""
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.report.figures import benchmark_lines
-    from ifbbench.report.load import load_run
     from ifbbench.report.recorded import steady_figures
     from ifbbench.report.tables import print_report
+    from ifbbench.rundir.reader import load_run
 
     run = load_run(directory)
     with progress_line("report", quiet=False) as progress:
@@ -119,8 +124,14 @@ def print_run(directory: Path, with_lines: bool | None, steady_state: bool = Fal
 
 @click.command(cls=Command)
 @click.argument("run", type=DIRECTORY)
-@click.option("--format", "export_format", type=click.Choice(EXPORT_FORMATS), default="csv", show_default=True,
-              help="CSV, Parquet (needs the extra `parquet`), or a trace for ui.perfetto.dev.")  # fmt: skip
+@click.option(
+    "--format",
+    "export_format",
+    type=click.Choice(EXPORT_FORMATS),
+    default="csv",
+    show_default=True,
+    help="CSV, Parquet (needs the extra `parquet`), or a trace for ui.perfetto.dev.",
+)
 def export(run: Path, export_format: str) -> None:
     """Write the tables of RUN into its directory `export`: iterations, requests, spans and trace.
 
@@ -130,7 +141,7 @@ def export(run: Path, export_format: str) -> None:
     check_new_directory(run / "export", "export into")
     if export_format == "perfetto":
         from ifbbench.analysis.recorded import RecordedRun
-        from ifbbench.views.perfetto import write_trace
+        from ifbbench.report.compat.perfetto import write_trace
 
         recorded = RecordedRun.load(run, or_endpoint=True)
         click.echo(write_trace(recorded, recorded.data.path / "export"))
@@ -149,7 +160,7 @@ def schema(file: str | None) -> None:
 
     The schema of a file of lines describes one line.
     """
-    from ifbbench.report.schema import schema_of, schemas
+    from ifbbench.rundir.schema import schema_of, schemas
 
     click.echo(json.dumps(schema_of(file) if file else schemas(), indent=2))
 
@@ -165,15 +176,31 @@ def schema(file: str | None) -> None:
 @click.option("--requests", metavar="ID,…", help="Draw these requests of the timeline only, such as 3,8-12.")
 @click.option("--exact", is_flag=True, help="Draw the timeline with a cell for each request and iteration.")
 @click.option("--title", metavar="TEXT", help="Title of the charts, in place of their own.")
-@click.option("--format", "formats", metavar="FORMAT,…", default=",".join(DEFAULT_FORMATS), show_default=True,
-              help="Formats of the charts: png, svg, pdf.")  # fmt: skip
+@click.option(
+    "--format",
+    "formats",
+    metavar="FORMAT,…",
+    default=",".join(DEFAULT_FORMATS),
+    show_default=True,
+    help="Formats of the charts: png, svg, pdf.",
+)
 @click.option("--dpi", type=click.IntRange(30, 1200), help="Pixels per inch of PNG files. Default: 150.")
 @click.option("--output", type=DIRECTORY, help="Directory of the files. Default: charts in each run directory.")
 def plot(
-    paths: tuple[Path, ...], only: str | None, list_charts: bool, html: bool, overlay: bool, begin: str | None,
-    end: str | None, requests: str | None, exact: bool, title: str | None, formats: str, dpi: int | None,
+    paths: tuple[Path, ...],
+    only: str | None,
+    list_charts: bool,
+    html: bool,
+    overlay: bool,
+    begin: str | None,
+    end: str | None,
+    requests: str | None,
+    exact: bool,
+    title: str | None,
+    formats: str,
+    dpi: int | None,
     output: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     """Draw the charts of each run at or below PATH, and of each sweep that PATH is.
 
     Charts go into the directory of what they show; the files written are listed. With --overlay and --html, PATH can be
@@ -245,7 +272,7 @@ def _names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
 
 
 def _runs(paths: Sequence[Path]) -> list[Path]:
-    from ifbbench.report.load import find_runs
+    from ifbbench.rundir.reader import find_runs
 
     return list(dict.fromkeys(run for path in paths for run in find_runs(path)))
 
@@ -266,9 +293,9 @@ def _overlay(
         return "page", partial(_write_page, runs, directory)
 
     def draw() -> Sequence[Path]:
-        from ifbbench.report.load import load_run
         from ifbbench.report.overlay import plot_overlay
         from ifbbench.report.selection import select
+        from ifbbench.rundir.reader import load_run
 
         loaded = [select(load_run(run), **selection) for run in runs]
         return plot_overlay(loaded, replace(how, directory=directory), names)
@@ -278,24 +305,27 @@ def _overlay(
 
 def _pages(path: Path, output: Path | None) -> list[Drawing]:
     """The pages of the runs at or below `path`, and that of the sweep which it is, with links to them."""
-    from ifbbench.report.load import find_runs
+    from ifbbench.rundir.reader import find_runs
 
     table = _sweep_at(path)
     runs = find_runs(path) if table is None or any(path.rglob("run.json")) else []
     # Runs of equal names must not replace each other's pages.
-    into = {run: output / run.relative_to(path) if output and len(runs) > 1 else output or run / "charts"
-            for run in runs}  # fmt: skip
+    into = {
+        run: output / run.relative_to(path) if output and len(runs) > 1 else output or run / "charts" for run in runs
+    }
     pages: list[Drawing] = [(run.name, partial(_write_page, [run], into[run])) for run in runs]
     if table is None:
         return pages
 
     def write() -> Sequence[Path]:
-        from ifbbench.views.page import FILE
-        from ifbbench.views.sweep_page import write_sweep_page
+        from ifbbench.report.pages.page import FILE
+        from ifbbench.report.pages.sweep_page import write_sweep_page
 
         directory = output or path
-        links = {name: [os.path.relpath(into[run] / FILE, directory) for run in runs if name in run.parts]
-                 for name in table.run_names}  # fmt: skip
+        links = {
+            name: [os.path.relpath(into[run] / FILE, directory) for run in runs if name in run.parts]
+            for name in table.run_names
+        }
         return [write_sweep_page(path.resolve().name, table.rows, table.over, links, directory)]
 
     return [(path.name, write), *pages]
@@ -303,7 +333,7 @@ def _pages(path: Path, output: Path | None) -> list[Drawing]:
 
 def _sweep_at(path: Path) -> "SweepTable | None":
     """The table of the sweep that `path` is, None for other directories; InputError if no point of it has figures."""
-    from ifbbench.planning.point_table import SWEEP_FILE, read_sweep
+    from ifbbench.studies.point_table import SWEEP_FILE, read_sweep
 
     if not (path / SWEEP_FILE).is_file():
         return None
@@ -314,15 +344,13 @@ def _sweep_at(path: Path) -> "SweepTable | None":
 
 
 def _write_page(runs: Sequence[Path], directory: Path | None) -> Sequence[Path]:
-    from ifbbench.views.page import write_page
+    from ifbbench.report.pages.page import write_page
 
     return [write_page(runs, directory or runs[0] / "charts")]
 
 
-def _drawings(
-    path: Path, how: "Output", names: Sequence[str], selection: dict[str, Any], exact: bool
-) -> list[Drawing]:
-    from ifbbench.report.load import find_runs
+def _drawings(path: Path, how: "Output", names: Sequence[str], selection: dict[str, Any], exact: bool) -> list[Drawing]:
+    from ifbbench.rundir.reader import find_runs
 
     table = None if names else _sweep_at(path)
     found = find_runs(path) if names or table is None or any(path.rglob("run.json")) else []
@@ -346,7 +374,7 @@ def _draw_run(
     directory: Path, how: "Output", names: Sequence[str], selection: dict[str, Any], exact: bool
 ) -> Sequence[Path]:
     from ifbbench.report.charts import plot_run
-    from ifbbench.report.load import load_run
     from ifbbench.report.selection import select
+    from ifbbench.rundir.reader import load_run
 
     return plot_run(select(load_run(directory), **selection), only=names, exact=exact, output=how)

@@ -14,14 +14,14 @@ from ifbbench.cli.gpt_manager import TraceCommand
 from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, engine_defaults, given_config, read_command_keys
 from ifbbench.cli.report import benchmark_lines_option, json_option, print_run, write_run_outputs
 from ifbbench.clock import WallClock
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.fields import boolean, choice, integer, located
-from ifbbench.settings import usual_settings
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.fields import boolean, choice, integer, located
+from ifbbench.settings.names import usual_settings
 
 if TYPE_CHECKING:
-    from ifbbench.planning.sweep import SweepResult
     from ifbbench.replay.run import RunResult
+    from ifbbench.studies.sweep import SweepResult
 
 EXECUTORS = ("local", "ray")
 MAX_REPEATS, MAX_PROCESSES = 10_000, 1024
@@ -33,15 +33,25 @@ SWEEP_HELP = {
 
 @click.command(cls=TraceCommand)
 @click.argument("trace", required=False)
-@click.option("--repeat", type=click.IntRange(1, MAX_REPEATS), metavar="N",
-              help="Run N times, with the seeds --seed, --seed + 1, …; report means and confidence intervals.")
+@click.option(
+    "--repeat",
+    type=click.IntRange(1, MAX_REPEATS),
+    metavar="N",
+    help="Run N times, with the seeds --seed, --seed + 1, …; report means and confidence intervals.",
+)
 @json_option
 @benchmark_lines_option
 @click.pass_context
 def run(
-    context: click.Context, /, trace: str | None, repeat: int | None, as_json: bool, benchmark_lines: bool | None,
-    config_file: Path | None, **options: Any,
-) -> None:  # fmt: skip
+    context: click.Context,
+    /,
+    trace: str | None,
+    repeat: int | None,
+    as_json: bool,
+    benchmark_lines: bool | None,
+    config_file: Path | None,
+    **options: Any,
+) -> None:
     """Replay TRACE and report what happened, iteration by iteration.
 
     Without TRACE the small bundled one is replayed.
@@ -54,7 +64,7 @@ def run(
         _repeat(context, trace, config, repeat, as_json)
         return
 
-    from ifbbench.recording.run_directory import find_lines
+    from ifbbench.rundir.run_directory import find_lines
 
     result = replay(trace, config, "run")
     if as_json:
@@ -70,36 +80,69 @@ def run(
 
 @click.command(cls=TraceCommand, setting_help=SWEEP_HELP)
 @click.argument("trace", required=False)
-@click.option("--over", multiple=True, metavar="KEY=V1,V2,…",
-              help="A setting, or trace, and its values; ranges are 512..16384:x2 or 8..64:+8. Several --over make a "
-                   "grid.")
-@click.option("--zip/--no-zip", "is_paired", default=None,
-              help="Pair the values of several --over instead of crossing them.")
-@click.option("--repeat", type=click.IntRange(1, MAX_REPEATS), metavar="N",
-              help="Run each point N times, with the seeds --seed, --seed + 1, …; the table has the means.")
-@click.option("--keep", type=click.Choice(["run", "summary"]),
-              help="Keep the run directory of each run, or only its summary, which is faster. Default: run directories "
-                   "of up to 16 runs.")
-@click.option("--processes", type=click.IntRange(1, MAX_PROCESSES), metavar="N",
-              help="Simulated runs at the same time. Default: one for each core. Runs on a real device follow each "
-                   "other.")
-@click.option("--executor", type=click.Choice(EXECUTORS),
-              help="Run the points here (local, the default), or simulated ones on the Ray cluster that this machine "
-                   "is connected to (needs the extra `ray`).")
+@click.option(
+    "--over",
+    multiple=True,
+    metavar="KEY=V1,V2,…",
+    help="A setting, or trace, and its values; ranges are 512..16384:x2 or 8..64:+8. Several --over make a grid.",
+)
+@click.option(
+    "--zip/--no-zip", "is_paired", default=None, help="Pair the values of several --over instead of crossing them."
+)
+@click.option(
+    "--repeat",
+    type=click.IntRange(1, MAX_REPEATS),
+    metavar="N",
+    help="Run each point N times, with the seeds --seed, --seed + 1, …; the table has the means.",
+)
+@click.option(
+    "--keep",
+    type=click.Choice(["run", "summary"]),
+    help="Keep the run directory of each run, or only its summary, which is faster. Default: run directories "
+    "of up to 16 runs.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(1, MAX_PROCESSES),
+    metavar="N",
+    help="Simulated runs at the same time. Default: one for each core. Runs on a real device follow each other.",
+)
+@click.option(
+    "--executor",
+    type=click.Choice(EXECUTORS),
+    help="Run the points here (local, the default), or simulated ones on the Ray cluster that this machine "
+    "is connected to (needs the extra `ray`).",
+)
 @json_option
 @click.pass_context
 def sweep(
-    context: click.Context, /, trace: str | None, over: tuple[str, ...], as_json: bool, config_file: Path | None,
-    is_paired: bool | None, repeat: int | None, keep: str | None, processes: int | None, executor: str | None,
+    context: click.Context,
+    /,
+    trace: str | None,
+    over: tuple[str, ...],
+    as_json: bool,
+    config_file: Path | None,
+    is_paired: bool | None,
+    repeat: int | None,
+    keep: str | None,
+    processes: int | None,
+    executor: str | None,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Replay TRACE once for each combination of settings and compare the runs.
 
     Every value is checked before the first run starts. A sweep that was interrupted goes on where it was when the same
     command is given again. The directory of a sweep is also a config file: sweep --config DIRECTORY.
     """
-    given = {"trace": trace, "over": over or None, "zip": is_paired, "repeat": repeat, "keep": keep,
-             "processes": processes, "executor": executor}  # fmt: skip
+    given = {
+        "trace": trace,
+        "over": over or None,
+        "zip": is_paired,
+        "repeat": repeat,
+        "keep": keep,
+        "processes": processes,
+        "executor": executor,
+    }
     asked = _sweep_of({name: value for name, value in given.items() if value is not None}, config_file)
     config = given_config(config_file, options, needs_model=not is_swept("model", asked.over))
     result = _sweep(asked, config, config.quiet)
@@ -128,15 +171,18 @@ class SweepKeys:
         asked = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
         asked["over"] = {name.strip(): values for name, _, values in (text.partition("=") for text in self.over)}
         usual = usual_settings(engine_defaults(config.engine_overhead))
-        changed = {name: value for name, value in config.as_dict().items()
-                   if value != usual[name] and name not in (*PLACES, "quiet")}  # fmt: skip
+        changed = {
+            name: value
+            for name, value in config.as_dict().items()
+            if value != usual[name] and name not in (*PLACES, "quiet")
+        }
         asked = {name: value for name, value in asked.items() if value is not None}
         return "# ifbbench sweep --config sweep.yaml\n" + yaml.safe_dump(asked | changed, sort_keys=False)
 
 
 def _sweep_of(given: Mapping[str, Any], config_file: Path | None) -> SweepKeys:
     """What options and config file ask for; options win. InputError names the file and the key that is wrong."""
-    from ifbbench.planning.grid import axis_text
+    from ifbbench.studies.grid import axis_text
 
     keys = read_command_keys(config_file, COMMAND_KEYS, "sweep")
     keys.pop("replicas", None)  # checked with the settings
@@ -156,8 +202,10 @@ def _sweep_of(given: Mapping[str, Any], config_file: Path | None) -> SweepKeys:
                 keys[name] = choice(keys[name], name, values)
     asked = {"trace": None, **keys, **given}
     if not asked.get("over"):
-        raise InputError("--over: what is swept is missing; give a setting and its values, such as "
-                         "--over max_batch_size=8,16,32, or `over` in the file of --config.")  # fmt: skip
+        raise InputError(
+            "--over: what is swept is missing; give a setting and its values, such as "
+            "--over max_batch_size=8,16,32, or `over` in the file of --config."
+        )
     return SweepKeys(**asked)
 
 
@@ -177,23 +225,32 @@ def run_points(trace: str | None, config: RunConfig, over: Sequence[str], quiet:
 
 def _sweep(asked: SweepKeys, config: RunConfig, quiet: bool) -> "SweepResult":
     from ifbbench.cli.console import progress_line
-    from ifbbench.planning.grid import grid, parse_axes
-    from ifbbench.planning.sweep import Executor, LocalProcesses, run_sweep
+    from ifbbench.studies.grid import grid, parse_axes
+    from ifbbench.studies.sweep import Executor, LocalProcesses, run_sweep
 
     points = grid(parse_axes(asked.over, asked.zip), asked.zip)
     where: Executor = LocalProcesses(asked.processes)
     if asked.executor == "ray":
-        from ifbbench.planning.ray_cluster import RayCluster
+        from ifbbench.studies.ray_cluster import RayCluster
 
         where = RayCluster(asked.processes)
     with progress_line("sweep", quiet) as progress:
-        return run_sweep(asked.trace, config, points, _report_failure, repeats=asked.repeat, keep=asked.keep,
-                         executor=where, progress=progress, described=asked.described(config))  # fmt: skip
+        return run_sweep(
+            asked.trace,
+            config,
+            points,
+            _report_failure,
+            repeats=asked.repeat,
+            keep=asked.keep,
+            executor=where,
+            progress=progress,
+            described=asked.described(config),
+        )
 
 
 def _repeat(context: click.Context, trace: str | None, config: RunConfig, count: int, as_json: bool) -> None:
     from ifbbench.cli.report import report_repeats
-    from ifbbench.planning.repeat import run_repeats
+    from ifbbench.studies.repeat import run_repeats
 
     result = run_repeats(trace, config, count, _run_point, _point_reporter(config.quiet))
     report_repeats(result.directory, as_json)
@@ -231,9 +288,9 @@ def _report_failure(_ended: int, _points: int, label: str, error: str) -> None:
 
 def _report_sweep(result: "SweepResult", as_json: bool) -> None:
     from ifbbench.cli.console import report_console
-    from ifbbench.planning.point_table import SWEEP_FILE, read_sweep
     from ifbbench.report.sweep_charts import plot_sweep
     from ifbbench.report.sweep_table import print_sweep
+    from ifbbench.studies.point_table import SWEEP_FILE, read_sweep
 
     table = read_sweep(result.directory)
     if table.finished:
@@ -254,6 +311,10 @@ def replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":
 
     with run_progress(label, config.quiet) as (progress, follow):
         return run_trace(
-            trace, config, progress, owns_process=True, on_recording=follow,
+            trace,
+            config,
+            progress,
+            owns_process=True,
+            on_recording=follow,
             on_recorded=partial(write_run_outputs, config=config),
-        )  # fmt: skip
+        )

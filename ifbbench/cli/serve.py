@@ -7,19 +7,26 @@ from typing import Any
 import click
 
 from ifbbench.cli.options import SettingOption, SettingsCommand, given_config
-from ifbbench.config import settings
 from ifbbench.serving.config import ServerConfig, server_settings
+from ifbbench.settings.config import settings
 
 # The engine's settings, and those of the recording; of requests, only the defaults of what clients leave out. A server
 # has its clients' traffic, and is no prediction of another's time.
 GROUPS = ("scheduling", "kv cache", "lora", "execution")
 NOT_TAKEN = ("static_emulated_batch_size", "static_emulated_timeout", "engine_overhead", "stop_at_end_token")
-ALSO_TAKEN = ("warm_up", "seed", "slo", "overwrite", "recording_format", "iteration_stats_format",
-              "iteration_stats_every", "quiet")  # fmt: skip
+ALSO_TAKEN = (
+    "warm_up",
+    "seed",
+    "slo",
+    "overwrite",
+    "recording_format",
+    "iteration_stats_format",
+    "iteration_stats_every",
+    "quiet",
+)
 NAMES = [
-    one.name for one in settings()
-    if (one.group in GROUPS and one.name not in NOT_TAKEN) or one.name in ALSO_TAKEN
-]  # fmt: skip
+    one.name for one in settings() if (one.group in GROUPS and one.name not in NOT_TAKEN) or one.name in ALSO_TAKEN
+]
 HELP = {
     "max_queue_size": "Requests that wait for a batch slot; more are refused with status 429. Default: 1024.",
     "num_loras": "Random adapters, which requests name lora-0, lora-1 and so on; without --lora_dir.",
@@ -35,8 +42,13 @@ class ServeCommand(SettingsCommand):
 
 
 @click.command(cls=ServeCommand)
-@click.option("config_file", "--config", type=click.Path(path_type=Path), metavar="FILE",
-              help="Settings of the engine from a YAML or TOML file; options on the command line win.")  # fmt: skip
+@click.option(
+    "config_file",
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Settings of the engine from a YAML or TOML file; options on the command line win.",
+)
 def serve(config_file: Path | None, **options: Any) -> None:
     """Serve a model, or a simulated device at its pace, to OpenAI clients.
 
@@ -60,5 +72,8 @@ def serve(config_file: Path | None, **options: Any) -> None:
         summary = run(config, server, progress, report)
     if summary is not None:
         counts, recording = summary["requests"], server.record
-        click.echo(f"{counts['completed']} of {counts['total']} requests completed, {counts['failed']} failed. "
-                   f"The recording is in {recording}; `ifbbench run {recording}` replays it.", err=True)  # fmt: skip
+        click.echo(
+            f"{counts['completed']} of {counts['total']} requests completed, {counts['failed']} failed. "
+            f"The recording is in {recording}; `ifbbench run {recording}` replays it.",
+            err=True,
+        )

@@ -7,30 +7,55 @@ from typing import Any
 import click
 
 from ifbbench.cli.options import SettingsCommand, given_config
-from ifbbench.config import SIMULATED
 from ifbbench.errors import InputError
-from ifbbench.settings import from_mapping
+from ifbbench.settings.config import SIMULATED
+from ifbbench.settings.names import from_mapping
 
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
 USED_TO_EXPLAIN = (
-    "device", "dtype", "kv_cache_dtype", "tp_size", "pp_size", "kv_cache_free_gpu_mem_fraction", "max_num_tokens",
-    "max_batch_size", "max_attention_window", "window_mode", "engine_overhead", "enable_trt_overlap", "overlap",
-)  # fmt: skip
+    "device",
+    "dtype",
+    "kv_cache_dtype",
+    "tp_size",
+    "pp_size",
+    "kv_cache_free_gpu_mem_fraction",
+    "max_num_tokens",
+    "max_batch_size",
+    "max_attention_window",
+    "window_mode",
+    "engine_overhead",
+    "enable_trt_overlap",
+    "overlap",
+)
 HELP_TO_EXPLAIN = {
     "device": "The simulated device: a hardware profile (h100-sxm, or sim:h100-sxm) or a profile's .toml file.",
     "max_num_tokens": "Tokens of the largest iteration, which memory must hold.",
     "max_batch_size": "Requests of the largest iteration, which memory must hold. Default: 2048.",
 }
 USED_TO_CALIBRATE = (
-    "device", "model", "dtype", "kv_cache_dtype", "max_batch_size", "max_num_tokens", "max_seq_len",
-    "tokens_per_block", "max_tokens_in_paged_kvcache", "seed", "quiet", "tp_size", "pp_size",
-    "kv_cache_free_gpu_mem_fraction", "enable_chunked_context", "enable_trt_overlap", "overlap",
-)  # fmt: skip
+    "device",
+    "model",
+    "dtype",
+    "kv_cache_dtype",
+    "max_batch_size",
+    "max_num_tokens",
+    "max_seq_len",
+    "tokens_per_block",
+    "max_tokens_in_paged_kvcache",
+    "seed",
+    "quiet",
+    "tp_size",
+    "pp_size",
+    "kv_cache_free_gpu_mem_fraction",
+    "enable_chunked_context",
+    "enable_trt_overlap",
+    "overlap",
+)
 HELP_TO_CALIBRATE = {
     "dtype": "Data type of the weights. [float32, bf16, fp16, with --from also fp8 and int4; default: float32, with "
-             "--from that of the log, else bf16]",
+    "--from that of the log, else bf16]",
     "device": "What to measure. [auto, cpu, cuda; default: auto] With --from: the profile that the fit starts from, as "
-              "sim:h100-sxm.",
+    "sim:h100-sxm.",
     "tp_size": "With --from: GPUs of the logged server that share each layer. [default: 1]",
     "pp_size": "With --from: pipeline stages of the logged server. [default: 1]",
     "max_batch_size": "Measure batches up to this size. Default: 16 on a CPU, else 2048.",
@@ -40,23 +65,36 @@ HELP_TO_CALIBRATE = {
 
 @click.command("explain-step", cls=SettingsCommand, shown=USED_TO_EXPLAIN, setting_help=HELP_TO_EXPLAIN)
 @click.argument("model_name", metavar="MODEL")
-@click.option("--context", multiple=True, metavar="LENGTH@START",
-              help="Context chunks: 512@0 is the first 512 tokens of a prompt. Repeat it, or separate by commas.")
-@click.option("--generation", multiple=True, metavar="NxKV",
-              help="Requests in generation: 64x2048 is 64 of them, each with 2,048 tokens in its KV cache.")
+@click.option(
+    "--context",
+    multiple=True,
+    metavar="LENGTH@START",
+    help="Context chunks: 512@0 is the first 512 tokens of a prompt. Repeat it, or separate by commas.",
+)
+@click.option(
+    "--generation",
+    multiple=True,
+    metavar="NxKV",
+    help="Requests in generation: 64x2048 is 64 of them, each with 2,048 tokens in its KV cache.",
+)
 @click.option("--no-cuda-graphs", is_flag=True, help="Launch the kernels of generation one by one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def explain_step(
-    model_name: str, config_file: Path | None, context: tuple[str, ...], generation: tuple[str, ...],
-    no_cuda_graphs: bool, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    model_name: str,
+    config_file: Path | None,
+    context: tuple[str, ...],
+    generation: tuple[str, ...],
+    no_cuda_graphs: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Where the time of one iteration of MODEL goes on a simulated device, operation by operation.
 
     MODEL is a built-in model (llama-3.1-8b, …), a directory with config.json, or such a file.
 
     Example: ifbbench explain-step llama-3.1-8b --device h100-sxm --context 512@0 --generation 64x2048
     """
-    from ifbbench.planning.explain import explain, parse_step
+    from ifbbench.studies.explain import explain, parse_step
 
     if options["device"] is not None:  # `cpu` is the profile here
         options["device"] = SIMULATED + options["device"].removeprefix(SIMULATED)
@@ -66,18 +104,29 @@ def explain_step(
         click.echo(json.dumps(explanation.as_dict()))
         return
     from ifbbench.cli.console import report_console
-    from ifbbench.planning.explain import print_explanation
+    from ifbbench.studies.explain import print_explanation
 
     print_explanation(explanation, report_console())
 
 
 @click.command(cls=SettingsCommand, names=USED_TO_CALIBRATE, setting_help=HELP_TO_CALIBRATE)
-@click.option("--from", "logs", multiple=True, type=click.Path(path_type=Path, exists=True), metavar="LOG",
-              help="Fit to this log instead of measuring: a run directory, TensorRT-LLM's iteration statistics, vLLM's "
-              "log, or a CSV file of load tests. Repeat it for several.")
+@click.option(
+    "--from",
+    "logs",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    metavar="LOG",
+    help="Fit to this log instead of measuring: a run directory, TensorRT-LLM's iteration statistics, vLLM's "
+    "log, or a CSV file of load tests. Repeat it for several.",
+)
 @click.option("--gpu", metavar="NAME", help="With --from: the same as --device sim:NAME.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE",
-              help="The profile (.toml); its chart goes beside it (.png). Default: DEVICE-MODEL.toml, or LOG.toml.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The profile (.toml); its chart goes beside it (.png). Default: DEVICE-MODEL.toml, or LOG.toml.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing profile and chart.")
 @click.option("--quick", is_flag=True, help="Measure a few batches once: seconds instead of minutes, and less exact.")
 def calibrate(
@@ -104,12 +153,11 @@ def calibrate(
     config = from_mapping(given)
 
     from ifbbench.cli.console import progress_line, report_console
-    from ifbbench.planning.calibrate import calibrate as run_calibration
-    from ifbbench.planning.calibrate import print_calibration
+    from ifbbench.studies.calibrate import calibrate as run_calibration
+    from ifbbench.studies.calibrate import print_calibration
 
     with progress_line("calibrate", config.quiet) as progress:
-        found = run_calibration(config, output, overwrite=overwrite, quick=quick, progress=progress,
-                                owns_process=True)  # fmt: skip
+        found = run_calibration(config, output, overwrite=overwrite, quick=quick, progress=progress, owns_process=True)
     print_calibration(found, report_console())
     _echo_profile(found.path)
 
@@ -123,7 +171,7 @@ def _calibrate_from_logs(
         raise InputError(f"--gpu: is {gpu}, but --device is {given['device']}; give one of them.")
 
     from ifbbench.cli.console import report_console
-    from ifbbench.planning.calibrate_from_logs import calibrate_from_logs, print_log_calibration
+    from ifbbench.studies.calibrate_from_logs import calibrate_from_logs, print_log_calibration
 
     calibration = calibrate_from_logs(logs, given, output, overwrite=overwrite)
     print_log_calibration(calibration, report_console())

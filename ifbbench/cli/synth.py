@@ -10,8 +10,8 @@ import click
 
 from ifbbench.cli.options import Command, FloatRange
 from ifbbench.clock import Progress
-from ifbbench.fields import MAX_INTEGER_SETTING
 from ifbbench.files import check_new_file
+from ifbbench.settings.fields import MAX_INTEGER_SETTING
 
 if TYPE_CHECKING:
     from ifbbench.workload.sample import Sample
@@ -38,22 +38,40 @@ class Group(click.Group):
 @click.group(cls=Group)
 @click.option("--output", type=click.Path(path_type=Path), help="As --output of the command.")
 @click.option("--random-seed", type=click.IntRange(min=0), metavar="K", help="As --random-seed of the command.")
-@click.option("--request-rate", type=FloatRange(), metavar="R",
-              help="As --request-rate of the command; -1: all at once.")
-@click.option("--time-delay-dist", type=click.Choice(list(DELAYS)), default="exponential_dist", show_default=True,
-              help="Arrivals at --request-rate: as --arrival constant or poisson.")
+@click.option(
+    "--request-rate", type=FloatRange(), metavar="R", help="As --request-rate of the command; -1: all at once."
+)
+@click.option(
+    "--time-delay-dist",
+    type=click.Choice(list(DELAYS)),
+    default="exponential_dist",
+    show_default=True,
+    help="Arrivals at --request-rate: as --arrival constant or poisson.",
+)
 @click.option("--task-id", type=click.IntRange(min=-1), metavar="N", help="LoRA task of all requests; -1: none.")
-@click.option("--rand-task-id", type=(click.IntRange(min=0), click.IntRange(min=0)), metavar="MIN MAX",
-              help="Range of random LoRA tasks.")  # fmt: skip
+@click.option(
+    "--rand-task-id",
+    type=(click.IntRange(min=0), click.IntRange(min=0)),
+    metavar="MIN MAX",
+    help="Range of random LoRA tasks.",
+)
 @click.option("--stdout", is_flag=True, help="As -o - --to trtllm-bench of the command.")
 @click.option("--tokenizer", metavar="NAME", help="Not needed: the replay draws token ids of the model's vocabulary.")
 @click.option("--trust-remote-code", is_flag=True, help="Not needed: see --tokenizer.")
 @click.option("--lora-dir", metavar="DIR", help="Not needed: LoRA tasks are known by their ids.")
 @click.pass_context
 def synth(
-    ctx: click.Context, /, output: Path | None, random_seed: int | None, request_rate: float | None,
-    time_delay_dist: str, task_id: int | None, rand_task_id: tuple[int, int] | None, stdout: bool, **_: Any,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    /,
+    output: Path | None,
+    random_seed: int | None,
+    request_rate: float | None,
+    time_delay_dist: str,
+    task_id: int | None,
+    rand_task_id: tuple[int, int] | None,
+    stdout: bool,
+    **_: Any,
+) -> None:
     """Draw a trace of lengths and arrivals, and write it as ifbbench JSONL or in another format.
 
     The options before the command are those of prepare_dataset.py, so that its command lines run as they are.
@@ -71,13 +89,24 @@ def synth(
 
 
 FILE_OPTIONS = (
-    click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE",
-                 help="File to write, compressed if its name ends in .gz; - for standard output."),
+    click.option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path),
+        required=True,
+        metavar="FILE",
+        help="File to write, compressed if its name ends in .gz; - for standard output.",
+    ),
     click.option("--overwrite", is_flag=True, help="Replace an existing file."),
-    click.option("--vocab-size", type=click.IntRange(1, MAX_INTEGER_SETTING), default=32_000, show_default=True,
-                 metavar="N",
-                 help="Token ids are drawn below it where the trace records none and the format needs them."),
-)  # fmt: skip
+    click.option(
+        "--vocab-size",
+        type=click.IntRange(1, MAX_INTEGER_SETTING),
+        default=32_000,
+        show_default=True,
+        metavar="N",
+        help="Token ids are drawn below it where the trace records none and the format needs them.",
+    ),
+)
 FORMAT_OPTION = click.option(
     "--to", type=click.Choice(FORMATS), help="Format; default: gpt-manager for .json, lengths for .csv, else ifbbench."
 )
@@ -88,15 +117,21 @@ OUTPUT_OPTIONS = (
 )
 COMMON_OPTIONS = (
     click.option("--num-requests", type=LENGTH, required=True, metavar="N", help="Requests to draw."),
-    click.option("--arrival", type=click.Choice(ARRIVALS), default="all_at_once", show_default=True,
-                 help="When requests arrive."),
+    click.option(
+        "--arrival", type=click.Choice(ARRIVALS), default="all_at_once", show_default=True, help="When requests arrive."
+    ),
     click.option("--request-rate", type=POSITIVE, metavar="R", help="Requests/s of constant or Poisson arrivals."),
-    click.option("--reserve", default="actual", show_default=True, metavar="TEXT",
-                 help="max_new_tokens of each request: actual (its output length), factor:F or fixed:N."),
+    click.option(
+        "--reserve",
+        default="actual",
+        show_default=True,
+        metavar="TEXT",
+        help="max_new_tokens of each request: actual (its output length), factor:F or fixed:N.",
+    ),
     click.option("--min-task-id", type=click.IntRange(min=0), metavar="N", help="Lowest LoRA task (random)."),
     click.option("--max-task-id", type=click.IntRange(min=0), metavar="N", help="Highest LoRA task."),
     *OUTPUT_OPTIONS,
-)  # fmt: skip
+)
 
 
 def _counted(trace: "Trace | Sample", progress: Progress) -> "Iterator[TraceRequest]":
@@ -113,9 +148,7 @@ def check_output(output: Path, overwrite: bool) -> None:
         check_new_file(output, "--output", overwrite)
 
 
-def write(
-    trace: "Trace | Sample", output: Path, overwrite: bool, seed: int, to: str | None, vocab_size: int
-) -> None:
+def write(trace: "Trace | Sample", output: Path, overwrite: bool, seed: int, to: str | None, vocab_size: int) -> None:
     """Write `trace` in the format `to`, by default that of the suffix, and say so; to standard output if `output` is -.
 
     seed, vocab_size: of the token ids that are drawn where the trace records none and the format needs them.
@@ -149,10 +182,19 @@ def _workload(name: str, *options: Function) -> Callable[[Function], click.Comma
     def decorate(function: Function) -> click.Command:
         @wraps(function)
         def command(
-            num_requests: int, arrival: str, request_rate: float | None, reserve: str, min_task_id: int | None,
-            max_task_id: int | None, random_seed: int, output: Path, overwrite: bool, to: str | None, vocab_size: int,
+            num_requests: int,
+            arrival: str,
+            request_rate: float | None,
+            reserve: str,
+            min_task_id: int | None,
+            max_task_id: int | None,
+            random_seed: int,
+            output: Path,
+            overwrite: bool,
+            to: str | None,
+            vocab_size: int,
             **own_options: Any,
-        ) -> None:  # fmt: skip
+        ) -> None:
             from ifbbench.cli.console import progress_line
             from ifbbench.workload.draw import draw_trace
             from ifbbench.workload.spec import parse_spec
@@ -219,13 +261,17 @@ def token_unif_dist(input_min: int, input_max: int, output_min: int, output_max:
 
 @_workload(
     "token-from-histogram",
-    click.option("--histogram", type=click.Path(path_type=Path), metavar="FILE",
-                 help="Histogram file (.csv with min, max, prompts, outputs; or .json)."),
+    click.option(
+        "--histogram",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Histogram file (.csv with min, max, prompts, outputs; or .json).",
+    ),
     click.option("--trace", metavar="TRACE", help="Measure the histograms of this trace instead."),
-)  # fmt: skip
+)
 def token_from_histogram(histogram: Path | None, trace: str | None) -> Document:
     """Lengths from histograms: of a file, or measured from a trace. Prompts and outputs are drawn independently."""
-    from ifbbench.config import RunConfig
+    from ifbbench.settings.config import RunConfig
     from ifbbench.workload.histograms import MEASURED_BINS, measured, read_histograms
     from ifbbench.workload.load import load_trace
     from ifbbench.workload.trace import columns_of
@@ -278,12 +324,24 @@ def fixed(input_len: int, output_len: int) -> Document:
     click.option("--pools", type=LENGTH, required=True, metavar="N", help="Different prefixes (system prompts)."),
     click.option("--prefix-mean", type=POSITIVE, required=True, metavar="M", help="Mean length of a prefix (tokens)."),
     click.option("--prefix-stdev", type=NOT_NEGATIVE, default=0, show_default=True, metavar="S", help=DEVIATION),
-    click.option("--share", type=FloatRange(0, 1), default=1, show_default=True, metavar="F",
-                 help="Share of the requests that have a prefix."),
-    click.option("--skew", type=NOT_NEGATIVE, default=0, show_default=True, metavar="Z",
-                 help="Popularity of the k-th prefix: k to the power of -Z; 0: all alike."),
+    click.option(
+        "--share",
+        type=FloatRange(0, 1),
+        default=1,
+        show_default=True,
+        metavar="F",
+        help="Share of the requests that have a prefix.",
+    ),
+    click.option(
+        "--skew",
+        type=NOT_NEGATIVE,
+        default=0,
+        show_default=True,
+        metavar="Z",
+        help="Popularity of the k-th prefix: k to the power of -Z; 0: all alike.",
+    ),
     *_normal_options("whole prompt"),
-)  # fmt: skip
+)
 def shared_prefix(
     pools: int, prefix_mean: float, prefix_stdev: float, share: float, skew: float, **lengths: float
 ) -> Document:
@@ -294,14 +352,25 @@ def shared_prefix(
 
 @_workload(
     "multi-turn",
-    click.option("--turns-mean", type=FloatRange(min=1), required=True, metavar="M",
-                 help="Mean number of turns (geometric)."),
-    click.option("--think-time-mean", type=NOT_NEGATIVE, required=True, metavar="S",
-                 help="Mean time from a turn to the next (s, exponential)."),
-    click.option("--think-from", type=click.Choice(["arrival", "answer"]), default="arrival", show_default=True,
-                 help="What the think time follows: the arrival of the turn before, or the end of its answer."),
+    click.option(
+        "--turns-mean", type=FloatRange(min=1), required=True, metavar="M", help="Mean number of turns (geometric)."
+    ),
+    click.option(
+        "--think-time-mean",
+        type=NOT_NEGATIVE,
+        required=True,
+        metavar="S",
+        help="Mean time from a turn to the next (s, exponential).",
+    ),
+    click.option(
+        "--think-from",
+        type=click.Choice(["arrival", "answer"]),
+        default="arrival",
+        show_default=True,
+        help="What the think time follows: the arrival of the turn before, or the end of its answer.",
+    ),
     *_normal_options("new message"),
-)  # fmt: skip
+)
 def multi_turn(turns_mean: float, think_time_mean: float, think_from: str, **lengths: float) -> Document:
     """Conversations: each prompt is all previous turns and a new message.
 
@@ -316,12 +385,17 @@ def multi_turn(turns_mean: float, think_time_mean: float, think_from: str, **len
 
 
 def spec(
-    file: str, num_requests: int | None, random_seed: int, output: Path, overwrite: bool, to: str | None,
+    file: str,
+    num_requests: int | None,
+    random_seed: int,
+    output: Path,
+    overwrite: bool,
+    to: str | None,
     vocab_size: int,
-) -> None:  # fmt: skip
+) -> None:
     """The requests of a workload specification FILE (.yaml, .toml), or of a bundled one by its name."""
-    from ifbbench.config import RunConfig
     from ifbbench.errors import InputError
+    from ifbbench.settings.config import RunConfig
     from ifbbench.workload.load import bundled_path, load_trace
     from ifbbench.workload.spec import SUFFIXES
 

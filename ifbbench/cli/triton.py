@@ -25,10 +25,19 @@ class TritonCommand(SettingsCommand):
 
 
 @click.command(cls=TritonCommand)
-@click.option("config_file", "--config", type=click.Path(path_type=Path), metavar="FILE",
-              help="Settings of the engine from a YAML or TOML file; options on the command line win.")  # fmt: skip
-@click.option("--model_repository", type=click.Path(path_type=Path, file_okay=False), metavar="DIRECTORY",
-              help="Write the model repository there and end, for a Triton server that is started otherwise.")
+@click.option(
+    "config_file",
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Settings of the engine from a YAML or TOML file; options on the command line win.",
+)
+@click.option(
+    "--model_repository",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIRECTORY",
+    help="Write the model repository there and end, for a Triton server that is started otherwise.",
+)
 def triton(config_file: Path | None, model_repository: Path | None, **options: Any) -> None:
     """Serve a model, or a simulated device at its pace, through NVIDIA Triton Inference Server.
 
@@ -39,8 +48,11 @@ def triton(config_file: Path | None, model_repository: Path | None, **options: A
     server = TritonConfig(**{name: value for name, value in given.items() if value is not None})
     config = given_config(config_file, options, replays=False)
     if model_repository is not None:
-        click.echo(f"Wrote {write_repository(model_repository, config, server)}; Triton needs the package ifbbench in "
-                   "the Python of its backend.", err=True)
+        click.echo(
+            f"Wrote {write_repository(model_repository, config, server)}; Triton needs the package ifbbench in "
+            "the Python of its backend.",
+            err=True,
+        )
         return
 
     from ifbbench.cli.console import progress_line
@@ -50,12 +62,18 @@ def triton(config_file: Path | None, model_repository: Path | None, **options: A
 
         def report(started: TritonConfig) -> None:
             loading.close()
-            click.echo(f"Serving {config.model} on {config.device} at {address(started)} (HTTP), gRPC on port "
-                       f"{started.grpc_port}, metrics on port {started.metrics_port}; Ctrl-C ends it.", err=True)
+            click.echo(
+                f"Serving {config.model} on {config.device} at {address(started)} (HTTP), gRPC on port "
+                f"{started.grpc_port}, metrics on port {started.metrics_port}; Ctrl-C ends it.",
+                err=True,
+            )
 
         progress = loading.enter_context(progress_line("triton", config.quiet))
         summary = serve_triton(config, server, progress, report)
     if summary is not None:
         counts = summary["requests"]
-        click.echo(f"{counts['completed']} of {counts['total']} requests completed, {counts['failed']} failed. "
-                   f"The recording is in {server.record}; `ifbbench run {server.record}` replays it.", err=True)
+        click.echo(
+            f"{counts['completed']} of {counts['total']} requests completed, {counts['failed']} failed. "
+            f"The recording is in {server.record}; `ifbbench run {server.record}` replays it.",
+            err=True,
+        )

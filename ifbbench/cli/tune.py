@@ -16,13 +16,13 @@ from ifbbench.cli.options import (
     read_config_file,
 )
 from ifbbench.clock import WallClock
-from ifbbench.settings import usual_settings
+from ifbbench.settings.names import usual_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ifbbench.planning.tune import Tuning
-    from ifbbench.planning.tune_candidates import Candidate
+    from ifbbench.studies.tune import Tuning
+    from ifbbench.studies.tune_candidates import Candidate
 
 GOAL_NAMES = ("goodput", "output_throughput", "max_rate", "cost")
 HELP = {
@@ -34,19 +34,40 @@ HELP = {
 
 @click.command(cls=SettingsCommand, setting_help=HELP)
 @click.argument("trace", required=False)
-@click.option("--goal", type=click.Choice(GOAL_NAMES), help="What is best: requests/s that meet every objective "
-              "(default with an objective of each request), output tokens/s (default without), the highest rate of "
-              "arrivals that meets them, or the cost of enough GPUs.")  # fmt: skip
-@click.option("--max-gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of all replicas together. Default: as "
-              "many as one replica needs; 64 for --goal cost.")  # fmt: skip
-@click.option("--gpu-hour-price", type=FloatRange(min=0, min_open=True), default=1.0, show_default=True,
-              metavar="X", help="With --goal cost: the price of a GPU for an hour, in any currency.")  # fmt: skip
+@click.option(
+    "--goal",
+    type=click.Choice(GOAL_NAMES),
+    help="What is best: requests/s that meet every objective "
+    "(default with an objective of each request), output tokens/s (default without), the highest rate of "
+    "arrivals that meets them, or the cost of enough GPUs.",
+)
+@click.option(
+    "--max-gpus",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="GPUs of all replicas together. Default: as many as one replica needs; 64 for --goal cost.",
+)
+@click.option(
+    "--gpu-hour-price",
+    type=FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    metavar="X",
+    help="With --goal cost: the price of a GPU for an hour, in any currency.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
 def tune(
-    context: click.Context, /, trace: str | None, goal: str | None, max_gpus: int | None, gpu_hour_price: float,
-    as_json: bool, config_file: Path | None, **options: Any,
-) -> None:  # fmt: skip
+    context: click.Context,
+    /,
+    trace: str | None,
+    goal: str | None,
+    max_gpus: int | None,
+    gpu_hour_price: float,
+    as_json: bool,
+    config_file: Path | None,
+    **options: Any,
+) -> None:
     """Find the best settings for TRACE on a simulated device, under the objectives of --slo.
 
     Searched are max_batch_size, max_num_tokens, policy, chunked context and its policy, tokens_per_block, reuse of
@@ -64,9 +85,10 @@ def tune(
     fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 
     from ifbbench.cli.console import echo_beside_bar, progress_line, report_console
-    from ifbbench.planning.tune import Tuner
-    from ifbbench.planning.tune_candidates import Goal
-    from ifbbench.planning.tune_files import (
+    from ifbbench.rundir.run_directory import default_directory
+    from ifbbench.studies.tune import Tuner
+    from ifbbench.studies.tune_candidates import Goal
+    from ifbbench.studies.tune_files import (
         answer,
         check,
         record_best,
@@ -74,7 +96,6 @@ def tune(
         write_run_config,
         write_server_files,
     )
-    from ifbbench.recording.run_directory import default_directory
 
     clock, quiet = WallClock(), config.quiet
 
@@ -104,8 +125,10 @@ def tune(
         click.echo(json.dumps(found, indent=2))
     else:
         print_answer(found, tuning, report_console(highlight=False))
-        click.echo(f"Results are in {directory}: tune.json, pareto.png, run.yaml, trtllm-serve.yaml, "
-                   "gptManagerBenchmark.txt, vllm.txt, and the run in run/.")  # fmt: skip
+        click.echo(
+            f"Results are in {directory}: tune.json, pareto.png, run.yaml, trtllm-serve.yaml, "
+            "gptManagerBenchmark.txt, vllm.txt, and the run in run/."
+        )
     if not tuning.is_complete:
         click.echo("Interrupted: this is the best that was found so far.", err=True)
         context.exit(130)
@@ -115,7 +138,7 @@ def tune(
 
 def commands_of(trace: str | None, tuning: "Tuning") -> list[list[str]]:
     """The words of the commands that run the recommendation, one for each replica."""
-    from ifbbench.planning.tune_files import settings_of_best
+    from ifbbench.studies.tune_files import settings_of_best
 
     assert tuning.best is not None
     words = ["ifbbench", "run", *([trace] if trace else [])]
@@ -139,8 +162,10 @@ def rate_text(figures: dict[str, Any], tuning: "Tuning") -> str:
     text += f", {failed:.4g} do not." if failed else "; no higher rate was tried."
     if base.request_rate is None and figures["time_scale"] != 1:
         verb = "compressed" if figures["time_scale"] < 1 else "stretched"
-        text += (f" The recorded arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
-                 f"{figures['time_scale']:.4g}): traffic of such a rate was not recorded.")  # fmt: skip
+        text += (
+            f" The recorded arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
+            f"{figures['time_scale']:.4g}): traffic of such a rate was not recorded."
+        )
     if interval:
         text += f" The interval of the rate is over {len(figures['max_rate_by_seed'])} seeds of the arrivals."
     return text
@@ -155,7 +180,7 @@ def _best_line(best: "Candidate", goal: Any) -> str:
 
 
 def _plot(tuning: "Tuning", directory: Path) -> None:
-    from ifbbench.planning.tune_files import Point, latency, pareto, plot_candidates, throughput
+    from ifbbench.studies.tune_files import Point, latency, pareto, plot_candidates, throughput
 
     goal, best = tuning.goal, tuning.best
     assert best is not None
@@ -168,11 +193,15 @@ def _plot(tuning: "Tuning", directory: Path) -> None:
     name = f"{first.latency.removesuffix('_s').upper()} {first.statistic or 'p99'}" if first else "mean latency"
     named = {"recommended": point(best), **{one.name: point(one) for one in tuning.baselines}}
     plot_candidates(
-        [point(one) for one in alike], [point(one) for one in pareto(alike, goal)], named, name.replace("_", " "),
+        [point(one) for one in alike],
+        [point(one) for one in pareto(alike, goal)],
+        named,
+        name.replace("_", " "),
         "output tokens/s of a GPU" if goal.name == "cost" else "output tokens/s",
-        first.target_s if first else None, f"{tuning.runs.trace.name} · {tuning.runs.base.model} · "
-        f"{tuning.runs.base.device} · goal {goal.name}", directory,
-    )  # fmt: skip
+        first.target_s if first else None,
+        f"{tuning.runs.trace.name} · {tuning.runs.base.model} · {tuning.runs.base.device} · goal {goal.name}",
+        directory,
+    )
 
 
 def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") -> None:
@@ -215,18 +244,21 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
     if text := rate_text(best["figures"], tuning):
         console.print(text, markup=False)
     if names := [one["name"] for one in baselines if one["is_undecided"]]:
-        console.print(f"The gain over {' and '.join(names)} is within the simulation's error: not certain on a real "
-                      "server.")  # fmt: skip
+        console.print(
+            f"The gain over {' and '.join(names)} is within the simulation's error: not certain on a real server."
+        )
     for name, (low, high) in best["at_risk"].items():
         console.print(f"{name} is met, but within the simulation's error a real server has {low:.3g} to {high:.3g} s.")
     work = found["work"]
     console.print(
         f"[dim]{work['simulated_requests']:,} requests were simulated in {work['runs']} runs; a grid of "
         f"{work['grid_points']} points takes {work['grid_requests']:,}.[/dim]"
-    )  # fmt: skip
+    )
     if len(best["commands"]) > 1:
-        click.echo(f"\nThe figures are of all requests of {len(best['commands'])} replicas together; each replays its "
-                   "share with one of these commands:")  # fmt: skip
+        click.echo(
+            f"\nThe figures are of all requests of {len(best['commands'])} replicas together; each replays its "
+            "share with one of these commands:"
+        )
     click.echo(f"\n{best['command']}")  # never broken into lines, so that it can be copied
 
 
@@ -244,18 +276,26 @@ def _loss_text(other: dict[str, Any], goal: str) -> str:
 
 
 LATENCY_ROWS = [
-    ("TTFT p99", "ttft_s.p99", " s", 1.0), ("TPOT p99", "tpot_s.p99", " ms", 1e3), ("ITL p99", "itl_s.p99", " ms", 1e3),
+    ("TTFT p99", "ttft_s.p99", " s", 1.0),
+    ("TPOT p99", "tpot_s.p99", " ms", 1e3),
+    ("ITL p99", "itl_s.p99", " ms", 1e3),
     ("end to end, mean", "e2e_s.mean", " s", 1.0),
-]  # fmt: skip
+]
 THROUGHPUT = ("output tokens/s", "output_throughput_tokens_per_s", "", 1.0)
 ROWS = {
-    "goodput": [("goodput (requests/s)", "goodput_requests_per_s", "", 1.0),
-                ("share of requests", "goodput_share", " %", 100.0), THROUGHPUT],
+    "goodput": [
+        ("goodput (requests/s)", "goodput_requests_per_s", "", 1.0),
+        ("share of requests", "goodput_share", " %", 100.0),
+        THROUGHPUT,
+    ],
     "output_throughput": [THROUGHPUT],
     "max_rate": [("highest rate (requests/s)", "max_rate_requests_per_s", "", 1.0), THROUGHPUT],
-    "cost": [("cost / million output tokens", "cost_per_million_output_tokens", "", 1.0), ("GPUs", "gpus", "", 1.0),
-             THROUGHPUT],
-}  # fmt: skip
+    "cost": [
+        ("cost / million output tokens", "cost_per_million_output_tokens", "", 1.0),
+        ("GPUs", "gpus", "", 1.0),
+        THROUGHPUT,
+    ],
+}
 
 
 def _at(figures: dict[str, Any], path: str) -> float | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.table import Table
 
-    from ifbbench.views.live import Follower, Snapshot
+    from ifbbench.report.pages.live import Follower, Snapshot
 
 # A refresh takes some 10 ms of the process that runs, mostly to read what it wrote.
 REFRESHES_PER_SECOND = 1
@@ -31,8 +31,14 @@ NOT_READABLE = (OSError, ValueError, IfbbenchError)
 
 @click.command(cls=Command)
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--interval", type=FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS",
-              help="Time between two looks.")  # fmt: skip
+@click.option(
+    "--interval",
+    type=FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two looks.",
+)
 @click.option("--once", is_flag=True, help="Show the run once, and do not wait for its end.")
 def watch(run: Path, interval: float, once: bool) -> None:
     """Show what RUN does now, a run directory that another process is writing.
@@ -42,13 +48,15 @@ def watch(run: Path, interval: float, once: bool) -> None:
     from rich.live import Live
 
     from ifbbench.cli.console import report_console
-    from ifbbench.views.live import Follower
+    from ifbbench.report.pages.live import Follower
 
     clock, console = WallClock(), report_console(highlight=False)
     content = _read_run(run, clock, 0.0 if once else START_TIMEOUT_S)
     if content.get("endpoint"):
-        raise InputError(f"{run}: a run against an endpoint has no iterations to watch; the run itself shows its "
-                         "progress, and `ifbbench report` what it has done.")  # fmt: skip
+        raise InputError(
+            f"{run}: a run against an endpoint has no iterations to watch; the run itself shows its "
+            "progress, and `ifbbench report` what it has done."
+        )
     follower = Follower(run, content)
     first: Snapshot | None = None
     if once:
@@ -72,7 +80,7 @@ def watch(run: Path, interval: float, once: bool) -> None:
 
 def _read_run(directory: Path, clock: WallClock, timeout_s: float) -> dict[str, object]:
     """run.json; waits until the run has written it. InputError if it does not."""
-    from ifbbench.report.checking import read_object
+    from ifbbench.rundir.checking import read_object
 
     path = directory / "run.json"
     while True:
@@ -135,7 +143,7 @@ def _details(directory: Path) -> Callable[[], str]:
     follower: list[Follower] = []
 
     def details() -> str:
-        from ifbbench.views.live import Follower
+        from ifbbench.report.pages.live import Follower
 
         try:
             if not follower:
@@ -170,7 +178,7 @@ class Dashboard(StageProgress):
     def _table(self) -> "Table | None":
         if self._directory is None:
             return None
-        from ifbbench.views.live import Follower
+        from ifbbench.report.pages.live import Follower
 
         try:
             if self._follower is None:

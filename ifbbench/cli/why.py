@@ -25,16 +25,31 @@ PAUSES_SHOWN = 10
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--request", "request_id", metavar="ID", help="What this request did and waited for.")
 @click.option("--iteration", type=click.IntRange(min=0), metavar="N", help="What this iteration decided.")
-@click.option("--slowest", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
-              help="How many of the slowest requests and of the requests that held others are listed.")  # fmt: skip
-@click.option("--pauses-csv", type=click.Path(path_type=Path), metavar="FILE",
-              help="Write the pause ledger here, a row for each pause.")  # fmt: skip
+@click.option(
+    "--slowest",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="How many of the slowest requests and of the requests that held others are listed.",
+)
+@click.option(
+    "--pauses-csv",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the pause ledger here, a row for each pause.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def why(
-    run: Path, request_id: str | None, iteration: int | None, slowest: int, pauses_csv: Path | None, overwrite: bool,
+    run: Path,
+    request_id: str | None,
+    iteration: int | None,
+    slowest: int,
+    pauses_csv: Path | None,
+    overwrite: bool,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Explain RUN, a run directory: what bound it, and which request waited for what, behind which.
 
     With --request or --iteration, explain one request or one iteration of it.
@@ -105,25 +120,28 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
         share = waited.get(name, 0.0) / total if total else 0.0
         waiting = "" if name == "none" else percent(share)
         by_time, by_iterations = findings.by_time.get(name), findings.by_iterations.get(name)
-        table.add_row(limit_name(name), percent(by_time), percent(by_iterations), waiting,
-                      f"[cyan]{bar(share)}[/cyan]")  # fmt: skip
+        table.add_row(limit_name(name), percent(by_time), percent(by_iterations), waiting, f"[cyan]{bar(share)}[/cyan]")
     console.print(table)
     console.print()
     if blockers := findings.heads.blockers[:slowest]:
         table = plain_table("Held the line", "for", numbers=["others waited s", "at most", "iterations"])
         for blocker in blockers:
             table.add_row(
-                str(blocker.request_id), limit_name(blocker.limit), significant(blocker.waited_s),
-                f"{blocker.max_behind:,} requests", f"{blocker.first:,} – {blocker.last:,}",
-            )  # fmt: skip
+                str(blocker.request_id),
+                limit_name(blocker.limit),
+                significant(blocker.waited_s),
+                f"{blocker.max_behind:,} requests",
+                f"{blocker.first:,} – {blocker.last:,}",
+            )
         console.print(table)
         console.print()
     if slow := findings.slowest(slowest):
         table = plain_table("Slowest", numbers=["E2E s", "TTFT s", "share"])
         table.add_column("mainly")
         for one in slow:
-            table.add_row(str(one.request_id), significant(one.e2e_s), significant(one.ttft_s), percent(one.share),
-                          one.cause)  # fmt: skip
+            table.add_row(
+                str(one.request_id), significant(one.e2e_s), significant(one.ttft_s), percent(one.share), one.cause
+            )
         console.print(table)
         console.print()
     _print_ledger(findings, console)
@@ -150,8 +168,13 @@ def _print_seen(findings: "ClientFindings", slowest: int, console: "Console") ->
     table = plain_table("Slowest", numbers=["E2E s", "TTFT s", "share"])
     table.add_column("mainly")
     for one in findings.slowest(slowest):
-        table.add_row(str(one["request_id"]), significant(one["e2e_s"]), significant(one["ttft_s"]),
-                      percent(one["share"]), one["cause"])  # fmt: skip
+        table.add_row(
+            str(one["request_id"]),
+            significant(one["e2e_s"]),
+            significant(one["ttft_s"]),
+            percent(one["share"]),
+            one["cause"],
+        )
     console.print(table)
     if findings.load:
         console.print()
@@ -185,10 +208,15 @@ def _print_ledger(findings: "Findings", console: "Console") -> None:
     table = plain_table("Costliest pauses", "iteration", "victim", "made room for", numbers=numbers)
     for entry in ledger.costliest()[:PAUSES_SHOWN]:
         table.add_row(
-            f"{entry.time_s:,.3f} s", f"{entry.iteration:,}", str(entry.victim), str(entry.beneficiary),
-            count(entry.blocks_freed), count(entry.tokens_recomputed), significant(entry.lost_s),
+            f"{entry.time_s:,.3f} s",
+            f"{entry.iteration:,}",
+            str(entry.victim),
+            str(entry.beneficiary),
+            count(entry.blocks_freed),
+            count(entry.tokens_recomputed),
+            significant(entry.lost_s),
             significant(entry.gained_s),
-        )  # fmt: skip
+        )
     print_fitting(console, table, keys=3)
     console.print()
 
@@ -269,16 +297,21 @@ def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
     console.print(
         f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms. It "
         f"ran {len(facts.contexts) + len(facts.recomputes):,} context chunks and {len(facts.generating):,} generation "
-        f"requests; {facts.waiting:,} requests had arrived and were left out.\n", soft_wrap=True,
-    )  # fmt: skip
+        f"requests; {facts.waiting:,} requests had arrived and were left out.\n",
+        soft_wrap=True,
+    )
     table = plain_table("Limit", numbers=["used", "of"])
     table.add_column("")
     for name, used in facts.used.items():
         available = facts.available.get(name)
         share = used / available if available else 0.0
         of_window = f", {window_name(facts.window)}" if name == "kv_blocks" and facts.window else ""
-        table.add_row(limit_name(name) + of_window, f"{used:,}", f"{available:,}" if available else "no limit",
-                      f"[cyan]{bar(share)}[/cyan] {percent(share)}" if available else "")  # fmt: skip
+        table.add_row(
+            limit_name(name) + of_window,
+            f"{used:,}",
+            f"{available:,}" if available else "no limit",
+            f"[cyan]{bar(share)}[/cyan] {percent(share)}" if available else "",
+        )
     console.print(table)
     console.print()
     if facts.left_out is None:

@@ -10,10 +10,10 @@ from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, Int64Arr
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.drafts import DraftInputs, Drafts
-from ifbbench.engine.kv_cache.blocks import BlockCopy
-from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
 from ifbbench.engine.request import Request
+from ifbbench.kv.adapters import AdapterCache, AdapterUse, distinct_tasks
+from ifbbench.kv.blocks import BlockCopy
+from ifbbench.kv.interface import KvCache
 
 
 class Positions:
@@ -209,9 +209,14 @@ class BatchBuilder:
     """Builds the passes of an iteration, and takes the KV blocks that they write to."""
 
     def __init__(
-        self, batching_type: BatchingType, active: ActiveRequests, kv_cache: KvCache, drafts: Drafts,
-        max_in_flight: int = 1, adapters: AdapterCache | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        batching_type: BatchingType,
+        active: ActiveRequests,
+        kv_cache: KvCache,
+        drafts: Drafts,
+        max_in_flight: int = 1,
+        adapters: AdapterCache | None = None,
+    ) -> None:
         self._max_in_flight = max_in_flight
         self._adapters = adapters
         self._separate_passes = batching_type is BatchingType.INFLIGHT
@@ -269,9 +274,15 @@ class BatchBuilder:
         return AdapterUse(tasks, cache.use(distinct_tasks(tasks, of_chunks)))
 
     def _pass(
-        self, iteration: int, chunks: tuple[ContextChunk, ...], rows: Rows, positions: Rows,
-        copies: tuple[BlockCopy, ...] = (), adapters: AdapterUse | None = None, drafts: DraftInputs | None = None,
-    ) -> Batch:  # fmt: skip
+        self,
+        iteration: int,
+        chunks: tuple[ContextChunk, ...],
+        rows: Rows,
+        positions: Rows,
+        copies: tuple[BlockCopy, ...] = (),
+        adapters: AdapterUse | None = None,
+        drafts: DraftInputs | None = None,
+    ) -> Batch:
         cache = self._kv_cache
         if rows is not self._rows:  # a plan that stands has the same rows again
             self._rows, self._slots = rows, rows.astype(np.int32)
@@ -281,13 +292,24 @@ class BatchBuilder:
             width = (requests[0] if requests else chunks[0].request).beam_width
             beams = self._beams(requests) if width > 1 else None
             num_candidates = max(
-                BeamSearch.num_candidates(request.beam_width, request.stop)
-                for request in self._active.by_slot.values()
+                BeamSearch.num_candidates(request.beam_width, request.stop) for request in self._active.by_slot.values()
             )
         return Batch(
-            iteration, chunks, self._slots, positions.astype(np.int32), tables, width, beams, num_candidates,
-            self._padded, copies, cache.window_tables, iteration % self._max_in_flight, adapters, drafts,
-        )  # fmt: skip
+            iteration,
+            chunks,
+            self._slots,
+            positions.astype(np.int32),
+            tables,
+            width,
+            beams,
+            num_candidates,
+            self._padded,
+            copies,
+            cache.window_tables,
+            iteration % self._max_in_flight,
+            adapters,
+            drafts,
+        )
 
     def _beams(self, requests: list[Request]) -> BeamInputs | None:
         """Decisions of the searches of `requests`; None without any, as with executors that return no tokens."""

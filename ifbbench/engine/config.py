@@ -1,18 +1,18 @@
-"""The engine's limits, all resolved, as `ifbbench.api.resolve` or a script sets them."""
+"""The engine's limits, all resolved, as `ifbbench.build.resolve` or a script sets them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
-from ifbbench.engine.kv_cache.contiguous import ContiguousCache
-from ifbbench.engine.kv_cache.counted import CountedCache
-from ifbbench.engine.kv_cache.interface import NO_REUSE, KvCache
-from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.kv_cache.sizing import WindowLayout
-from ifbbench.engine.kv_cache.variable_window import VariableWindowCache
-from ifbbench.engine.lora import LoraConfig
+from ifbbench.kv.adapters import LoraConfig
+from ifbbench.kv.attention_window import AttentionWindow, ceil_div
+from ifbbench.kv.contiguous import ContiguousCache
+from ifbbench.kv.counted import CountedCache
+from ifbbench.kv.interface import NO_REUSE, KvCache
+from ifbbench.kv.manager import KvCacheManager
+from ifbbench.kv.sequence import ReuseRules
+from ifbbench.kv.sizing import WindowLayout
+from ifbbench.kv.variable_window import VariableWindowCache
 
 UNLIMITED = 2**62
 OVERLAPPING = 2  # micro batches with overlap partitioned, iterations in flight with overlap async

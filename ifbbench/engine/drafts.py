@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ifbbench.engine.active import ActiveRequests, FloatArray, Int64Array, IntArray, Rows
-from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import uniform_numbers
+from ifbbench.kv.interface import KvCache
 
 # In the place of a draft token that the executor's draft model proposes, or that stays symbolic.
 UNKNOWN_TOKEN = -1

@@ -9,19 +9,19 @@ import numpy as np
 
 from ifbbench.clock import NANOSECONDS, Clock, VirtualClock, to_seconds
 from ifbbench.engine.active import ActiveRequests, Rows
-from ifbbench.engine.admission import NextChange
 from ifbbench.engine.batch import ContextChunk, Positions
 from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.engine.in_flight import store_known
 from ifbbench.engine.interfaces import Executor, PredictableExecutor
-from ifbbench.engine.kv_cache.blocks import OutOfBlocks
-from ifbbench.engine.kv_cache.counted import CountedCache, blocks_ahead, fitting_steps
-from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.lora import AdapterCache, AdapterUse, distinct_tasks
 from ifbbench.engine.records import CacheState, IterationRecord, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.engine.scheduler import Plan
+from ifbbench.kv.adapters import AdapterCache, AdapterUse, distinct_tasks
+from ifbbench.kv.blocks import OutOfBlocks
+from ifbbench.kv.counted import CountedCache, blocks_ahead, fitting_steps
+from ifbbench.kv.interface import KvCache
+from ifbbench.kv.manager import KvCacheManager
+from ifbbench.schedulers.tensorrt_llm.admission import NextChange
+from ifbbench.schedulers.tensorrt_llm.scheduler import Plan
 
 # Longer stretches are no faster per iteration, and no progress is shown while one is computed.
 MAX_STEPS = 1024
@@ -99,9 +99,15 @@ class FastForward:
     """
 
     def __init__(
-        self, config: BatchingConfig, executor: Executor, clock: Clock, active: ActiveRequests, kv_cache: KvCache,
-        next_change: NextChange | None, adapters: AdapterCache | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: BatchingConfig,
+        executor: Executor,
+        clock: Clock,
+        active: ActiveRequests,
+        kv_cache: KvCache,
+        next_change: NextChange | None,
+        adapters: AdapterCache | None = None,
+    ) -> None:
         """With these, `can_run` is true."""
         assert isinstance(executor, PredictableExecutor)
         assert isinstance(clock, VirtualClock)
@@ -201,9 +207,18 @@ class FastForward:
             first.cache = cache.moved(-more_blocks[-1], -more_tokens[-1], -more_new[-1], of_windows)
         first.submit_s, first.end_s = submit_s[0], start_s[1]
         return Stretch(
-            first, finished, start_s[:-1], submit_s, start_s[1:], more_blocks, more_tokens, more_new, cache,
-            self._clock.epoch_s, more_of_windows,
-        )  # fmt: skip
+            first,
+            finished,
+            start_s[:-1],
+            submit_s,
+            start_s[1:],
+            more_blocks,
+            more_tokens,
+            more_new,
+            cache,
+            self._clock.epoch_s,
+            more_of_windows,
+        )
 
     def leave(self) -> None:
         """The next iteration runs as a batch."""

@@ -11,10 +11,10 @@ from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs, check_outputs
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.drafts import DraftCounts, Drafts
 from ifbbench.engine.interfaces import Executor
-from ifbbench.engine.kv_cache.interface import KvCache
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
-from ifbbench.engine.scheduler import Plan
+from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.tensorrt_llm.scheduler import Plan
 
 
 @dataclass(slots=True)
@@ -203,9 +203,11 @@ def _confirm_special(
                     search = BeamSearch(request.beam_width, request.sampling, request.stop, request.max_new_tokens)
                     request.search = search
                 done[place] = search.advance(
-                    candidates.tokens[index], candidates.beams[index], candidates.scores[index],
+                    candidates.tokens[index],
+                    candidates.beams[index],
+                    candidates.scores[index],
                     is_last=bool(done[place]),
-                )  # fmt: skip
+                )
         elif request.stop.stop_sequences and outputs.tokens is not None:
             done[place] |= _ends_with_stop_sequence(request)
 
@@ -236,11 +238,16 @@ class Response:
     """
 
     def __init__(
-        self, request: Request, is_final: bool, tokens: tuple[IntArray, ...] = (),
-        log_probs: tuple[FloatArray, ...] = (), cumulative_log_probs: FloatArray | None = None,
-        context_logits: FloatArray | None = None, generation_logits: tuple[FloatArray, ...] = (),
+        self,
+        request: Request,
+        is_final: bool,
+        tokens: tuple[IntArray, ...] = (),
+        log_probs: tuple[FloatArray, ...] = (),
+        cumulative_log_probs: FloatArray | None = None,
+        context_logits: FloatArray | None = None,
+        generation_logits: tuple[FloatArray, ...] = (),
         error: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.request, self.is_final, self.error = request, is_final, error
         self.tokens, self.log_probs, self.cumulative_log_probs = tokens, log_probs, cumulative_log_probs
         self.context_logits, self.generation_logits = context_logits, generation_logits
@@ -265,12 +272,14 @@ def response_of(request: Request, is_final: bool) -> Response:
         return Response(request, is_final, (tokens,))
     logits = numbers.generation_logits(sent)
     return Response(
-        request, is_final, (tokens,),
+        request,
+        is_final,
+        (tokens,),
         log_probs=(numbers.log_probs(sent),) if options.return_log_probs else (),
         cumulative_log_probs=np.array([numbers.cumulative_log_prob], np.float32) if options.return_log_probs else None,
         context_logits=numbers.context_logits if is_final else None,
         generation_logits=() if logits is None else (logits,),
-    )  # fmt: skip
+    )
 
 
 def streamed(iteration: InFlightIteration, active: ActiveRequests) -> Iterator[Response]:
@@ -291,12 +300,14 @@ def _beam_response(request: Request, search: BeamSearch, is_final: bool) -> Resp
     asked = request.options.return_log_probs
     logits = [None if numbers is None else numbers.generation_logits(path=beam.path) for beam in beams]
     return Response(
-        request, is_final, tuple(beam.tokens for beam in beams),
+        request,
+        is_final,
+        tuple(beam.tokens for beam in beams),
         log_probs=tuple(beam.log_probs for beam in beams) if asked else (),
         cumulative_log_probs=np.array([beam.cumulative_log_prob for beam in beams], np.float32) if asked else None,
         context_logits=numbers.context_logits if numbers is not None and is_final else None,
         generation_logits=tuple(item for item in logits if item is not None),
-    )  # fmt: skip
+    )
 
 
 # Reuse of generated blocks.

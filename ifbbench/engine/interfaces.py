@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from ifbbench.engine.active import ActiveRequests
     from ifbbench.engine.batch import Batch, ContextChunk, Positions, StepOutputs
-    from ifbbench.engine.kv_cache.interface import KvCache
-    from ifbbench.engine.lora import AdapterUse
-    from ifbbench.engine.policies.policy import CapacityDecision
     from ifbbench.engine.records import IterationRecord, Stretch
     from ifbbench.engine.request import Request
+    from ifbbench.kv.adapters import AdapterUse
+    from ifbbench.kv.interface import KvCache
+    from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
 
 
 class CapacityPolicy(Protocol):
@@ -53,9 +53,13 @@ class PredictableExecutor(Protocol):
     """An executor on a virtual clock that can compute in advance how long iterations take, and returns no tokens."""
 
     def step_times(
-        self, context: "Sequence[ContextChunk]", positions: "Positions", steps: int, within_ns: int | None = None,
+        self,
+        context: "Sequence[ContextChunk]",
+        positions: "Positions",
+        steps: int,
+        within_ns: int | None = None,
         adapters: "AdapterUse | None" = None,
-    ) -> tuple[int, list[int]]:  # fmt: skip
+    ) -> tuple[int, list[int]]:
         """Of the next `steps` iterations: the host's time in each, and the device's, [steps]; both in nanoseconds.
 
         context: chunks of the first; each further iteration runs the next chunks of the same lengths. positions:

@@ -8,8 +8,8 @@ from pickle import dumps, loads
 from typing import Any
 
 from ifbbench.engine.batch import BeamCandidates, StepOutputs
-from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
 from ifbbench.engine.request import Request, ReuseIdentity
+from ifbbench.kv.eviction import Retention, RetentionRange
 
 __all__ = ["dumps", "loads"]
 
@@ -17,11 +17,20 @@ __all__ = ["dumps", "loads"]
 def _reduce_request(request: Request) -> tuple[Any, ...]:
     """The request as it was made: it is sent before it runs."""
     make = partial(
-        Request, output_len=request.output_len, prompt_tokens=request.prompt_tokens, index=request.index,
-        priority=request.priority, beam_width=request.beam_width, lora_task_id=request.lora_task_id,
-        num_draft_tokens=request.num_draft_tokens, sampling=request.sampling, options=request.options,
-        stop=request.stop, reuse=request.reuse, retention=request.retention,
-    )  # fmt: skip
+        Request,
+        output_len=request.output_len,
+        prompt_tokens=request.prompt_tokens,
+        index=request.index,
+        priority=request.priority,
+        beam_width=request.beam_width,
+        lora_task_id=request.lora_task_id,
+        num_draft_tokens=request.num_draft_tokens,
+        sampling=request.sampling,
+        options=request.options,
+        stop=request.stop,
+        reuse=request.reuse,
+        retention=request.retention,
+    )
     return make, (request.request_id, request.original_prompt_len, request.max_new_tokens)
 
 

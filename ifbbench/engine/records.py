@@ -9,19 +9,29 @@ from typing import Any, Final
 from ifbbench.engine.batch import ContextChunk
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.drafts import DraftCounts
-from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.lora import AdapterLoad
-from ifbbench.engine.policies.policy import LeftOut, Pause
 from ifbbench.engine.request import Request
+from ifbbench.kv.adapters import AdapterLoad
+from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.tensorrt_llm.policies.policy import LeftOut, Pause
 
 CACHE_FIELDS = (
-    "Max KV cache blocks", "Free KV cache blocks", "Used KV cache blocks", "Tokens per KV cache block",
-    "Allocated total KV cache blocks", "Allocated new KV cache blocks", "Reused KV cache blocks",
-)  # fmt: skip
+    "Max KV cache blocks",
+    "Free KV cache blocks",
+    "Used KV cache blocks",
+    "Tokens per KV cache block",
+    "Allocated total KV cache blocks",
+    "Allocated new KV cache blocks",
+    "Reused KV cache blocks",
+)
 COMMON_FIELDS = (
-    "Timestamp", "Iteration Counter", "Active Request Count", "Max Request Count", *CACHE_FIELDS, "Scheduled Requests",
+    "Timestamp",
+    "Iteration Counter",
+    "Active Request Count",
+    "Max Request Count",
+    *CACHE_FIELDS,
+    "Scheduled Requests",
     "Context Requests",
-)  # fmt: skip
+)
 INFLIGHT_FIELDS = ("Generation Requests", "Total Context Tokens", "MicroBatch ID", "Paused Requests")
 STATIC_FIELDS = ("Total Generation Tokens", "Total Context Tokens", "Empty Generation Slots")
 TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
@@ -44,10 +54,19 @@ class CacheState:
     """
 
     def __init__(
-        self, max_blocks: int | None, used_blocks: int | None, tokens_per_block: int | None,
-        allocated_total: int | None, allocated_new: int | None, reused: int | None, max_tokens: int, held_tokens: int,
-        filled_tokens: int, missed: int | None = None, windows: Sequence[WindowBlocks] = (),
-    ) -> None:  # fmt: skip
+        self,
+        max_blocks: int | None,
+        used_blocks: int | None,
+        tokens_per_block: int | None,
+        allocated_total: int | None,
+        allocated_new: int | None,
+        reused: int | None,
+        max_tokens: int,
+        held_tokens: int,
+        filled_tokens: int,
+        missed: int | None = None,
+        windows: Sequence[WindowBlocks] = (),
+    ) -> None:
         self.windows = windows
         self.max_blocks, self.used_blocks, self.tokens_per_block = max_blocks, used_blocks, tokens_per_block
         self.allocated_total, self.allocated_new = allocated_total, allocated_new
@@ -72,9 +91,18 @@ class CacheState:
                 for window in cache.of_windows()
             ]
         return CacheState(
-            blocks, used, size, counters.allocated_total, counters.allocated_new, counters.reused,
-            blocks * size, used * size, cache.filled_places, counters.missed, windows,
-        )  # fmt: skip
+            blocks,
+            used,
+            size,
+            counters.allocated_total,
+            counters.allocated_new,
+            counters.reused,
+            blocks * size,
+            used * size,
+            cache.filled_places,
+            counters.missed,
+            windows,
+        )
 
     def moved(self, blocks: int, tokens: int, new_blocks: int, of_windows: Sequence[int] = ()) -> "CacheState":
         """This state after generation took so many blocks, `new_blocks` of them without known tokens, and filled so
@@ -122,14 +150,36 @@ class IterationRecord:
     """
 
     def __init__(
-        self, iteration: int, micro_batch: int, start_s: float, timestamp: float, active: int, queued: int,
-        activated: list[Request], context: tuple[ContextChunk, ...], num_context_tokens: int, recomputed: int,
-        num_generation: int, num_generation_tokens: int, held: list[Request], paused: list[Pause],
-        left_out: LeftOut | None, blocked: tuple[LeftOut, ...], cache: CacheState, idle: int = 0, padding: int = 0,
-        submit_s: float = 0.0, context_end_s: float | None = None, end_s: float = 0.0,
-        finished: list[Request] | None = None, num_micro_batches: int = 1, in_flight: int = 0,
-        steps: tuple[int, int] | None = None, loads: tuple[AdapterLoad, ...] = (), drafts: DraftCounts | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        iteration: int,
+        micro_batch: int,
+        start_s: float,
+        timestamp: float,
+        active: int,
+        queued: int,
+        activated: list[Request],
+        context: tuple[ContextChunk, ...],
+        num_context_tokens: int,
+        recomputed: int,
+        num_generation: int,
+        num_generation_tokens: int,
+        held: list[Request],
+        paused: list[Pause],
+        left_out: LeftOut | None,
+        blocked: tuple[LeftOut, ...],
+        cache: CacheState,
+        idle: int = 0,
+        padding: int = 0,
+        submit_s: float = 0.0,
+        context_end_s: float | None = None,
+        end_s: float = 0.0,
+        finished: list[Request] | None = None,
+        num_micro_batches: int = 1,
+        in_flight: int = 0,
+        steps: tuple[int, int] | None = None,
+        loads: tuple[AdapterLoad, ...] = (),
+        drafts: DraftCounts | None = None,
+    ) -> None:
         self.iteration, self.micro_batch, self.num_micro_batches = iteration, micro_batch, num_micro_batches
         self.start_s, self.submit_s, self.context_end_s, self.end_s = start_s, submit_s, context_end_s, end_s
         self.timestamp, self.active, self.queued, self.in_flight = timestamp, active, queued, in_flight
@@ -142,12 +192,35 @@ class IterationRecord:
 
     def copy(self) -> "IterationRecord":
         return IterationRecord(
-            self.iteration, self.micro_batch, self.start_s, self.timestamp, self.active, self.queued, self.activated,
-            self.context, self.num_context_tokens, self.recomputed, self.num_generation, self.num_generation_tokens,
-            self.held, self.paused, self.left_out, self.blocked, self.cache, self.idle, self.padding, self.submit_s,
-            self.context_end_s, self.end_s, self.finished, self.num_micro_batches, self.in_flight, self.steps,
-            self.loads, self.drafts,
-        )  # fmt: skip
+            self.iteration,
+            self.micro_batch,
+            self.start_s,
+            self.timestamp,
+            self.active,
+            self.queued,
+            self.activated,
+            self.context,
+            self.num_context_tokens,
+            self.recomputed,
+            self.num_generation,
+            self.num_generation_tokens,
+            self.held,
+            self.paused,
+            self.left_out,
+            self.blocked,
+            self.cache,
+            self.idle,
+            self.padding,
+            self.submit_s,
+            self.context_end_s,
+            self.end_s,
+            self.finished,
+            self.num_micro_batches,
+            self.in_flight,
+            self.steps,
+            self.loads,
+            self.drafts,
+        )
 
     @property
     def budget_used(self) -> int:
@@ -167,10 +240,19 @@ class Stretch:
     """
 
     def __init__(
-        self, first: IterationRecord, finished: list[Request], start_s: list[float], submit_s: list[float],
-        end_s: list[float], more_blocks: list[int], more_tokens: list[int], more_new: list[int],
-        last_cache: CacheState, epoch_s: int, more_of_windows: Sequence[list[int]] = (),
-    ) -> None:  # fmt: skip
+        self,
+        first: IterationRecord,
+        finished: list[Request],
+        start_s: list[float],
+        submit_s: list[float],
+        end_s: list[float],
+        more_blocks: list[int],
+        more_tokens: list[int],
+        more_new: list[int],
+        last_cache: CacheState,
+        epoch_s: int,
+        more_of_windows: Sequence[list[int]] = (),
+    ) -> None:
         self.first, self.finished, self.last_cache = first, finished, last_cache
         self.start_s, self.submit_s, self.end_s, self.epoch_s = start_s, submit_s, end_s, epoch_s
         self.more_blocks, self.more_tokens, self.more_new = more_blocks, more_tokens, more_new
@@ -262,10 +344,21 @@ class IterationStatistics:
         cache, used = record.cache, record.cache.used_blocks
         free = None if cache.max_blocks is None or used is None else cache.max_blocks - used
         return (
-            self.format_timestamp(record.timestamp), record.iteration, record.active, self.max_requests,
-            cache.max_blocks, free, used, cache.tokens_per_block, cache.allocated_total, cache.allocated_new,
-            cache.reused, scheduled, chunks, *of_type,
-        )  # fmt: skip
+            self.format_timestamp(record.timestamp),
+            record.iteration,
+            record.active,
+            self.max_requests,
+            cache.max_blocks,
+            free,
+            used,
+            cache.tokens_per_block,
+            cache.allocated_total,
+            cache.allocated_new,
+            cache.reused,
+            scheduled,
+            chunks,
+            *of_type,
+        )
 
     def format_timestamp(self, timestamp: float) -> str:
         """Month-day-year hour:minute:second of seconds since the Unix epoch, in UTC. Formatted once a second."""

@@ -7,11 +7,8 @@ from enum import IntEnum
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.active import Int64Array, IntArray, RequestTable
 from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention
-from ifbbench.engine.kv_cache.token_keys import KnownTokens, SymbolicTokens, TokenIds
 from ifbbench.engine.sampling_params import (
     GREEDY,
     NO_STOP_CONDITIONS,
@@ -21,6 +18,9 @@ from ifbbench.engine.sampling_params import (
     SamplingParams,
     StopConditions,
 )
+from ifbbench.kv.eviction import NO_RETENTION, Retention
+from ifbbench.kv.token_keys import KnownTokens, SymbolicTokens, TokenIds
+from ifbbench.settings.config import DEFAULT_PRIORITY
 
 
 class RequestState(IntEnum):
@@ -72,13 +72,24 @@ class Request:
     )  # fmt: skip
 
     def __init__(
-        self, request_id: int, prompt_len: int, max_new_tokens: int, *, output_len: int | None = None,
-        prompt_tokens: IntArray | None = None, index: int = -1, priority: float = DEFAULT_PRIORITY,
-        beam_width: int = 1, lora_task_id: int | None = None, num_draft_tokens: int = 0,
-        sampling: SamplingParams = GREEDY, options: OutputOptions = TOKENS_ONLY,
-        stop: StopConditions = NO_STOP_CONDITIONS, reuse: ReuseIdentity = NO_IDENTITY,
+        self,
+        request_id: int,
+        prompt_len: int,
+        max_new_tokens: int,
+        *,
+        output_len: int | None = None,
+        prompt_tokens: IntArray | None = None,
+        index: int = -1,
+        priority: float = DEFAULT_PRIORITY,
+        beam_width: int = 1,
+        lora_task_id: int | None = None,
+        num_draft_tokens: int = 0,
+        sampling: SamplingParams = GREEDY,
+        options: OutputOptions = TOKENS_ONLY,
+        stop: StopConditions = NO_STOP_CONDITIONS,
+        reuse: ReuseIdentity = NO_IDENTITY,
         retention: Retention = NO_RETENTION,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.request_id = request_id
         self.index = index
         self.original_prompt_len = self.prompt_len = self.chunk = prompt_len

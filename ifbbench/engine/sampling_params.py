@@ -68,13 +68,16 @@ class SamplingParams:
             ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a number of at least 0"),
             ("top_k", self.top_k >= 0, "an integer of at least 0"),
             ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("repetition_penalty", math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-             "a number above 0"),
+            (
+                "repetition_penalty",
+                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a number above 0",
+            ),
             ("length_penalty", math.isfinite(self.length_penalty), "a finite number"),
             ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
             ("min_length", self.min_length >= 0, "an integer of at least 0"),
-        ):  # fmt: skip
+        ):
             if not is_valid:
                 return f"{name} {getattr(self, name)}: expected {expected}"
         if self.bad_words and vocab_size is not None:

@@ -12,12 +12,12 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import NANOSECONDS, Clock, VirtualClock, tick, to_seconds
-from ifbbench.config import RunConfig
 from ifbbench.engine.active import IntArray
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
-from ifbbench.recording.metrics import distribution
 from ifbbench.replay.priority_queue import PriorityQueue
+from ifbbench.rundir.metrics import distribution
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.arrivals import predecessors, session_starts
 from ifbbench.workload.trace import NO_REQUEST, RequestColumns, Trace, TraceRequest, columns_of
 
@@ -307,20 +307,28 @@ class ReplayClient:
 
 
 def make_client(
-    config: RunConfig, trace: Trace, clock: Clock, make_request: MakeRequest,
+    config: RunConfig,
+    trace: Trace,
+    clock: Clock,
+    make_request: MakeRequest,
     make: Callable[..., ReplayClient] = ReplayClient,
-) -> ReplayClient:  # fmt: skip
+) -> ReplayClient:
     """The client with the settings of `config`, made by `make`."""
     emulation = None
     if config.static_emulated_batch_size is not None:
         timeout_s = config.static_emulated_timeout / MILLISECONDS
         emulation = StaticEmulation(config.static_emulated_batch_size, timeout_s)
     return make(
-        trace, clock, make_request, concurrency=config.concurrency, keeps_arrivals=config.keeps_arrivals,
-        duration_s=config.duration, emulation=emulation,
+        trace,
+        clock,
+        make_request,
+        concurrency=config.concurrency,
+        keeps_arrivals=config.keeps_arrivals,
+        duration_s=config.duration,
+        emulation=emulation,
         wait_sleep_s=None if config.wait_sleep is None else config.wait_sleep / MILLISECONDS,
         keeps_outputs=config.responses_json is not None,
-    )  # fmt: skip
+    )
 
 
 def on_tick(seconds: float) -> float:

@@ -22,12 +22,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
-from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
-from ifbbench.execution.ranks import Place, RankFailed, cause_of, num_ranks
-from ifbbench.model.config import check_ranks
-from ifbbench.model.named_models import load_model_config
+from ifbbench.models.config import check_ranks
+from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.rank_runs import end_others, follow, starts_ranks
+from ifbbench.settings.config import RunConfig
+from ifbbench.torch.ranks import Place, RankFailed, cause_of, num_ranks
 
 # After the first failure, how long others may take to report theirs, and rank 0 to write what it has.
 REPORT_S, WRITE_S = 4.0, 20.0
@@ -59,10 +59,14 @@ class Job:
 
 
 def run_in_ranks(
-    run: Callable[..., Any], config: RunConfig, progress: Progress = NO_PROGRESS,
-    callbacks: Mapping[str, Callable[..., None] | None] | None = None, *, subject: str = "the run",
+    run: Callable[..., Any],
+    config: RunConfig,
+    progress: Progress = NO_PROGRESS,
+    callbacks: Mapping[str, Callable[..., None] | None] | None = None,
+    *,
+    subject: str = "the run",
     passed_on: Collection[signal.Signals] = (),
-) -> Any:  # fmt: skip
+) -> Any:
     """The result of `run(progress=…, …)` in rank 0 of the processes that `config` needs. Its exception is raised here;
     RunFailed names a rank that died, does not answer or failed otherwise. No process is left.
 
@@ -168,9 +172,12 @@ class Ranks:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until START handles it
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid())], pass_fds=[theirs.fileno()],
-                    env=self._environment(number), stdin=subprocess.DEVNULL, start_new_session=True,
-                )  # fmt: skip
+                    [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    env=self._environment(number),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()

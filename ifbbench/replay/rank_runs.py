@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from ifbbench.api.engine import build_engine, loop_maker, warm_up
-from ifbbench.config import RunConfig
+from ifbbench.build.engine import build_engine, loop_maker, warm_up
 from ifbbench.errors import InputError
-from ifbbench.execution.ranks import STORE, cause_of, launched_place, num_ranks
+from ifbbench.settings.config import RunConfig
+from ifbbench.torch.ranks import STORE, cause_of, launched_place, num_ranks
 
 if TYPE_CHECKING:
-    from ifbbench.api.ranks import RankLoop
-    from ifbbench.execution.communicator import Communicator
+    from ifbbench.build.ranks import RankLoop
+    from ifbbench.torch.communicator import Communicator
 
 # How long another rank waits for rank 0 to report that a rank does not answer.
 REPORT_S = 1.0
@@ -60,7 +60,7 @@ class _Led:
     def meet(self, config: RunConfig) -> None:
         """Find the other ranks, at the first call. They wait until this process begins a run, or exits."""
         # Imported here because it imports torch.
-        from ifbbench.execution.communicator import join
+        from ifbbench.torch.communicator import join
 
         join(config.rank_timeout)
         if not self.has_met:
@@ -75,7 +75,7 @@ def end_others() -> None:
     """End the other ranks, and leave. Also done at exit."""
     if not _led.has_met:
         return
-    from ifbbench.execution.communicator import leave, share
+    from ifbbench.torch.communicator import leave, share
 
     _led.has_met = False
     if not _led.is_unfinished:  # else they do not wait for this, but have lost the connection
@@ -90,7 +90,7 @@ def leading(config: RunConfig, beam_width: int) -> "Iterator[Communicator | None
     if num_ranks(config) == 1:
         yield None
         return
-    from ifbbench.execution.communicator import communicator_of, share
+    from ifbbench.torch.communicator import communicator_of, share
 
     _led.meet(config)
     if _led.is_unfinished:
@@ -114,7 +114,7 @@ def leading(config: RunConfig, beam_width: int) -> "Iterator[Communicator | None
 
 def follow(config: RunConfig) -> None:
     """Take part in the runs of rank 0, until it ends. config: of the first."""
-    from ifbbench.execution.communicator import communicator_of, join, share
+    from ifbbench.torch.communicator import communicator_of, join, share
 
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)  # rank 0 ends the run
@@ -142,7 +142,7 @@ def _follow_and_exit(config: RunConfig, number: int) -> NoReturn:
     try:
         follow(config)
     except BaseException as error:
-        from ifbbench.execution.communicator import RankLost, RankTimedOut, rank_0_reports, report_failure
+        from ifbbench.torch.communicator import RankLost, RankTimedOut, rank_0_reports, report_failure
 
         status, cause = 1, cause_of(error)
         if isinstance(cause, RankTimedOut):

@@ -4,14 +4,14 @@ from random import Random
 
 import numpy as np
 
-from ifbbench.api.adapters import drawn_tasks
-from ifbbench.api.engine import Engine, sampling_params
-from ifbbench.config import RunConfig
-from ifbbench.engine.admission import AdmissionLimits, Refusal
+from ifbbench.build.adapters import drawn_tasks
+from ifbbench.build.engine import Engine, sampling_params
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.request import NO_IDENTITY, Request, ReuseIdentity
 from ifbbench.engine.sampling_params import GREEDY, OutputOptions, StopConditions
 from ifbbench.replay.client import MakeRequest
+from ifbbench.schedulers.tensorrt_llm.admission import AdmissionLimits, Refusal
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.prompts import output_symbol, prompt_tokens, symbolic_runs
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
@@ -84,8 +84,10 @@ def expected_refusals(trace: Trace, config: RunConfig, limits: BatchingConfig) -
     sizes = sizes[:, np.lexsort(sizes[::-1])]
     is_longest = np.append((sizes[:2, 1:] != sizes[:2, :-1]).any(axis=0), True)
     num_equal = np.diff(np.flatnonzero(is_longest), prepend=-1)
-    is_refused = [admission.refusal_by_size(prompt, new, beam, config.streaming) is not None
-                  for beam, prompt, new in zip(*sizes[:, is_longest].tolist(), strict=True)]  # fmt: skip
+    is_refused = [
+        admission.refusal_by_size(prompt, new, beam, config.streaming) is not None
+        for beam, prompt, new in zip(*sizes[:, is_longest].tolist(), strict=True)
+    ]
     found: dict[str, tuple[Refusal, int]] = {}
     distinct, counts = np.unique(sizes[:, np.repeat(is_refused, num_equal)], axis=1, return_counts=True)
     for beam, prompt, new, count in zip(*distinct.tolist(), counts.tolist(), strict=True):

@@ -11,35 +11,35 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
-from ifbbench.api.engine import Engine, build_engine, loop_maker, warm_up
+from ifbbench.build.engine import Engine, build_engine, loop_maker, warm_up
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.compressed import open_to_read
-from ifbbench.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.engine.interfaces import Delivery
-from ifbbench.engine.manager import TokenGenerationLoop
-from ifbbench.engine.policies import named_if_stuck
+from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.files import check_new_file, new_file, replace_file
-from ifbbench.model.named_models import built_in_shape
-from ifbbench.recording import run_directory
-from ifbbench.recording.lines import thinned
-from ifbbench.recording.printing import PrintingRecorder
-from ifbbench.recording.recorder import Recorder, SummaryRecorder
+from ifbbench.models.named_models import built_in_shape
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.rank_processes import WRITING, run_in_ranks
 from ifbbench.replay.rank_runs import leading, starts_ranks
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
-from ifbbench.simulation.engines import ServingProcess
-from ifbbench.simulation.expected_error import NO_ENGINE, Compared, expected_error
+from ifbbench.rundir import run_directory
+from ifbbench.rundir.lines import thinned
+from ifbbench.rundir.printing import PrintingRecorder
+from ifbbench.rundir.recorder import Recorder, SummaryRecorder
+from ifbbench.schedulers.tensorrt_llm.policies import named_if_stuck
+from ifbbench.settings.config import SIDE_OUTPUTS, RunConfig
+from ifbbench.simulated.engines import ServingProcess
+from ifbbench.simulated.expected_error import NO_ENGINE, Compared, expected_error
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import Source, for_other_process, load_trace
 from ifbbench.workload.prompts import check_vocabulary
 from ifbbench.workload.trace import Trace, columns_of
 
 if TYPE_CHECKING:
-    from ifbbench.api.ranks import RankLoop
+    from ifbbench.build.ranks import RankLoop
 
 PROGRESS_INTERVAL_S = 0.1
 REPLAYING = "replaying"
@@ -58,9 +58,14 @@ class RunResult:
 
 
 def run_trace(
-    source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
-    on_recording: Callable[[Path], None] | None = None, on_recorded: Callable[[Path], None] | None = None,
-) -> RunResult:  # fmt: skip
+    source: Source,
+    config: RunConfig,
+    progress: Progress = NO_PROGRESS,
+    *,
+    owns_process: bool = False,
+    on_recording: Callable[[Path], None] | None = None,
+    on_recorded: Callable[[Path], None] | None = None,
+) -> RunResult:
     """Replay `source` (see `load_trace`) with `config`, in several processes if it needs them: unless a launcher has
     started them, they are started here. Ranks of a launcher other than 0 do not return.
 
@@ -104,9 +109,13 @@ def run_trace(
 
 
 def summarise_run(
-    source: Source, config: RunConfig, progress: Progress = NO_PROGRESS, *, owns_process: bool = False,
+    source: Source,
+    config: RunConfig,
+    progress: Progress = NO_PROGRESS,
+    *,
+    owns_process: bool = False,
     on_end: Callable[[SummaryRecorder], None] = lambda recorder: None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Replay `source` with `config` like `run_trace`, without a run directory; returns the same summary.
 
     on_end: takes the recorder that made the summary. InputError and RunFailed as there."""
@@ -122,9 +131,13 @@ def summarise_run(
     with engine_for(trace, config, progress, owns_process) as engine:
         client = _client(trace, engine)
         recorder = SummaryRecorder(
-            engine.config.as_dict(), len(trace), client.arrival_s, client.held_until_s,
-            columns_of(trace.requests).class_at, _delivery(client),
-        )  # fmt: skip
+            engine.config.as_dict(),
+            len(trace),
+            client.arrival_s,
+            client.held_until_s,
+            columns_of(trace.requests).class_at,
+            _delivery(client),
+        )
         summary = _replay(trace, engine, client, recorder, progress, "nothing was recorded")
         on_end(recorder)
         return summary
@@ -134,7 +147,7 @@ def _run_endpoint(
     trace: Trace, config: RunConfig, progress: Progress, on_recorded: Callable[[Path], None] | None
 ) -> RunResult:
     # Imported here because other runs need no HTTP.
-    from ifbbench.replay.endpoint import run_endpoint
+    from ifbbench.endpoint.run import run_endpoint
 
     directory, summary, client = run_endpoint(trace, config, _places(config, trace), progress, on_recorded)
     _say_number(config, trace, directory)
@@ -170,16 +183,19 @@ def _tell_last_arrival(trace: Trace, engine: Engine) -> None:
     last_s = columns_of(trace.requests).arrival_s[-1] if engine.config.keeps_arrivals else 0.0
     last_s = min(last_s, engine.config.duration or last_s)
     if last_s >= LONG_RUN_S and isinstance(engine.clock, WallClock):
-        _log.warning("the last request arrives after %s h on the wall clock, on which device %s runs; --time_scale 0 "
-                     "offers all at once, and --duration ends earlier.",
-                     f"{last_s / 3600:,.1f}", engine.device)  # fmt: skip
+        _log.warning(
+            "the last request arrives after %s h on the wall clock, on which device %s runs; --time_scale 0 "
+            "offers all at once, and --duration ends earlier.",
+            f"{last_s / 3600:,.1f}",
+            engine.device,
+        )
 
 
 def _steady_summary(directory: Path) -> dict[str, Any]:
     """Restrict the summary of a run that has ended to its steady state. Every iteration is still there."""
     # Imported here because other runs need no data frames.
-    from ifbbench.report.load import RunData, load_run
     from ifbbench.report.recorded import restrict_summary
+    from ifbbench.rundir.reader import RunData, load_run
 
     run = load_run(directory)
     whole = run.run | {"config": run.config | {"iteration_stats_every": 1}}
@@ -203,8 +219,10 @@ def _client(trace: Trace, engine: Engine) -> ReplayClient:
         make = partial(ServedClient, process=ServingProcess(engine.overhead))
     names_loras = columns_of(trace.requests).names_loras
     if names_loras and engine.limits.lora is None:
-        _log.warning("Requests name LoRA tasks, and no adapters are given: all run the base model. --lora_dir or "
-                     "--num_loras adds adapters.")  # fmt: skip
+        _log.warning(
+            "Requests name LoRA tasks, and no adapters are given: all run the base model. --lora_dir or "
+            "--num_loras adds adapters."
+        )
     make_request = request_maker(engine, draws_loras=not names_loras)
     return make_client(engine.config, trace, engine.clock, make_request, make)
 
@@ -220,12 +238,20 @@ def _recorder(
     statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
     make_recorder: type[Recorder] = PrintingRecorder if config.log_iteration_data else Recorder
     return make_recorder(
-        directory, description, len(trace), statistics, client.arrival_s,
-        config.recording_format, 1 if config.enable_steady_state else config.iteration_stats_every,
-        profile=engine.profile.steps if engine.profile else None, iteration_stats_format=config.iteration_stats_format,
-        held_until_s=client.held_until_s, class_of=columns_of(trace.requests).class_at, delivery=_delivery(client),
+        directory,
+        description,
+        len(trace),
+        statistics,
+        client.arrival_s,
+        config.recording_format,
+        1 if config.enable_steady_state else config.iteration_stats_every,
+        profile=engine.profile.steps if engine.profile else None,
+        iteration_stats_format=config.iteration_stats_format,
+        held_until_s=client.held_until_s,
+        class_of=columns_of(trace.requests).class_at,
+        delivery=_delivery(client),
         recording=config.recording,
-    )  # fmt: skip
+    )
 
 
 def _replay(
@@ -234,9 +260,16 @@ def _replay(
     """Replay all of `trace`; returns the summary. kept: what becomes of the results of a run that ends early."""
     clock = engine.clock
     manager = loop_maker(engine.config, engine.communicator)(
-        engine.limits, engine.executor, clock, client.get_requests, client.send_response, recorder, client.queued,
-        next_change=client.next_arrival_s, next_priority=client.next_priority,
-    )  # fmt: skip
+        engine.limits,
+        engine.executor,
+        clock,
+        client.get_requests,
+        client.send_response,
+        recorder,
+        client.queued,
+        next_change=client.next_arrival_s,
+        next_priority=client.next_priority,
+    )
     progress.stage(REPLAYING)
     clock.restart()
     gc.freeze()  # what exists now stays until the end, so that collections need not look at it
@@ -283,9 +316,13 @@ def _more_figures(
 
 
 def _loop(
-    manager: TokenGenerationLoop, client: ReplayClient, recorder: SummaryRecorder, progress: Progress,
-    total: int, clock: Clock,
-) -> None:  # fmt: skip
+    manager: TokenGenerationLoop,
+    client: ReplayClient,
+    recorder: SummaryRecorder,
+    progress: Progress,
+    total: int,
+    clock: Clock,
+) -> None:
     """Step until every request is answered. Before waits in real time that are long enough, the recorder is flushed."""
     is_real_time, is_shown = isinstance(clock, WallClock), progress is not NO_PROGRESS
     real_clock, shown_s = WallClock(), -PROGRESS_INTERVAL_S  # progress is shown in real time, whatever the run's clock
@@ -322,7 +359,8 @@ def describe(trace: Trace, engine: Engine, asked: RunConfig) -> dict[str, Any]:
     if profile:
         more["device_limits"] = {"flops_per_s": profile.flops_per_s, "bytes_per_s": profile.bytes_per_s}
     return {
-        "name": "", "config": config,
+        "name": "",
+        "config": config,
         "derived": [name for name, value in asked.as_dict().items() if value is None and config[name] is not None],
         "num_kv_blocks": engine.limits.num_blocks,
         "seed": engine.config.seed,
@@ -331,7 +369,7 @@ def describe(trace: Trace, engine: Engine, asked: RunConfig) -> dict[str, Any]:
         "versions": run_directory.versions(),
         "hardware": run_directory.hardware(engine.device),
         "git_revision": run_directory.git_revision(),
-    } | more  # fmt: skip
+    } | more
 
 
 def _places(config: RunConfig, trace: Trace) -> Iterable[Path]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.replay.client import ReplayClient, on_tick
-from ifbbench.simulation.engines import Floats, ServingProcess
+from ifbbench.simulated.engines import Floats, ServingProcess
 
 
 class ServedClient(ReplayClient):

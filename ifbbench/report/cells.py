@@ -9,11 +9,11 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PHASE_COLOURS, REQUEST_COLOURS
 from ifbbench.report.limits import LIMITS, limit_name, window_name
-from ifbbench.report.load import RunData
 from ifbbench.report.style import LIMIT_DASHES, heading, legend_above, limit_of, round_ticks
+from ifbbench.rundir.reader import RunData
+from ifbbench.rundir.run_directory import find_lines
 
 MAX_ROWS, MAX_COLUMNS = 16, 64
 # With --exact: what a picture of 16,000 pixels holds.
@@ -26,8 +26,12 @@ STRIP_HEIGHT = 1.05
 WIDE = 24
 # What a waiting cell says of its cause. The id behind P is shown if it is as short as this.
 LONGEST_ID = 3
-KEY = {"context": "C: context (tokens)", "generation": "G: generation (step)", "recompute": "R: recompute (tokens)",
-       "skipped": "pale: skipped"}  # fmt: skip
+KEY = {
+    "context": "C: context (tokens)",
+    "generation": "G: generation (step)",
+    "recompute": "R: recompute (tokens)",
+    "skipped": "pale: skipped",
+}
 
 
 def request_order(run: RunData) -> list[str]:
@@ -153,17 +157,33 @@ def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: fl
         fill, ink = _cell_colours(phase, REQUEST_COLOURS[row % len(REQUEST_COLOURS)])
         hatch = "////" if phase == "paused" else None
         axes.add_patch(
-            Rectangle((iteration - 0.47, row - 0.42), 0.94, 0.84, facecolor=fill, hatch=hatch,
-                      edgecolor="#D8D8D8" if hatch else fill, linewidth=0.6 if hatch else 0)
-        )  # fmt: skip
+            Rectangle(
+                (iteration - 0.47, row - 0.42),
+                0.94,
+                0.84,
+                facecolor=fill,
+                hatch=hatch,
+                edgecolor="#D8D8D8" if hatch else fill,
+                linewidth=0.6 if hatch else 0,
+            )
+        )
         size, weight = letter_size, "bold" if phase in ("context", "recompute", "paused") else "normal"
         if phase == "waiting" and isinstance(cause, str):
             label, size, ink = _short(cause), letter_size - 1.5, MUTED
         elif phase == "paused" and cause is not None and cause == cause and len(str(cause)) <= LONGEST_ID:
             label = f"P→{cause}"
         halo = [withStroke(linewidth=3, foreground="white")] if hatch else None
-        axes.text(iteration, row, label, ha="center", va="center", color=ink, fontsize=size, fontweight=weight,
-                  path_effects=halo)  # fmt: skip
+        axes.text(
+            iteration,
+            row,
+            label,
+            ha="center",
+            va="center",
+            color=ink,
+            fontsize=size,
+            fontweight=weight,
+            path_effects=halo,
+        )
 
 
 def _cell_colours(phase: str, colour: str) -> tuple[str, str]:
@@ -191,8 +211,15 @@ def _request_labels(axes: Axes, requests: list[str], run: RunData) -> None:
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(length=0, labelbottom=False)
     for request in run.requests.loc[run.requests["outcome"] == "failed", "request_id"]:
-        axes.text(0.003, requests.index(request), "failed", transform=axes.get_yaxis_transform(), color=LIMIT,
-                  va="center", fontsize=8)  # fmt: skip
+        axes.text(
+            0.003,
+            requests.index(request),
+            "failed",
+            transform=axes.get_yaxis_transform(),
+            color=LIMIT,
+            va="center",
+            fontsize=8,
+        )
 
 
 def _tokens_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
@@ -228,8 +255,17 @@ def _limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:
     if near:
         axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, zorder=0.9)
     text = f"{name} {limit:,}" + ("" if near else " (above this scale)")
-    axes.annotate(text, (1, 1), xycoords="axes fraction", xytext=(-3, -1), textcoords="offset points", color=LIMIT,
-                  fontsize=8, ha="right", va="top")  # fmt: skip
+    axes.annotate(
+        text,
+        (1, 1),
+        xycoords="axes fraction",
+        xytext=(-3, -1),
+        textcoords="offset points",
+        color=LIMIT,
+        fontsize=8,
+        ha="right",
+        va="top",
+    )
 
 
 def _numbers(axes: Axes, where: pd.Series, values: pd.Series, columns: int) -> None:
@@ -238,5 +274,13 @@ def _numbers(axes: Axes, where: pd.Series, values: pd.Series, columns: int) -> N
         return
     halo = [withStroke(linewidth=2.5, foreground="white")]
     for iteration, value in zip(where, values, strict=True):
-        axes.annotate(f"{value:.0f}", (iteration, value), xytext=(0, 2), textcoords="offset points", ha="center",
-                      fontsize=7.5 if columns <= WIDE else 6, color=MUTED, path_effects=halo)  # fmt: skip
+        axes.annotate(
+            f"{value:.0f}",
+            (iteration, value),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
+            fontsize=7.5 if columns <= WIDE else 6,
+            color=MUTED,
+            path_effects=halo,
+        )

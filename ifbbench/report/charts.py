@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import METRICS, find_lines
 from ifbbench.report import percent, significant
 from ifbbench.report.cells import draw_cells, tint
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
@@ -22,7 +21,6 @@ from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue
 from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.latency_charts import draw_itl, draw_latency, draw_ttft
 from ifbbench.report.limits import BINDING, limit_colours, limit_name, window_name
-from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     FORMATS,
     LIMIT_DASHES,
@@ -41,6 +39,8 @@ from ifbbench.report.style import (
     styled,
 )
 from ifbbench.report.timeline import draw_timeline
+from ifbbench.rundir.reader import Floats, RunData
+from ifbbench.rundir.run_directory import METRICS, find_lines
 
 # The axis of KV blocks reaches to the size of the pool if that is up to so many times the blocks in use.
 NEAR = 10
@@ -64,9 +64,13 @@ class Output:
 
 
 def plot_run(
-    run: RunData, directory: Path | None = None, *, only: Collection[str] = (), exact: bool = False,
+    run: RunData,
+    directory: Path | None = None,
+    *,
+    only: Collection[str] = (),
+    exact: bool = False,
     output: Output | None = None,
-) -> list[Path]:  # fmt: skip
+) -> list[Path]:
     """Draw the charts of `run`, those called `only` or all, into `directory`, by default `charts` in the run directory;
     return the files written.
 
@@ -76,14 +80,18 @@ def plot_run(
     """
     if run.endpoint:
         if unknown := [name for name in only if name not in ENDPOINT_CHARTS]:
-            raise InputError(f"--only {unknown[0]}: a run against an endpoint has no iterations to draw; expected "
-                             f"{', '.join(ENDPOINT_CHARTS)}.")  # fmt: skip
+            raise InputError(
+                f"--only {unknown[0]}: a run against an endpoint has no iterations to draw; expected "
+                f"{', '.join(ENDPOINT_CHARTS)}."
+            )
         only = only or [name for name in ENDPOINT_CHARTS if name != "server" or find_lines(run.path, METRICS).exists()]
     elif run.has_only_summary:
         needs = "recorded with --recording summary, which leaves out the iterations and spans that"
         if unknown := [name for name in only if name not in SUMMARY_CHARTS]:
-            raise InputError(f"--only {unknown[0]}: {run.path} was {needs} it shows; expected "
-                             f"{', '.join(SUMMARY_CHARTS)}, or run again with --recording full.")  # fmt: skip
+            raise InputError(
+                f"--only {unknown[0]}: {run.path} was {needs} it shows; expected "
+                f"{', '.join(SUMMARY_CHARTS)}, or run again with --recording full."
+            )
         if not only:
             only = SUMMARY_CHARTS
             _log.warning("%s: %s the charts other than %s need.", run.path, needs, " and ".join(only))
@@ -122,10 +130,18 @@ def draw_throughput(run: RunData) -> Figure:
     _rate(context, bins, iterations["total_context_tokens"].to_numpy(dtype=float), "context", "context tokens/s")
     total = bins.means(iterations["scheduled_requests"].to_numpy(dtype=float))
     generation = np.maximum(total - bins.means(iterations["context_requests"].to_numpy(dtype=float)), 0.0)
-    batch.stairs(total, bins.edges, baseline=generation, fill=True, color=PHASE_COLOURS["context"], linewidth=0,
-                 label="in context phase")  # fmt: skip
-    batch.stairs(generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0,
-                 label="in generation phase")  # fmt: skip
+    batch.stairs(
+        total,
+        bins.edges,
+        baseline=generation,
+        fill=True,
+        color=PHASE_COLOURS["context"],
+        linewidth=0,
+        label="in context phase",
+    )
+    batch.stairs(
+        generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0, label="in generation phase"
+    )
     batch.set_ylabel("requests in the batch")
     draw_limit(batch, "max_batch_size", run.config.get("max_batch_size"), float(total.max()))
     round_ticks(batch.yaxis, 5, whole=True)
@@ -146,8 +162,15 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
         if above.max() > below.max() or shares.get(limit):
             # Of a killed run, no request that waited for this limit may have completed.
             share = f" ({percent(shares.get(limit, 0.0) / sum(shares.values()))})" if sum(shares.values()) else ""
-            axes.stairs(above, bins.edges, baseline=below, fill=True, color=colour, linewidth=0,
-                        label=f"{limit_name(limit)}{share}")  # fmt: skip
+            axes.stairs(
+                above,
+                bins.edges,
+                baseline=below,
+                fill=True,
+                color=colour,
+                linewidth=0,
+                label=f"{limit_name(limit)}{share}",
+            )
         below = above
     axes.set_ylabel("requests waiting")
     axes.set_ylim(0, max(1.0, float(below.max())) * 1.35)  # the legend is above the highest value
@@ -162,9 +185,15 @@ def _rate(axes: Axes, bins: TimeBins, tokens: Floats, phase: str, label: str) ->
     mean = tokens[tokens == tokens].sum() / (bins.edges_s[-1] - bins.edges_s[0])
     axes.axhline(mean, color=INK, linewidth=0.8, linestyle=":")
     axes.annotate(
-        f"mean {significant(mean)}", (1, mean), xycoords=("axes fraction", "data"), xytext=(4, 0),
-        textcoords="offset points", color=INK, fontsize=8, va="center",
-    )  # fmt: skip
+        f"mean {significant(mean)}",
+        (1, mean),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        color=INK,
+        fontsize=8,
+        va="center",
+    )
     axes.set_ylabel(label)
     axes.set_ylim(bottom=0)
     round_ticks(axes.yaxis)
@@ -183,8 +212,9 @@ def draw_kv_cache(run: RunData) -> Figure:
     pauses.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
     round_ticks(pauses.yaxis, 2, whole=True)
     if not paused.any():
-        pauses.text(0.5, 0.5, "no request was paused", transform=pauses.transAxes, ha="center", va="center",
-                    color=MUTED)  # fmt: skip
+        pauses.text(
+            0.5, 0.5, "no request was paused", transform=pauses.transAxes, ha="center", va="center", color=MUTED
+        )
     bins.label(pauses)
     heading(blocks, "KV cache", run, legend=bool(run.windows))
     figure.align_ylabels()
@@ -215,15 +245,23 @@ def _blocks_used(blocks: Axes, bins: TimeBins, run: RunData) -> None:
     # What uses little of the pool is drawn larger, with the size of the pool in words.
     near = pool <= NEAR * used.max()
     words = f"pool: {pool:,.0f} blocks of {size:.0f} tokens" + ("" if near else " (above this scale)")
-    blocks.annotate(words, (0, pool if near else 1), xycoords=("axes fraction", "data" if near else "axes fraction"),
-                    xytext=(4, 4 if near else -10), textcoords="offset points", color=LIMIT, fontsize=8)  # fmt: skip
+    blocks.annotate(
+        words,
+        (0, pool if near else 1),
+        xycoords=("axes fraction", "data" if near else "axes fraction"),
+        xytext=(4, 4 if near else -10),
+        textcoords="offset points",
+        color=LIMIT,
+        fontsize=8,
+    )
     if near:
         blocks.axhline(pool, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
     blocks.set(ylabel="KV blocks used", ylim=(0, pool * 1.14 if near else max(used.max() * 1.3, 1.0)))
     round_ticks(blocks.yaxis, 6, whole=True)
     to_percent, to_blocks = 100 / pool, pool / 100
-    share = blocks.secondary_yaxis("right", functions=(lambda y: np.asarray(y) * to_percent,
-                                                       lambda y: np.asarray(y) * to_blocks))  # fmt: skip
+    share = blocks.secondary_yaxis(
+        "right", functions=(lambda y: np.asarray(y) * to_percent, lambda y: np.asarray(y) * to_blocks)
+    )
     share.set(ylabel="% of the pool")
     if near:
         chosen_ticks(share.yaxis, [0, 25, 50, 75, 100])
@@ -241,16 +279,18 @@ class Chart:
     shows: str
 
 
-CHARTS: Mapping[str, Chart] = MappingProxyType({
-    "timeline": Chart(draw_timeline, "what each request did, from its arrival to its end"),
-    "lanes": Chart(draw_lanes, "the requests that run at a time, a lane each"),
-    "throughput": Chart(draw_throughput, "requests waiting, tokens per second and the batch over time"),
-    "budget": Chart(draw_budget, "how much of max_num_tokens and max_batch_size iterations used"),
-    "queue": Chart(draw_queue, "how many requests wait, by what each waits for"),
-    "bound": Chart(draw_bound, "the limit that bound each stretch of time"),
-    "kv_cache": Chart(draw_kv_cache, "KV blocks used, and pauses"),
-    "latency": Chart(draw_latency, "distributions of TTFT and ITL"),
-    "ttft": Chart(draw_ttft, "TTFT against prompt length, by what the request waited for"),
-    "itl": Chart(draw_itl, "gaps between tokens over time, with stalls"),
-    "server": Chart(draw_server_metrics, "of a run against an endpoint, the server's metrics over time"),
-})  # fmt: skip
+CHARTS: Mapping[str, Chart] = MappingProxyType(
+    {
+        "timeline": Chart(draw_timeline, "what each request did, from its arrival to its end"),
+        "lanes": Chart(draw_lanes, "the requests that run at a time, a lane each"),
+        "throughput": Chart(draw_throughput, "requests waiting, tokens per second and the batch over time"),
+        "budget": Chart(draw_budget, "how much of max_num_tokens and max_batch_size iterations used"),
+        "queue": Chart(draw_queue, "how many requests wait, by what each waits for"),
+        "bound": Chart(draw_bound, "the limit that bound each stretch of time"),
+        "kv_cache": Chart(draw_kv_cache, "KV blocks used, and pauses"),
+        "latency": Chart(draw_latency, "distributions of TTFT and ITL"),
+        "ttft": Chart(draw_ttft, "TTFT against prompt length, by what the request waited for"),
+        "itl": Chart(draw_itl, "gaps between tokens over time, with stalls"),
+        "server": Chart(draw_server_metrics, "of a run against an endpoint, the server's metrics over time"),
+    }
+)

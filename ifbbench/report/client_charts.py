@@ -5,13 +5,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import METRICS, find_lines
 from ifbbench.report.client_side import load_gauges
 from ifbbench.report.colours import MUTED, PHASE_COLOURS, SERIES
 from ifbbench.report.figures import token_times
-from ifbbench.report.load import RunData
 from ifbbench.report.style import WIDTH, TimeBins, heading, legend_above, round_ticks
 from ifbbench.report.timeline import draw_population, phase_handles
+from ifbbench.rundir.reader import RunData
+from ifbbench.rundir.run_directory import METRICS, find_lines
 
 MAX_BINS, LEAST_BINS = 160, 20
 ROW_HEIGHT = 1.5
@@ -31,8 +31,13 @@ def draw_client_throughput(run: RunData) -> Figure:
     output.set(ylabel="output tokens/s", ylim=(0, float(rates.max(initial=0)) * 1.1 or 1.0))
     round_ticks(output.yaxis)
     done, failed = run.completed, run.requests[run.requests["outcome"] != "completed"]
-    ttft.plot(bins.scaled(done["arrival_s"].to_numpy(float)), done["ttft_s"].to_numpy(float) * 1000, ".",
-              color=SERIES[0], markersize=4)  # fmt: skip
+    ttft.plot(
+        bins.scaled(done["arrival_s"].to_numpy(float)),
+        done["ttft_s"].to_numpy(float) * 1000,
+        ".",
+        color=SERIES[0],
+        markersize=4,
+    )
     for arrival in bins.scaled(failed["arrival_s"].to_numpy(float)):
         ttft.axvline(arrival, color=MUTED, linewidth=0.5, linestyle=":")
     ttft.set(ylabel="TTFT (ms), by arrival" + ("\ndotted: failed" if len(failed) else ""))

@@ -5,28 +5,37 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET, convert
 
-from ifbbench.recording.client_side import (
+from ifbbench.report import count, percent, significant, time_unit
+from ifbbench.rundir.client_side import (
     MORE_THAN_ASKED,
     USAGE_CONTRADICTS,
     ChunkTokens,
     ClientMetrics,
     ClientRequestLine,
 )
-from ifbbench.recording.run_directory import METRICS, find_lines
-from ifbbench.recording.traffic import Window
-from ifbbench.report import count, percent, significant, time_unit
-from ifbbench.report.load import REQUEST_FIELDS, Floats, RunData, read_lines
+from ifbbench.rundir.reader import REQUEST_FIELDS, Floats, RunData, read_lines
+from ifbbench.rundir.run_directory import METRICS, find_lines
+from ifbbench.rundir.traffic import Window
 
 # A client that is later than this is part of what it measures.
 LATE_S = 0.005
 # Parts of the names of the gauges of a server's load: of vLLM, SGLang, TensorRT-LLM's Triton backend and text
 # generation inference, and of trtllm-serve's iterations.
 LOAD_GAUGES = (
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc",
-    "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "nv_trt_llm_request_metrics{",
-    "nv_trt_llm_kv_cache_block_metrics{", "tgi_queue_size", "tgi_batch_current_size", "numActiveRequests",
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "gpu_cache_usage_perc",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "sglang:token_usage",
+    "nv_trt_llm_request_metrics{",
+    "nv_trt_llm_kv_cache_block_metrics{",
+    "tgi_queue_size",
+    "tgi_batch_current_size",
+    "numActiveRequests",
     "numQueuedRequests",
-)  # fmt: skip
+)
 CHUNK_TOKENS_WORDS = {
     ChunkTokens.STREAM: "the stream itself",
     ChunkTokens.USAGE: "the usage at the end, one token for each chunk",
@@ -86,27 +95,37 @@ def client_warnings(run: RunData, known: dict[str, Any]) -> list[str]:
     if seen["errors"]:
         found.append(f"Errors by kind: {_counts(seen['errors'])}.")
     if seen["retries"]:
-        found.append(f"Attempts that were repeated, by kind of error: {_counts(seen['retries'])}. Latencies include "
-                     "them.")  # fmt: skip
+        found.append(
+            f"Attempts that were repeated, by kind of error: {_counts(seen['retries'])}. Latencies include them."
+        )
     if seen.get("resent"):
-        found.append(f"{count(seen['resent'])} requests were sent again because the server had closed the idle "
-                     "connection.")  # fmt: skip
+        found.append(
+            f"{count(seen['resent'])} requests were sent again because the server had closed the idle connection."
+        )
     if seen["shorter_than_asked"]:
-        found.append(f"{count(seen['shorter_than_asked'])} of {count(completed)} answers have fewer tokens than were "
-                     "asked for.")  # fmt: skip
+        found.append(
+            f"{count(seen['shorter_than_asked'])} of {count(completed)} answers have fewer tokens than were asked for."
+        )
     for kind, number in seen.get("warnings", {}).items():
         found.append(f"{count(number)} of {count(completed)} answers {WARNING_WORDS.get(kind, kind)}.")
     late_s = seen["send_delay_s"]["p99"]
     is_closed = run.config.get("concurrency") is not None
     if late_s is not None and late_s > LATE_S and not is_closed:
         unit, scale = time_unit([late_s])
-        found.append(f"The client sent 1 % of the requests {significant(late_s, scale)} {unit} or more after their "
-                     "arrival, which is part of their latencies.")  # fmt: skip
-    uncertain = {name: number for name, number in seen["chunk_tokens"].items()
-                 if name in (ChunkTokens.EVENLY, ChunkTokens.CHUNKS)}  # fmt: skip
+        found.append(
+            f"The client sent 1 % of the requests {significant(late_s, scale)} {unit} or more after their "
+            "arrival, which is part of their latencies."
+        )
+    uncertain = {
+        name: number
+        for name, number in seen["chunk_tokens"].items()
+        if name in (ChunkTokens.EVENLY, ChunkTokens.CHUNKS)
+    }
     for name, number in uncertain.items():
-        found.append(f"The tokens of each chunk of {count(number)} answers are known from "
-                     f"{CHUNK_TOKENS_WORDS[ChunkTokens(name)]}; --tokenizer counts them.")  # fmt: skip
+        found.append(
+            f"The tokens of each chunk of {count(number)} answers are known from "
+            f"{CHUNK_TOKENS_WORDS[ChunkTokens(name)]}; --tokenizer counts them."
+        )
     return found
 
 
@@ -119,8 +138,10 @@ def client_sentences(known: dict[str, Any]) -> list[str]:
         words = f"A chunk had {significant(sizes['mean'])} tokens on average, {count(sizes['max'])} at most"
         if gaps["p50"] is not None:
             unit, scale = time_unit([gaps["p50"]])
-            words += (f"; between chunks passed {significant(gaps['p50'], scale)} {unit} (p50) and "
-                      f"{significant(gaps['p99'], scale)} {unit} (p99)")  # fmt: skip
+            words += (
+                f"; between chunks passed {significant(gaps['p50'], scale)} {unit} (p50) and "
+                f"{significant(gaps['p99'], scale)} {unit} (p99)"
+            )
         sources = [CHUNK_TOKENS_WORDS[ChunkTokens(name)] for name in seen["chunk_tokens"]]
         found.append(f"{words}. Token counts are from {', and '.join(sources)}.")
     if seen.get("client_cpu_s_per_request") is not None:
@@ -128,13 +149,19 @@ def client_sentences(known: dict[str, Any]) -> list[str]:
         late = ""
         if delay_s["p50"] is not None:
             unit, scale = time_unit([delay_s["p50"]])
-            late = (f" Requests were sent {significant(delay_s['p50'], scale)} {unit} (p50) and "
-                    f"{significant(delay_s['max'], scale)} {unit} (max) after their arrival,")  # fmt: skip
-        found.append(f"The client took {significant(seen['client_cpu_s_per_request'] * 1e6)} µs of processor time for "
-                     f"each request, {percent(seen['client_cpu_share'])} of a core.{late} on "
-                     f"{count(seen['connections'])} connections.")  # fmt: skip
-    found.append("Unknown, because the server is not ours: iterations, batches, limits, pauses, KV blocks, and how "
-                 "long requests waited in its queue; TTFT includes that.")  # fmt: skip
+            late = (
+                f" Requests were sent {significant(delay_s['p50'], scale)} {unit} (p50) and "
+                f"{significant(delay_s['max'], scale)} {unit} (max) after their arrival,"
+            )
+        found.append(
+            f"The client took {significant(seen['client_cpu_s_per_request'] * 1e6)} µs of processor time for "
+            f"each request, {percent(seen['client_cpu_share'])} of a core.{late} on "
+            f"{count(seen['connections'])} connections."
+        )
+    found.append(
+        "Unknown, because the server is not ours: iterations, batches, limits, pauses, KV blocks, and how "
+        "long requests waited in its queue; TTFT includes that."
+    )
     return found
 
 

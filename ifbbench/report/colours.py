@@ -14,16 +14,27 @@ LIMIT = "#B3202A"
 # Marks of pauses, and gaps between tokens over a pause.
 PAUSE = "#B0006A"
 LIMIT_COLOURS = {
-    "batch_size": "#0072B2", "num_tokens": "#D55E00", "kv_blocks": "#009E73", "none": "#C4C4C4",
-    "head_of_line": "#A89F91", "paused": "#F0C000", "static_batch": "#A67C52", "reuse_delay": "#E8998D",
-    "lora_pages": "#5C4033", "beam_width": "#5B7F95",
-}  # fmt: skip
+    "batch_size": "#0072B2",
+    "num_tokens": "#D55E00",
+    "kv_blocks": "#009E73",
+    "none": "#C4C4C4",
+    "head_of_line": "#A89F91",
+    "paused": "#F0C000",
+    "static_batch": "#A67C52",
+    "reuse_delay": "#E8998D",
+    "lora_pages": "#5C4033",
+    "beam_width": "#5B7F95",
+}
 # Limits without a colour of their own take these in turn.
 OTHER_LIMITS = ("#CC79A7", "#8C8C00", "#4D4D4D")
 PHASE_COLOURS = {
-    "context": "#14507A", "generation": "#86BFE3", "recompute": "#7B2FE0", "paused": LIMIT_COLOURS["paused"],
-    "waiting": "#DEDEDE", "skipped": "#B9A3CF",
-}  # fmt: skip
+    "context": "#14507A",
+    "generation": "#86BFE3",
+    "recompute": "#7B2FE0",
+    "paused": LIMIT_COLOURS["paused"],
+    "waiting": "#DEDEDE",
+    "skipped": "#B9A3CF",
+}
 SERIES = ("#332288", "#7FBC41", "#AA4499", "#B8860B", "#4B5D16", "#882255")
 CONTEXT_ON_DARK = "#2F7FC4"
 SERIES_ON_DARK = ("#9A8CFF", "#9BD45F", "#D983CC", "#E0AD2E", "#C9D68A", "#E0709F")

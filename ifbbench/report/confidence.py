@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.recording.metrics import PER_REQUEST, PERCENTILES, distribution
+from ifbbench.rundir.metrics import PER_REQUEST, PERCENTILES, distribution
 
 CONFIDENCE = 0.95
 Floats: TypeAlias = NDArray[np.float64]
@@ -65,9 +65,10 @@ class RunSample:
         """rows: lines of `requests.jsonl`. window: (start, end) in seconds, of a run with a steady state; only requests
         that end in it count."""
         counted = [
-            row for row in rows
+            row
+            for row in rows
             if row.get("arrival_s") is not None and (row["outcome"] == "failed" or _is_complete(row))
-        ]  # fmt: skip
+        ]
         if window is not None:
             counted = [row for row in counted if _is_complete(row) and window[0] <= row["end_s"] <= window[1]]
         counted.sort(key=lambda row: (row["arrival_s"], row.get("index") or 0))
@@ -136,8 +137,10 @@ class RunSample:
         ratio("output_throughput_tokens_per_s", sums(self._output), seconds)
         ratio("total_throughput_tokens_per_s", sums(self._prompt + self._output), seconds)
         if self._met is not None:
-            met, requests = (np.bincount(of_all, each, minlength=blocks).astype(np.float64)
-                             for each in (self._met, np.ones(self._count)))  # fmt: skip
+            met, requests = (
+                np.bincount(of_all, each, minlength=blocks).astype(np.float64)
+                for each in (self._met, np.ones(self._count))
+            )
             ratio("goodput_requests_per_s", met, seconds)
             ratio("goodput_share", met, requests)
         ratio("prefix_hit_rate", sums(self._reused), sums(self._prompt))

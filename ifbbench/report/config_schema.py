@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from ifbbench.config import settings
-from ifbbench.fields import BYTES_FORMS, Setting
+from ifbbench.settings.config import settings
+from ifbbench.settings.fields import BYTES_FORMS, Setting
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -50,8 +50,10 @@ def config_schema() -> dict[str, Any]:
     keys: dict[str, tuple[str, dict[str, Any]]] = {
         "trace": ("The trace, where the command names none.", text),
         "repeat": ("Runs with other seeds: of the command, or of each point of a sweep.", count),
-        "over": ("Of a sweep: the swept settings, each with its values: a list, or a text such as 512..16384:x2.",
-                 {"anyOf": [{"type": "object", "additionalProperties": values}, {"type": "array", "items": text}]}),
+        "over": (
+            "Of a sweep: the swept settings, each with its values: a list, or a text such as 512..16384:x2.",
+            {"anyOf": [{"type": "object", "additionalProperties": values}, {"type": "array", "items": text}]},
+        ),
         "zip": ("Of a sweep: pair the values of several settings instead of crossing them.", {"type": "boolean"}),
         "keep": ("Of a sweep: what is kept of each run.", {"enum": ["run", "summary"]}),
         "processes": ("Of a sweep: simulated runs at the same time.", count),
@@ -59,5 +61,10 @@ def config_schema() -> dict[str, Any]:
     }
     for name, (help_text, found) in keys.items():
         properties[name] = {"description": help_text, **found}
-    return {"$schema": DRAFT, "title": "Config file of ifbbench", "type": "object", "properties": properties,
-            "additionalProperties": False}  # fmt: skip
+    return {
+        "$schema": DRAFT,
+        "title": "Config file of ifbbench",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }

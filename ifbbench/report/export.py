@@ -11,10 +11,10 @@ import pandas as pd
 
 from ifbbench.errors import InputError
 from ifbbench.files import new_file
-from ifbbench.recording.run_directory import find_lines
 from ifbbench.report.figures import figures
-from ifbbench.report.load import RunData, read_lines
-from ifbbench.report.load import load_run as read_run
+from ifbbench.rundir.reader import RunData, read_lines
+from ifbbench.rundir.reader import load_run as read_run
+from ifbbench.rundir.run_directory import find_lines
 
 TABLES = ("iterations", "requests", "spans", "trace")
 TRACE_FIELDS = ("request_id", "arrival_s")

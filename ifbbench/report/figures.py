@@ -21,10 +21,10 @@ from msgspec import UNSET
 from numpy.typing import ArrayLike, NDArray
 
 from ifbbench.files import replace_file
-from ifbbench.recording.run_directory import find_lines
-from ifbbench.report.checking import decode_request
-from ifbbench.report.load import REQUEST_FIELDS, Floats, RunData, covering, delivered_s, parse_line, parsed_lines
 from ifbbench.report.recorded import producing_spans, recorded_figures
+from ifbbench.rundir.checking import decode_request
+from ifbbench.rundir.reader import REQUEST_FIELDS, Floats, RunData, covering, delivered_s, parse_line, parsed_lines
+from ifbbench.rundir.run_directory import find_lines
 
 Integers = NDArray[np.int64]
 SECONDS_OF_A_CLIENT = 10_001
@@ -110,8 +110,10 @@ class TokenGaps:
         """The gaps of `run`."""
         if run.endpoint:
             times = list(token_times(run).values())
-            gaps, ends_s = (np.concatenate([np.empty(0), *parts]) for parts in
-                            ([np.diff(one) for one in times], [one[1:] for one in times]))  # fmt: skip
+            gaps, ends_s = (
+                np.concatenate([np.empty(0), *parts])
+                for parts in ([np.diff(one) for one in times], [one[1:] for one in times])
+            )
             return cls(gaps, ends_s, np.zeros(len(gaps), bool))
         spans, clock = producing_spans(run), IterationClock.of(run)
         counts = spans["produced"].to_numpy(dtype=np.int64)

@@ -9,7 +9,6 @@ from ifbbench.report.cells import tint
 from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS
 from ifbbench.report.figures import span_ends
 from ifbbench.report.limits import limit_colours, limit_name
-from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     LIMIT_DASHES,
     WIDTH,
@@ -22,6 +21,7 @@ from ifbbench.report.style import (
     stack,
 )
 from ifbbench.report.timeline import PHASE_NAMES
+from ifbbench.rundir.reader import Floats, RunData
 
 HISTOGRAM_BINS = 40
 # Prefix of the cause of requests that stand behind another one, which a limit held.
@@ -39,11 +39,19 @@ def draw_budget(run: RunData) -> Figure:
     requests = iterations["scheduled_requests"].to_numpy(dtype=float)
     context_requests = iterations["context_requests"].to_numpy(dtype=float)
     panels = (
-        ("tokens in the batch", "max_num_tokens", used,
-         {"generation": used - context, "context": context - recomputed, "recompute": recomputed}),
-        ("requests in the batch", "max_batch_size", requests,
-         {"generation": requests - context_requests, "context": context_requests}),
-    )  # fmt: skip
+        (
+            "tokens in the batch",
+            "max_num_tokens",
+            used,
+            {"generation": used - context, "context": context - recomputed, "recompute": recomputed},
+        ),
+        (
+            "requests in the batch",
+            "max_batch_size",
+            requests,
+            {"generation": requests - context_requests, "context": context_requests},
+        ),
+    )
     for (axes, shares), (label, setting, values, layers) in zip(grid, panels, strict=True):
         means = {name: bins.means(layer) for name, layer in layers.items() if layer.any()}
         stack(axes, bins.edges, means, PHASE_COLOURS, PHASE_NAMES)
@@ -71,10 +79,17 @@ def _axis_to_limit(axes: Axes, name: str, limit: int | None, highest: float) -> 
     share = percent(highest / limit)
     if near:
         axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
-    axes.annotate(f"{name} {limit:,} · largest use {share}", (1, limit if near else 1),
-                  xycoords=("axes fraction", "data" if near else "axes fraction"), xytext=(-3, 3 if near else -3),
-                  textcoords="offset points", color=LIMIT, fontsize=8, ha="right",
-                  va="bottom" if near else "top")  # fmt: skip
+    axes.annotate(
+        f"{name} {limit:,} · largest use {share}",
+        (1, limit if near else 1),
+        xycoords=("axes fraction", "data" if near else "axes fraction"),
+        xytext=(-3, 3 if near else -3),
+        textcoords="offset points",
+        color=LIMIT,
+        fontsize=8,
+        ha="right",
+        va="bottom" if near else "top",
+    )
 
 
 def _time_at(axes: Axes, values: Floats, weights: Floats, top: float, limit: int | None) -> None:
@@ -100,8 +115,12 @@ def draw_queue(run: RunData) -> Figure:
     layers = {cause: bins.covered(spans[causes == cause], ends_s) for cause in causes.unique()}
     layers = _by_head(layers, bins, run)
     colours = limit_colours({cause.removeprefix(BEHIND) for cause in layers})
-    colours = {kind + cause: tint(colour, 0.5) if kind else colour for cause, colour in colours.items()
-               for kind in ("", BEHIND) if kind + cause in layers}  # fmt: skip
+    colours = {
+        kind + cause: tint(colour, 0.5) if kind else colour
+        for cause, colour in colours.items()
+        for kind in ("", BEHIND)
+        if kind + cause in layers
+    }
     widths = np.diff(bins.edges_s)
     waited_s = {cause: float((values * widths).sum()) for cause, values in layers.items()}
     total_s = sum(waited_s.values()) or 1.0
@@ -113,8 +132,16 @@ def draw_queue(run: RunData) -> Figure:
     if layers:
         legend_above(axes, min(len(layers), 3))
         mean = sum(waited_s.values()) / (bins.edges_s[-1] - bins.edges_s[0])
-        axes.annotate(f"mean {significant(mean)}", (1, mean), xycoords=("axes fraction", "data"), xytext=(4, 0),
-                      textcoords="offset points", color=INK, fontsize=8, va="center")  # fmt: skip
+        axes.annotate(
+            f"mean {significant(mean)}",
+            (1, mean),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color=INK,
+            fontsize=8,
+            va="center",
+        )
     else:
         axes.text(0.5, 0.5, "no request waited for a limit", transform=axes.transAxes, ha="center", color=MUTED)
     bins.label(axes)
@@ -160,11 +187,18 @@ def draw_bound(run: RunData) -> Figure:
     whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
     latency_ms = iterations["latency_ms"].to_numpy(dtype=float)
     total_ms = float(latency_ms.sum()) or 1.0
-    names = {limit: f"{limit_name(limit)} ({percent(float(latency_ms[found == limit].sum()) / total_ms)})"
-             for limit in colours}  # fmt: skip
+    names = {
+        limit: f"{limit_name(limit)} ({percent(float(latency_ms[found == limit].sum()) / total_ms)})"
+        for limit in colours
+    }
     # Stretches without an iteration stay white.
-    stack(shares, bins.edges, {limit: np.where(whole > 1e-9, values / whole, 0.0) for limit, values in times.items()},
-          colours, names)  # fmt: skip
+    stack(
+        shares,
+        bins.edges,
+        {limit: np.where(whole > 1e-9, values / whole, 0.0) for limit, values in times.items()},
+        colours,
+        names,
+    )
     winner = np.argmax(np.array(list(times.values())), axis=0)
     for place, (_, colour) in enumerate(colours.items()):
         chosen = np.where((winner == place) & (whole > 1e-9), 1.0, 0.0)

@@ -10,8 +10,8 @@ from matplotlib.patches import Patch
 from ifbbench.report.cells import request_order, tint
 from ifbbench.report.colours import FAINT, INK, MUTED, PHASE_COLOURS, REQUEST_COLOURS
 from ifbbench.report.figures import span_ends
-from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import WIDTH, TimeBins, heading, legend_above, round_ticks
+from ifbbench.rundir.reader import Floats, RunData
 
 MAX_OUTLINES = 4000
 MAX_NAMED_LANES, NAME_FROM_SHARE = 40, 0.035
@@ -39,13 +39,27 @@ def draw_lanes(run: RunData) -> Figure:
     colours[paused_again] = PHASE_COLOURS["recompute"]
     drawing = np.argsort(is_context, kind="stable")  # contexts on top: they are short
     faces_drawn, widths = list(colours[drawing]), np.where(is_context[drawing], 0.4, 0)
-    axes.add_collection(PolyCollection(list(outlines[drawing]), facecolors=faces_drawn, edgecolors=faces_drawn,
-                                       linewidths=widths, rasterized=len(running) > MAX_OUTLINES))  # fmt: skip
+    axes.add_collection(
+        PolyCollection(
+            list(outlines[drawing]),
+            facecolors=faces_drawn,
+            edgecolors=faces_drawn,
+            linewidths=widths,
+            rasterized=len(running) > MAX_OUTLINES,
+        )
+    )
     if count <= MAX_NAMED_LANES:
         long_enough = (right - left) > NAME_FROM_SHARE * (bins.edges_s[-1] - bins.edges_s[0])
         for place in np.flatnonzero(long_enough & ~is_context):
-            axes.text((x0[place] + x1[place]) / 2, lanes[place], running["request_id"].iloc[place], ha="center",
-                      va="center", fontsize=7, color=INK)  # fmt: skip
+            axes.text(
+                (x0[place] + x1[place]) / 2,
+                lanes[place],
+                running["request_id"].iloc[place],
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=INK,
+            )
     axes.set(ylim=(count - 0.4, -0.6), ylabel="lane: requests that run at a time")
     round_ticks(axes.yaxis, 8, whole=True)
     axes.grid(visible=False)

@@ -6,14 +6,14 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
-from ifbbench.recording.metrics import limit_waited_for
 from ifbbench.report import percent, significant, time_unit
 from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES
 from ifbbench.report.figures import TokenGaps, inter_token_gaps
 from ifbbench.report.limits import limit_colours, limit_name
-from ifbbench.report.load import Floats, RunData
 from ifbbench.report.recorded import PART_OF_ATTRIBUTION
 from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks
+from ifbbench.rundir.metrics import limit_waited_for
+from ifbbench.rundir.reader import Floats, RunData
 
 # A request is coloured by the limit that it waited for if that took more than this share of its TTFT.
 NOTABLE_WAIT = 0.1
@@ -111,8 +111,16 @@ def draw_ttft(run: RunData) -> Figure:
         chosen = causes == cause
         computing = "computing" if run.endpoint is None else "in the server"
         name = computing if cause == "none" else limit_name(cause)
-        axes.scatter(lengths[chosen], ttft_s[chosen] * scale, s=size, color=colour, alpha=opacity, linewidths=0,
-                     label=f"{name} ({percent(chosen.mean())})", rasterized=len(done) > 2000)  # fmt: skip
+        axes.scatter(
+            lengths[chosen],
+            ttft_s[chosen] * scale,
+            s=size,
+            color=colour,
+            alpha=opacity,
+            linewidths=0,
+            label=f"{name} ({percent(chosen.mean())})",
+            rasterized=len(done) > 2000,
+        )
     axes.set(xlabel="prompt length (tokens)", ylabel=f"TTFT ({unit})")
     if not len(done):
         axes.text(0.5, 0.5, "no completed request", transform=axes.transAxes, ha="center", color=MUTED)
@@ -171,8 +179,14 @@ def draw_itl(run: RunData) -> Figure:
     bins = TimeBins.of(run)
     heading(shares, "Inter-token latency over time", run, legend=True)
     if run.recorded_every > 1:
-        shares.text(0.5, 0.5, f"not drawn: only one of {run.recorded_every} iterations has its time recorded",
-                    transform=shares.transAxes, ha="center", color=MUTED)  # fmt: skip
+        shares.text(
+            0.5,
+            0.5,
+            f"not drawn: only one of {run.recorded_every} iterations has its time recorded",
+            transform=shares.transAxes,
+            ha="center",
+            color=MUTED,
+        )
         return figure
     gaps = TokenGaps.of(run)
     if not len(gaps.seconds):
@@ -208,8 +222,15 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
     is_stall = gaps.seconds > STALL_RATIO * median
     chosen = np.flatnonzero(is_stall)
     if not len(chosen):
-        axes.text(0.5, 0.5, f"no gap is longer than {STALL_RATIO:.0f} times the median", transform=axes.transAxes,
-                  ha="center", va="center", color=MUTED)  # fmt: skip
+        axes.text(
+            0.5,
+            0.5,
+            f"no gap is longer than {STALL_RATIO:.0f} times the median",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            color=MUTED,
+        )
         axes.set(yticks=[], ylabel="stalls")
         return
     total = len(chosen)
@@ -224,8 +245,17 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
         points = drawn[gaps.over_pause[drawn] == over_pause]
         count = int((gaps.over_pause[chosen] == over_pause).sum())
         if count:
-            axes.plot(bins.scaled(gaps.end_s[points]), gaps.seconds[points] * scale, "o", color=colour, markersize=4,
-                      alpha=0.6, markeredgewidth=0, label=f"{name} ({count:,})", rasterized=True)  # fmt: skip
+            axes.plot(
+                bins.scaled(gaps.end_s[points]),
+                gaps.seconds[points] * scale,
+                "o",
+                color=colour,
+                markersize=4,
+                alpha=0.6,
+                markeredgewidth=0,
+                label=f"{name} ({count:,})",
+                rasterized=True,
+            )
     axes.set_ylabel(f"stalls ({unit}){few}")
     if gaps.seconds[drawn].max() / gaps.seconds[drawn].min() > LOG_FROM_RATIO:
         axes.set_yscale("log")
@@ -236,8 +266,7 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
     axes.set_title(
         f"{total:,} gaps ({percent(total / len(gaps.seconds))}) exceed {STALL_RATIO:.0f} × the median; "
         f"the longest is {significant(float(gaps.seconds.max()), longest[1])} {longest[0]}",
-        fontsize=8.5, color=MUTED,
-    )  # fmt: skip
+        fontsize=8.5,
+        color=MUTED,
+    )
     legend_above(axes, 2)
-
-

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ifbbench.recording.metrics import BOUND_BY, WAITING_BEHIND, limit_waited_for
 from ifbbench.report.colours import LIMIT_COLOURS, OTHER_LIMITS
+from ifbbench.rundir.metrics import BOUND_BY, WAITING_BEHIND, limit_waited_for
 
 
 class LimitText(NamedTuple):

@@ -5,20 +5,22 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError
-from ifbbench.recording.run_directory import RESULT
-from ifbbench.report import trtllm_bench, vllm_bench
+from ifbbench.report.compat import trtllm_bench, vllm_bench
 from ifbbench.report.figures import write_benchmark_csv
-from ifbbench.report.load import RunData
+from ifbbench.rundir.reader import RunData
+from ifbbench.rundir.run_directory import RESULT
+from ifbbench.settings.config import RunConfig
 
 Write = Callable[[RunData, Path], None]
-WRITERS: Mapping[str, Write] = MappingProxyType({
-    "output_csv": write_benchmark_csv,
-    "report_json": trtllm_bench.write_report,
-    "request_json": trtllm_bench.write_requests,
-    "iteration_log": trtllm_bench.write_iterations,
-})  # fmt: skip
+WRITERS: Mapping[str, Write] = MappingProxyType(
+    {
+        "output_csv": write_benchmark_csv,
+        "report_json": trtllm_bench.write_report,
+        "request_json": trtllm_bench.write_requests,
+        "iteration_log": trtllm_bench.write_iterations,
+    }
+)
 
 
 def write_outputs(run: RunData, config: RunConfig) -> None:

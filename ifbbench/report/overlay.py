@@ -13,7 +13,6 @@ from ifbbench.report.cells import request_order
 from ifbbench.report.charts import Output
 from ifbbench.report.colours import INK, LIMIT_COLOURS, MUTED, PAUSE
 from ifbbench.report.figures import figures, inter_token_gaps, output_tokens, span_ends
-from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import (
     MAX_BINS,
     WIDTH,
@@ -27,6 +26,7 @@ from ifbbench.report.style import (
     title,
 )
 from ifbbench.report.timeline import MAX_ROWS_WITH_MARKS, draw_bars, draw_population, pause_handle, phase_handles
+from ifbbench.rundir.reader import Floats, RunData
 
 # Settings that name a place or a clean-up rather than what was run.
 NOT_COMPARED = frozenset({"output", "overwrite", "quiet", "output_csv", "responses_json", "recording_format"})
@@ -43,9 +43,10 @@ def run_labels(runs: Sequence[RunData]) -> list[str]:
     """What tells each run from the others: the settings that differ; else its name, or its directory."""
     configs = [run.config for run in runs]
     differing = [
-        name for name in dict.fromkeys(name for config in configs for name in config)
+        name
+        for name in dict.fromkeys(name for config in configs for name in config)
         if name not in NOT_COMPARED and len({str(config.get(name)) for config in configs}) > 1
-    ]  # fmt: skip
+    ]
     labels = [", ".join(_value(name, config.get(name)) for name in differing[:3]) for config in configs]
     if len(set(labels)) < len(runs) or len(differing) > 3:
         labels = [run.name for run in runs]
@@ -89,15 +90,21 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
         table = run.iterations
         blocks, pool, _ = run.blocks_of_fullest()
         used = own.peaks(blocks) / pool if pool > 0 else None
-        series = (own.rates(output_tokens(run)), own.means(table["scheduled_requests"].to_numpy(dtype=float)),
-                  own.means(table["waiting"].to_numpy(dtype=float)), used)  # fmt: skip
+        series = (
+            own.rates(output_tokens(run)),
+            own.means(table["scheduled_requests"].to_numpy(dtype=float)),
+            own.means(table["waiting"].to_numpy(dtype=float)),
+            used,
+        )
         ended = own.edges_s[:-1] >= own.clock.end_s.max()
         for axes, values in zip(over_time, series, strict=True):
             if values is not None:
                 axes.stairs(np.where(ended, np.nan, values), own.edges, baseline=None, label=label, **style)
-        values_s = (run.completed["ttft_s"].dropna().to_numpy(dtype=float),
-                    np.empty(0) if run.recorded_every > 1 else inter_token_gaps(run),
-                    run.completed["e2e_s"].dropna().to_numpy(dtype=float))  # fmt: skip
+        values_s = (
+            run.completed["ttft_s"].dropna().to_numpy(dtype=float),
+            np.empty(0) if run.recorded_every > 1 else inter_token_gaps(run),
+            run.completed["e2e_s"].dropna().to_numpy(dtype=float),
+        )
         for axes, seconds in zip(shares, values_s, strict=True):
             _curve(axes, seconds, style)
     for axes, name in zip(over_time, names, strict=True):
@@ -159,8 +166,10 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
     height = float(np.clip(0.022 * max(map(len, requests)), 2.6, 5.5)) if as_rows else 2.6
     figure = Figure(figsize=(WIDTH, (height + 1.6) * len(runs) + 1.0))
     panels = figure.subplots(2 * len(runs), 1, sharex=True, gridspec_kw={"height_ratios": [height, 1.0] * len(runs)})
-    batches = [own.means(run.iterations["scheduled_requests"].to_numpy(dtype=float))
-               for run, own in zip(runs, bins, strict=True)]  # fmt: skip
+    batches = [
+        own.means(run.iterations["scheduled_requests"].to_numpy(dtype=float))
+        for run, own in zip(runs, bins, strict=True)
+    ]
     highest = max(float(batch.max()) for batch in batches)
     population = max(float(own.covered(run.spans, span_ends(run)).max()) for run, own in zip(runs, bins, strict=True))
     seen: list[str] = []
@@ -176,10 +185,26 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
         lower.stairs(batch, own.edges, baseline=None, color=colour, linewidth=1)
         lower.set(ylim=(0, highest * 1.25), ylabel="requests in\nthe batch")
         _pause_marks(lower, own, run)
-        upper.annotate(label, (0, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
-                       fontsize=10, fontweight="bold", color=INK)  # fmt: skip
-        upper.annotate(_facts(run), (1, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
-                       ha="right", fontsize=8.5, color=MUTED)  # fmt: skip
+        upper.annotate(
+            label,
+            (0, 1),
+            xycoords="axes fraction",
+            xytext=(0, 5),
+            textcoords="offset points",
+            fontsize=10,
+            fontweight="bold",
+            color=INK,
+        )
+        upper.annotate(
+            _facts(run),
+            (1, 1),
+            xycoords="axes fraction",
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8.5,
+            color=MUTED,
+        )
     bins[0].label(panels[-1])
     handles = phase_handles(runs[0], seen, counts=False)
     if as_rows and "paused" in seen:
@@ -195,10 +220,25 @@ def _pause_marks(axes: Axes, bins: TimeBins, run: RunData) -> None:
     paused = run.iterations["pauses"].to_numpy(dtype=float) > 0
     if paused.any():
         times = bins.scaled(bins.clock.start_s[paused])
-        axes.plot(times, np.full(len(times), 0.94), "|", transform=axes.get_xaxis_transform(), color=PAUSE,
-                  markersize=6, markeredgewidth=0.8)  # fmt: skip
-        axes.annotate("pauses", (1, 0.94), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points",
-                      color=PAUSE, fontsize=8, va="center")  # fmt: skip
+        axes.plot(
+            times,
+            np.full(len(times), 0.94),
+            "|",
+            transform=axes.get_xaxis_transform(),
+            color=PAUSE,
+            markersize=6,
+            markeredgewidth=0.8,
+        )
+        axes.annotate(
+            "pauses",
+            (1, 0.94),
+            xycoords="axes fraction",
+            xytext=(4, 0),
+            textcoords="offset points",
+            color=PAUSE,
+            fontsize=8,
+            va="center",
+        )
 
 
 def _facts(run: RunData) -> str:

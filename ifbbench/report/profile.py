@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from ifbbench.report import bar, percent, plain_table, significant, time_unit
-from ifbbench.report.load import RunData
+from ifbbench.rundir.reader import RunData
 
 # Parts of a profiled iteration, by the field that has their time: of a CPU, and of a GPU.
 ON_CPU = {"schedule": "Schedule", "prepare": "Prepare", "device_busy": "Forward pass", "collect": "Collect"}
@@ -66,20 +66,26 @@ def profile_figures(run: RunData) -> ProfileFigures | None:
         return Reached(float(iterations.loc[rows, kind].sum() / busy_s[rows].sum()), max_per_s)
 
     return ProfileFigures(
-        parts, float(busy_s.sum()) / duration_s, reached("bytes", limits["bytes_per_s"]),
+        parts,
+        float(busy_s.sum()) / duration_s,
+        reached("bytes", limits["bytes_per_s"]),
         reached("flops", limits["flops_per_s"]),
-    )  # fmt: skip
+    )
 
 
 def profile_sentence(profile: ProfileFigures) -> str:
     """How busy the device was, and with what."""
     sentence = f"The device was busy {percent(profile.device_busy)} of the time"
     if (reached := profile.bandwidth) is not None:
-        sentence += (f"; in generation it read and wrote weights, keys and values at {percent(reached.share)} of the "
-                     f"speed of a large copy (MBU, {reached}B/s)")  # fmt: skip
+        sentence += (
+            f"; in generation it read and wrote weights, keys and values at {percent(reached.share)} of the "
+            f"speed of a large copy (MBU, {reached}B/s)"
+        )
     if (reached := profile.arithmetic) is not None:
-        sentence += (f"; in iterations with context it computed at {percent(reached.share)} of the speed of a large "
-                     f"matrix product (MFU, {reached}FLOP/s)")  # fmt: skip
+        sentence += (
+            f"; in iterations with context it computed at {percent(reached.share)} of the speed of a large "
+            f"matrix product (MFU, {reached}FLOP/s)"
+        )
     return f"{sentence}."
 
 

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.engine.drafts import DraftCounts
-from ifbbench.objectives import parse_objectives
-from ifbbench.recording.client_side import UNKNOWN_FIGURES
-from ifbbench.recording.drafts import DraftTotals, stretches_of
-from ifbbench.recording.metrics import BOUND_BY, Population, by_group, limit_waited_for, shares_of_limits, slow_ttft_s
-from ifbbench.recording.run_directory import write_json
-from ifbbench.recording.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
 from ifbbench.report.client_side import client_figures
-from ifbbench.report.load import RunData, delivered_s
+from ifbbench.rundir.client_side import UNKNOWN_FIGURES
+from ifbbench.rundir.drafts import DraftTotals, stretches_of
+from ifbbench.rundir.metrics import BOUND_BY, Population, by_group, limit_waited_for, shares_of_limits, slow_ttft_s
+from ifbbench.rundir.reader import RunData, delivered_s
+from ifbbench.rundir.run_directory import write_json
+from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
+from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.objectives import parse_objectives
 
 PART_OF_ATTRIBUTION = "attribution_s."
 
@@ -37,8 +37,10 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
         ends_s = delivered_s(iterations)
         chosen = window.holds(ends_s) if window else np.full(len(ends_s), True)
         blocks = {size: run.window_blocks(size) for size in run.windows}
-        windows = {size: {"max": pool, "peak_used": int(np.nanmax(used[chosen], initial=0))}
-                   for size, (used, pool) in blocks.items()}  # fmt: skip
+        windows = {
+            size: {"max": pool, "peak_used": int(np.nanmax(used[chosen], initial=0))}
+            for size, (used, pool) in blocks.items()
+        }
         of_iterations = _of_iterations(iterations[chosen], requests, thinned, windows)
         drafts = _of_drafts(iterations[chosen], thinned)
     done, failed = (requests[requests["outcome"] == outcome] for outcome in ("completed", "failed"))
@@ -140,8 +142,17 @@ def _populations(
     """The requests by class and priority, with their gaps between tokens."""
     populations: dict[tuple[str | None, float], Population] = {}
     of_request: dict[str, Population] = {}
-    names = ["request_id", "arrival_s", "queue_time_s", "ttft_s", "tpot_s", "e2e_s", "prompt_len", "output_len",
-             "reused_tokens"]  # fmt: skip
+    names = [
+        "request_id",
+        "arrival_s",
+        "queue_time_s",
+        "ttft_s",
+        "tpot_s",
+        "e2e_s",
+        "prompt_len",
+        "output_len",
+        "reused_tokens",
+    ]
     for table in (done, failed):
         rows = zip(*(table[name].tolist() for name in names), *_groups(table), strict=True)
         for place, row in enumerate(rows):
@@ -200,8 +211,11 @@ def _of_cache(iterations: pd.DataFrame, windows: dict[str, dict[str, int]], thin
         return {"kv_blocks": {"max": most, "peak_used": None, "tokens_per_block": size}}
     held = iterations[columns[1]] * iterations[columns[2]]
     filled = (held * (1 - iterations["kv_fragmentation"])).max()
-    tokens = {} if most is None or peak is None or size is None else {
-        "kv_tokens": {"max": most * size, "peak_held": peak * size, "peak_filled": round(filled)}}  # fmt: skip
+    tokens = (
+        {}
+        if most is None or peak is None or size is None
+        else {"kv_tokens": {"max": most * size, "peak_held": peak * size, "peak_filled": round(filled)}}
+    )
     of_windows = {"per_window_size": windows} if windows else {}
     return {"kv_blocks": {"max": most, "peak_used": peak, "tokens_per_block": size, **of_windows}, **tokens}
 
@@ -224,12 +238,16 @@ def producing_spans(run: RunData) -> pd.DataFrame:
         return spans
     columns = (spans[name].tolist() for name in ("first_iteration", "last_iteration", "steps", "produced"))
     parts = [
-        [(first, last, produced)] if not several
-        else [(one, other, other - one + 1) for one, other in (
-            stretches_of(first, steps, int(produced)) if generates else [(last, last)] * int(produced)
-        )]
+        [(first, last, produced)]
+        if not several
+        else [
+            (one, other, other - one + 1)
+            for one, other in (
+                stretches_of(first, steps, int(produced)) if generates else [(last, last)] * int(produced)
+            )
+        ]
         for first, last, steps, produced, several, generates in zip(*columns, has_several, is_step, strict=True)
-    ]  # fmt: skip
+    ]
     cut = spans.loc[spans.index.repeat([len(of_one) for of_one in parts])].reset_index(drop=True)
     numbers = np.array([part for of_one in parts for part in of_one], np.int64).reshape(-1, 3)
     return cut.assign(first_iteration=numbers[:, 0], last_iteration=numbers[:, 1], produced=numbers[:, 2])

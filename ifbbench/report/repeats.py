@@ -7,8 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.report import NOTHING, count, plain_table, print_fitting, significant
-from ifbbench.report.checking import read_object
 from ifbbench.report.tables import LATENCIES, STATISTICS, common_unit
+from ifbbench.rundir.checking import read_object
 
 THROUGHPUTS = {
     "request_throughput_per_s": ("Request throughput", "requests/s"),

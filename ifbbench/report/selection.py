@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from ifbbench.errors import InputError
-from ifbbench.recording.lines import RUNNING
 from ifbbench.report.figures import IterationClock
-from ifbbench.report.load import Floats, RunData
+from ifbbench.rundir.lines import RUNNING
+from ifbbench.rundir.reader import Floats, RunData
 
 # No number has more digits: Python refuses to parse one of thousands.
 _POINT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)(s|ms)?", re.ASCII)
@@ -42,8 +42,9 @@ def select(run: RunData, begin: str | None = None, end: str | None = None, reque
     # The tables of RunData are read when they are first used; these need no reading.
     vars(part).update(
         iterations=run.iterations[(numbers >= first) & (numbers <= last)].reset_index(drop=True),
-        spans=spans, requests=rows.reset_index(drop=True),
-    )  # fmt: skip
+        spans=spans,
+        requests=rows.reset_index(drop=True),
+    )
     return part
 
 
@@ -61,8 +62,10 @@ def _iteration(
     seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
     place = int(np.searchsorted(times_s, seconds, side="right")) - int(last)
     if not 0 <= place < len(numbers):
-        raise InputError(f"{option} {text}: outside of the run, which lasts from {times_s[0]:.3f} s to "
-                         f"{times_s[-1]:.3f} s; give a time within it.")  # fmt: skip
+        raise InputError(
+            f"{option} {text}: outside of the run, which lasts from {times_s[0]:.3f} s to "
+            f"{times_s[-1]:.3f} s; give a time within it."
+        )
     return int(numbers[place])
 
 
@@ -98,10 +101,12 @@ def _clipped(spans: pd.DataFrame, first: int, last: int, num_micro_batches: int)
     )
     lengths = (spans["last_iteration"] - spans["first_iteration"]) // every + 1
     chunks, kept_steps = (
-        [part[before : max(len(part) - behind, 0)] if isinstance(part, list) else part
-         for part, before, behind in zip(spans[name], cut_before, cut_behind, strict=True)]
+        [
+            part[before : max(len(part) - behind, 0)] if isinstance(part, list) else part
+            for part, before, behind in zip(spans[name], cut_before, cut_behind, strict=True)
+        ]
         for name in ("chunks", "steps")
-    )  # fmt: skip
+    )
     tokens_before, tokens_behind, tokens = cut_before, cut_behind, np.asarray(lengths, dtype=int)
     is_drafted = spans["steps"].notna()
     if is_drafted.any():  # iterations of several tokens

@@ -23,7 +23,7 @@ from ifbbench.files import replace_file
 from ifbbench.report import significant, time_unit
 from ifbbench.report.colours import GRID, INK, LIMIT, MUTED, SERIES
 from ifbbench.report.figures import IterationClock
-from ifbbench.report.load import Floats, RunData
+from ifbbench.rundir.reader import Floats, RunData
 
 LIMIT_DASHES = (0, (4, 3))
 # The width of all charts of a run but that of cells, in inches. Pages show them one below the other.
@@ -33,8 +33,10 @@ DASHES = ("-", "--", ":", "-.")
 WIDEST_LINE = 2.4
 FORMATS = ("png", "svg")
 METADATA: dict[str, dict[str, str | None]] = {
-    ".png": {"Software": None}, ".svg": {"Date": None, "Creator": "ifbbench"}, ".pdf": {"CreationDate": None},
-}  # fmt: skip
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": "ifbbench"},
+    ".pdf": {"CreationDate": None},
+}
 POSITION_DIGITS = 5
 # The mean width of a digit and the least distance of two lines, in font sizes.
 LETTER_WIDTH, LINE_HEIGHT = 0.64, 1.3
@@ -110,8 +112,15 @@ def limit_of(run: RunData, name: str) -> int | None:
 def title(top: Axes, text: str, subtitle: str = "", room: float = 0) -> None:
     """Put a bold title and a grey subtitle over `top`, both from its left edge. room: points left free below them."""
     top.set_title(text, fontsize=11.5, fontweight="bold", color=INK, pad=(24 if subtitle else 10) + room)
-    note = top.annotate(subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 10 + room), textcoords="offset points",
-                        color=MUTED, fontsize=8.5)  # fmt: skip
+    note = top.annotate(
+        subtitle,
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 10 + room),
+        textcoords="offset points",
+        color=MUTED,
+        fontsize=8.5,
+    )
     # The title's padding is its room; in the layout, a long one would squeeze the axes.
     note.set_in_layout(False)
 
@@ -144,13 +153,21 @@ def legend_above(axes: Axes, columns: int, handles: Sequence[Any] | None = None)
     return axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, borderaxespad=0.2, **given)
 
 
-def stack(axes: Axes, edges: Floats, layers: Mapping[str, Floats], colours: Mapping[str, str],
-          names: Mapping[str, str]) -> Floats:  # fmt: skip
+def stack(
+    axes: Axes, edges: Floats, layers: Mapping[str, Floats], colours: Mapping[str, str], names: Mapping[str, str]
+) -> Floats:
     """Draw `layers`, values of each bin, one upon the other; returns their sums."""
     below = np.zeros(len(edges) - 1)
     for name, values in layers.items():
-        axes.stairs(below + values, edges, baseline=below, fill=True, color=colours[name], linewidth=0,
-                    label=names.get(name, name))  # fmt: skip
+        axes.stairs(
+            below + values,
+            edges,
+            baseline=below,
+            fill=True,
+            color=colours[name],
+            linewidth=0,
+            label=names.get(name, name),
+        )
         below = below + values
     return below
 
@@ -164,9 +181,17 @@ def draw_limit(axes: Axes, name: str, limit: float | None, highest: float) -> No
     if near:
         axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
     words = f"{name} {limit:,}" + ("" if near else " (above this scale)")
-    axes.annotate(words, (1, limit if near else 1), xycoords=("axes fraction", "data" if near else "axes fraction"),
-                  xytext=(-3, 3 if near else -3), textcoords="offset points", color=LIMIT, fontsize=8, ha="right",
-                  va="bottom" if near else "top")  # fmt: skip
+    axes.annotate(
+        words,
+        (1, limit if near else 1),
+        xycoords=("axes fraction", "data" if near else "axes fraction"),
+        xytext=(-3, 3 if near else -3),
+        textcoords="offset points",
+        color=LIMIT,
+        fontsize=8,
+        ha="right",
+        va="bottom" if near else "top",
+    )
 
 
 def in_full(value: float) -> str:
@@ -274,8 +299,10 @@ def _set_ticks(axis: Axis, locator: Locator, text: Callable[[float], str]) -> No
 
 def nothing_to_draw(run: RunData) -> InputError:
     """The error for a run without iterations."""
-    return InputError(f"{run.path}: no iterations, so there is nothing to draw; expected those of a run that began its "
-                      "work. Run again, or name another run.")  # fmt: skip
+    return InputError(
+        f"{run.path}: no iterations, so there is nothing to draw; expected those of a run that began its "
+        "work. Run again, or name another run."
+    )
 
 
 @dataclass(frozen=True)

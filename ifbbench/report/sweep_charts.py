@@ -102,21 +102,30 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
     if knee is not None:
         for axes in panels[: len(metrics)]:
             axes.axvline(knee, color=MUTED, linewidth=1, linestyle=LIMIT_DASHES, zorder=1)
-        panels[0].annotate(f"knee: {text_of(knee)}", (knee, 0), xytext=(4, 4), textcoords="offset points", fontsize=8,
-                           color=MUTED)  # fmt: skip
+        panels[0].annotate(
+            f"knee: {text_of(knee)}", (knee, 0), xytext=(4, 4), textcoords="offset points", fontsize=8, color=MUTED
+        )
     each = "a line for each" if len(groups) > 1 else "the same for each"
     missed = "empty marks miss an objective" if any(meets_objectives(row) is False for row in rows) else ""
     notes = [subject_of(rows), f"{each} {' and '.join(others)}" if others else "", missed]
     title(panels[0], f"Sweep over {over}", " · ".join(filter(None, notes)))
     if 1 < len(groups) <= MAX_LINES:
-        lines = [Line2D([], [], marker="o", label=name, **how)
-                 for name, how in zip(groups, _group_styles(len(groups), numeric), strict=True)]  # fmt: skip
+        lines = [
+            Line2D([], [], marker="o", label=name, **how)
+            for name, how in zip(groups, _group_styles(len(groups), numeric), strict=True)
+        ]
         longest = max(map(len, groups))
-        figure.legend(handles=lines, loc="outside lower center", handlelength=2.6,
-                      ncols=int(np.clip(LEGEND_LETTERS // (longest + 8), 1, 4)))  # fmt: skip
+        figure.legend(
+            handles=lines,
+            loc="outside lower center",
+            handlelength=2.6,
+            ncols=int(np.clip(LEGEND_LETTERS // (longest + 8), 1, 4)),
+        )
     elif len(groups) > 1:
-        lines = [Line2D([], [], color=INK, linewidth=2, label="median"),
-                 Line2D([], [], color=FAINT, label=f"each of {len(groups)} combinations of the others")]  # fmt: skip
+        lines = [
+            Line2D([], [], color=INK, linewidth=2, label="median"),
+            Line2D([], [], color=FAINT, label=f"each of {len(groups)} combinations of the others"),
+        ]
         figure.legend(handles=lines, loc="outside lower center", ncols=2)
     figure.align_ylabels()
     return figure
@@ -128,9 +137,7 @@ def _without_equal(groups: Mapping[str, list[SweepRow]], metrics: Sequence[Metri
     for name, group in groups.items():
         values = str([metric.values(group)[-1] for metric in metrics])
         names.setdefault(values, []).append(name)
-    return {
-        " and ".join(equal) + (" (equal)" if len(equal) > 1 else ""): groups[equal[0]] for equal in names.values()
-    }
+    return {" and ".join(equal) + (" (equal)" if len(equal) > 1 else ""): groups[equal[0]] for equal in names.values()}
 
 
 def _group_styles(count: int, numeric: bool) -> list[dict[str, Any]]:
@@ -151,8 +158,15 @@ def _draw_metric(
     of_key = zip(metric.keys.values(), metric.values(rows), metric.colours, strict=True)
     for number, (name, values, colour) in enumerate(of_key):
         # Equal percentiles are both seen: the first is wider.
-        axes.plot(positions, [value * scale for value in values], line, color=colour, markersize=7 - 2 * number,
-                  linewidth=2.4 - 0.8 * number, label=name)  # fmt: skip
+        axes.plot(
+            positions,
+            [value * scale for value in values],
+            line,
+            color=colour,
+            markersize=7 - 2 * number,
+            linewidth=2.4 - 0.8 * number,
+            label=name,
+        )
         _draw_missed(axes, positions, [value * scale for value in values], rows, colour, 7 - 2 * number)
     if len(metric.keys) > 1:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(metric.keys), borderaxespad=0)
@@ -161,8 +175,16 @@ def _draw_metric(
         if known:
             highest = max(known, key=lambda point: point[1])
             text = significant(highest[1]) + (f" {unit}" if unit else "")
-            axes.annotate(text, highest, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8,
-                          fontweight="bold", color=INK)  # fmt: skip
+            axes.annotate(
+                text,
+                highest,
+                xytext=(0, 7),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                fontweight="bold",
+                color=INK,
+            )
     axes.set_ylabel(metric.label + (f" ({unit})" if unit else ""))
 
 
@@ -176,9 +198,13 @@ def _draw_missed(
 
 
 def _draw_groups(
-    axes: Axes, metric: Metric, groups: Mapping[str, Sequence[SweepRow]], place: Mapping[Any, float], over: str,
+    axes: Axes,
+    metric: Metric,
+    groups: Mapping[str, Sequence[SweepRow]],
+    place: Mapping[Any, float],
+    over: str,
     line: str,
-) -> None:  # fmt: skip
+) -> None:
     """The last key of a metric, a line for each group; the median over them, if they are many."""
     of_all = [row for group in groups.values() for row in group]
     unit, scale = metric.unit_of(of_all)
@@ -212,8 +238,15 @@ def _draw_shares(axes: Axes, positions: Sequence[float], rows: Sequence[SweepRow
     right = [x * float(np.exp(0.3 * gap)) if is_log else x + 0.3 * gap for x in positions]
     below = np.zeros(len(rows))
     for limit, values in shares_by_limit(rows).items():
-        axes.bar(left, values, np.subtract(right, left), bottom=below, align="edge", color=colour_of(limit),
-                 label=limit_name(limit))  # fmt: skip
+        axes.bar(
+            left,
+            values,
+            np.subtract(right, left),
+            bottom=below,
+            align="edge",
+            color=colour_of(limit),
+            label=limit_name(limit),
+        )
         below += values
     axes.set(ylabel="bound by, of time", ylim=(0, 1))
     round_ticks(axes.yaxis, text=in_percent)

@@ -16,7 +16,6 @@ from matplotlib.transforms import Bbox
 from ifbbench.report import significant, time_unit
 from ifbbench.report.colours import INK
 from ifbbench.report.limits import limit_name
-from ifbbench.report.load import Floats
 from ifbbench.report.style import in_percent, round_ticks, title
 from ifbbench.report.sweep_metrics import (
     LOG_FROM_RATIO,
@@ -31,6 +30,7 @@ from ifbbench.report.sweep_metrics import (
     ticks_of,
 )
 from ifbbench.report.sweep_table import SHORT_NAMES, SweepRow, number_in
+from ifbbench.rundir.reader import Floats
 
 # The metrics of heat maps, and the latencies that throughput is drawn against.
 HEATED = METRICS[:3]
@@ -39,8 +39,9 @@ LATENCIES = {"ttft_s.p99": "TTFT p99", "tpot_s.p99": "TPOT p99"}
 # mark in points; and the pieces of each stretch of the front.
 OFFSETS = tuple(
     ((across * far, up * far), {-1: "right", 0: "center", 1: "left"}[across], {-1: "top", 0: "center", 1: "bottom"}[up])
-    for far in (5, 9, 14, 20) for across, up in ((-1, 1), (1, -1), (1, 0), (-1, 0), (1, 1), (-1, -1), (0, 1), (0, -1))
-)  # fmt: skip
+    for far in (5, 9, 14, 20)
+    for across, up in ((-1, 1), (1, -1), (1, 0), (-1, 0), (1, 1), (-1, -1), (0, 1), (0, -1))
+)
 MARK_RADIUS, LINE_PIECES = 3.5, 40
 # Points that the chart of limits has a bar for, and those up to which its bars are wide.
 MAX_BARS, MAX_WIDE_BARS = 300, 48
@@ -66,20 +67,35 @@ def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     axes.imshow(colours, aspect="auto")
     for y, line in enumerate(limits):
         for x, limit in enumerate(line):
-            axes.text(x, y, SHORT_NAMES.get(limit, limit), ha="center", va="center", fontsize=7,
-                      color=INK if limit in ("none", "") else "white")  # fmt: skip
+            axes.text(
+                x,
+                y,
+                SHORT_NAMES.get(limit, limit),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=INK if limit in ("none", "") else "white",
+            )
     axes.set_title("bound by (the limit with the largest share of time)", fontsize=9, color=INK)
     for axes in panels:
         axes.grid(False)
-        axes.set_xticks(range(len(axis_values[1])), [text_of(value) for value in axis_values[1]],
-                        rotation=0 if len(axis_values[1]) <= 6 else 45)  # fmt: skip
+        axes.set_xticks(
+            range(len(axis_values[1])),
+            [text_of(value) for value in axis_values[1]],
+            rotation=0 if len(axis_values[1]) <= 6 else 45,
+        )
         axes.set_yticks(range(len(axis_values[0])), [text_of(value) for value in axis_values[0]])
         axes.set(xlabel=varied[1], ylabel=varied[0])
         axes.tick_params(length=0)
         for spine in axes.spines.values():
             spine.set_visible(False)
-    figure.suptitle(f"Sweep over {varied[0]} and {varied[1]}\n{subject_of(rows)}".strip(), x=0.01, ha="left",
-                    fontsize=11, fontweight="bold")  # fmt: skip
+    figure.suptitle(
+        f"Sweep over {varied[0]} and {varied[1]}\n{subject_of(rows)}".strip(),
+        x=0.01,
+        ha="left",
+        fontsize=11,
+        fontweight="bold",
+    )
     return figure
 
 
@@ -125,8 +141,10 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     panels[0].set_ylabel("output tokens/s")
     round_ticks(panels[0].yaxis)
     limits = dict.fromkeys(main_limit(row) or "none" for row in complete)
-    handles = [Line2D([], [], color=colour_of(limit), marker="o", linestyle="",
-                      label=f"bound by {limit_name(limit)}") for limit in limits]  # fmt: skip
+    handles = [
+        Line2D([], [], color=colour_of(limit), marker="o", linestyle="", label=f"bound by {limit_name(limit)}")
+        for limit in limits
+    ]
     handles.append(Line2D([], [], color=INK, linewidth=1.2, label="Pareto front"))
     figure.legend(handles=handles, loc="outside lower center", ncols=5)
     left_out = len(rows) - len(complete)
@@ -140,9 +158,11 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
 
 
 def _label_front(
-    axes: Axes, points: Sequence[tuple[float, float]], front: Sequence[tuple[float, float, SweepRow]],
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    front: Sequence[tuple[float, float, SweepRow]],
     varied: Sequence[str],
-) -> None:  # fmt: skip
+) -> None:
     """Write the settings beside points of the front: the last, the first, then those between them. A label covers no
     point, no other label and not the line of the front, and is within the axes; a point without room has none.
 
@@ -154,9 +174,14 @@ def _label_front(
     corners = to_pixels([(x, y) for x, y, _ in front]) if front else np.empty((0, 2))
     steps = np.linspace(0, 1, LINE_PIECES)[:, None]
     line = [begin + (end - begin) * steps for begin, end in pairwise(corners)]
-    taken = [Bbox.from_extents(x - r, y - r, x + r, y + r) for places, r in (
-        (marks, MARK_RADIUS * size), (np.concatenate(line) if line else marks, size),
-    ) for x, y in places]  # fmt: skip
+    taken = [
+        Bbox.from_extents(x - r, y - r, x + r, y + r)
+        for places, r in (
+            (marks, MARK_RADIUS * size),
+            (np.concatenate(line) if line else marks, size),
+        )
+        for x, y in places
+    ]
     inside = axes.get_window_extent()
     for index in dict.fromkeys((len(front) - 1, *range(len(front)))) if front else ():
         x, y, row = front[index]

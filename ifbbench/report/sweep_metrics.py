@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.fields import as_text
 from ifbbench.report import time_unit
 from ifbbench.report.colours import PERCENTILES, SERIES
 from ifbbench.report.limits import limit_colours
-from ifbbench.report.load import Floats
 from ifbbench.report.sweep_table import SweepRow, number_in, shares
+from ifbbench.rundir.reader import Floats
+from ifbbench.settings.fields import as_text
 
 THROUGHPUT, BOUND_BY = "output_throughput_tokens_per_s", "bound_by_time"
 # The number from which values of settings are abbreviated.
@@ -99,8 +99,11 @@ def knee_of(rows: Sequence[SweepRow], over: str) -> float | None:
     from its first point to its last, both axes from 0 to 1 (Kneedle, Satopaa et al. 2011).
 
     None for a text, for fewer than MIN_KNEE_POINTS values, and for a curve without a knee."""
-    known = sorted((x, y) for row in rows if (x := number_in(row, over)) is not None
-                   and (y := number_in(row, THROUGHPUT)) is not None)  # fmt: skip
+    known = sorted(
+        (x, y)
+        for row in rows
+        if (x := number_in(row, over)) is not None and (y := number_in(row, THROUGHPUT)) is not None
+    )
     if len(known) < max(len(rows), MIN_KNEE_POINTS):
         return None
     xs, ys = np.array(known).T

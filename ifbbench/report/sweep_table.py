@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ifbbench.fields import as_text
 from ifbbench.report import NOTHING, count, percent, plain_table, print_fitting, significant, time_unit
+from ifbbench.settings.fields import as_text
 
 SweepRow = Mapping[str, Any]
 """A point of a sweep: its settings and flattened summary (`ttft_s.p99`). A point that failed has no figures."""
@@ -30,8 +30,15 @@ SWEEP_COLUMNS: dict[str, tuple[str, Callable[[float | None], str] | None, Callab
 }
 # The limit with the largest share of the time, and of the waiting: prefix of the keys, and heading.
 SHARES = {"bound_by_time": "bound by\n(time)", "waiting_by_limit": "waits for\n(request-s)"}
-SHORT_NAMES = {"batch_size": "batch", "num_tokens": "tokens", "kv_blocks": "KV", "lora_pages": "LoRA",
-               "static_batch": "static", "reuse_delay": "prefix", "beam_width": "beams"}  # fmt: skip
+SHORT_NAMES = {
+    "batch_size": "batch",
+    "num_tokens": "tokens",
+    "kv_blocks": "KV",
+    "lora_pages": "LoRA",
+    "static_batch": "static",
+    "reuse_delay": "prefix",
+    "beam_width": "beams",
+}
 # Columns that are left out where no point has any.
 WHERE_ANY = ("goodput_requests_per_s", "goodput_share", "prefix_hit_rate", "pauses", GROWTH, "requests.failed")
 MAX_REASONS = 5
@@ -66,8 +73,9 @@ def print_sweep(
             continue
         # Percentiles of one latency have one unit.
         figure = key.partition(".")[0]
-        unit, scale = time_unit(number_in(row, other) for row in rows for other in SWEEP_COLUMNS
-                                if other.startswith(f"{figure}."))  # fmt: skip
+        unit, scale = time_unit(
+            number_in(row, other) for row in rows for other in SWEEP_COLUMNS if other.startswith(f"{figure}.")
+        )
         table.add_column(heading if text else f"{heading} {unit}", justify="right")
         texts = [text(value) if text else significant(value, scale) for value in values]
         known = {index: value for index, value in enumerate(values) if value is not None and is_complete[index]}
@@ -75,17 +83,20 @@ def print_sweep(
         marked = [index for index, value in known.items() if value == best]
         if len(marked) != 1 or [texts[index] for index in known].count(texts[marked[0]]) > 1:
             marked = []
-        cells.append([
-            f"[bold green]{cell}*[/bold green]" if index in marked else f"{cell} " for index, cell in enumerate(texts)
-        ])  # fmt: skip
+        cells.append(
+            [f"[bold green]{cell}*[/bold green]" if index in marked else f"{cell} " for index, cell in enumerate(texts)]
+        )
     for line in zip(*cells, strict=True):
         table.add_row(*line)
     print_fitting(console, table, keys=len(over))
     complete = "" if all(is_complete) else ", of points without failed requests"
     console.print(f"[dim]* best of the column{complete}[/dim]", highlight=False)
     if any(number_in(row, GROWTH) for row in rows):
-        console.print("[dim]queue grows: more requests arrive than are served, so that latencies depend on the length "
-                      "of the trace[/dim]", highlight=False)  # fmt: skip
+        console.print(
+            "[dim]queue grows: more requests arrive than are served, so that latencies depend on the length "
+            "of the trace[/dim]",
+            highlight=False,
+        )
     for sentence in objectives_in_words(rows, over):
         console.print(sentence, highlight=False, soft_wrap=True, markup=False)
     _print_reasons(rows, over, console, warnings or {})
@@ -120,8 +131,12 @@ def meets_objectives(row: SweepRow) -> bool | None:
 
 def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[str]:
     """Whether no point meets an objective, with the nearest one, or every point meets all of them."""
-    names = {key[len("slo.") : -len(".met")]: None for row in rows for key in row
-             if key.startswith("slo.") and key.endswith(".met")}  # fmt: skip
+    names = {
+        key[len("slo.") : -len(".met")]: None
+        for row in rows
+        for key in row
+        if key.startswith("slo.") and key.endswith(".met")
+    }
     known = {name: [row for row in rows if row.get(f"slo.{name}.met") is not None] for name in names}
     found = []
     for name, some in known.items():
@@ -132,11 +147,15 @@ def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[s
             continue
         nearest = min(some, key=lambda row: number_in(row, f"slo.{name}.value") or 0.0)
         value, target = (significant(number_in(nearest, f"slo.{name}.{part}")) for part in ("value", "target"))
-        found.append(f"No point meets {name}: the nearest has {value} s, with {point_of(nearest, over)}; the target is "
-                     f"{target} s.")
+        found.append(
+            f"No point meets {name}: the nearest has {value} s, with {point_of(nearest, over)}; the target is "
+            f"{target} s."
+        )
     if known and all(some and all(row[f"slo.{name}.met"] for row in some) for name, some in known.items()):
-        found.append("Every point meets every objective: the traffic decides, not the settings. More load "
-                     "(--request_rate, --time_scale) or stricter objectives tell the points apart.")
+        found.append(
+            "Every point meets every objective: the traffic decides, not the settings. More load "
+            "(--request_rate, --time_scale) or stricter objectives tell the points apart."
+        )
     return found
 
 

@@ -7,22 +7,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.recording.run_directory import find_lines
 from ifbbench.report import NOTHING, bar, count, percent, plain_table, print_fitting, significant, time_unit
 from ifbbench.report.client_side import client_sentences, client_warnings
 from ifbbench.report.figures import figures
 from ifbbench.report.limits import BINDING, LIMITS, fullest_window, limit_name, waits_for
-from ifbbench.report.load import RunData
 from ifbbench.report.profile import print_profile
+from ifbbench.rundir.reader import RunData
+from ifbbench.rundir.run_directory import find_lines
 
 LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
 STATISTICS = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "max": "max"}
 # Shares of each limit: key in the summary, heading, and cells of the bar.
-LIMIT_SHARES = {"bound_by_time": ("of the time", 16), "waiting_by_limit": ("of waiting", 16),
-                "bound_by": ("of iterations", 0)}  # fmt: skip
+LIMIT_SHARES = {
+    "bound_by_time": ("of the time", 16),
+    "waiting_by_limit": ("of waiting", 16),
+    "bound_by": ("of iterations", 0),
+}
 # Of each class or priority: heading, and the figure and its statistic.
-GROUP_COLUMNS = {"TTFT p50": ("ttft_s", "p50"), "TTFT p99": ("ttft_s", "p99"), "TPOT p50": ("tpot_s", "p50"),
-                 "TPOT p99": ("tpot_s", "p99"), "E2E p99": ("e2e_s", "p99")}  # fmt: skip
+GROUP_COLUMNS = {
+    "TTFT p50": ("ttft_s", "p50"),
+    "TTFT p99": ("ttft_s", "p99"),
+    "TPOT p50": ("tpot_s", "p50"),
+    "TPOT p99": ("tpot_s", "p99"),
+    "E2E p99": ("e2e_s", "p99"),
+}
 LIMIT_SETTINGS = {"batch_size": "max_batch_size", "num_tokens": "max_num_tokens"}
 # Figures with a band of the expected error.
 EXPECTED_ERRORS = {"ttft_s": "TTFT", "itl_s": "ITL", "output_throughput_tokens_per_s": "output throughput"}
@@ -58,9 +66,10 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
     forms: list[tuple[Table | None, ...]] = [
         (_throughput_table(known), _throughput_table(known, pairs=1)),
         (_bound_table(known), _bound_table(known, with_bars=False)),
-        (_latency_table(known),), (_slo_table(known),),
+        (_latency_table(known),),
+        (_slo_table(known),),
         *((_group_table(known, title),) for title in ("by_class", "by_priority")),
-    ]  # fmt: skip
+    ]
     for tables in forms:
         if found := [table for table in tables if table is not None]:
             print_fitting(console, *found)
@@ -81,16 +90,20 @@ def warnings(known: dict[str, Any]) -> list[str]:
     found = []
     if (window := known.get("steady_state")) is not None:
         length = significant(window["end_s"] - window["start_s"])
-        found.append(f"Steady state: the figures cover {length} s, from t = {significant(window['start_s'])} s to "
-                     f"{significant(window['end_s'])} s, between ramp-up and drain.")  # fmt: skip
+        found.append(
+            f"Steady state: the figures cover {length} s, from t = {significant(window['start_s'])} s to "
+            f"{significant(window['end_s'])} s, between ramp-up and drain."
+        )
     elif "steady_state" in known:
         found.append("No steady state was found: the figures cover the whole run.")
     if causes := _replay_causes(known.get("replay_differs") or {}):
         found.append(f"A replay of this recording may decide otherwise: {'; '.join(causes)}.")
     if known.get("overloaded"):
         growth = significant(known["queue_growth_requests_per_s"])
-        found.append(f"Overloaded: the queue grew by {growth} requests/s while requests arrived. "
-                     "Latencies say how long the run was, not how fast the engine is.")  # fmt: skip
+        found.append(
+            f"Overloaded: the queue grew by {growth} requests/s while requests arrived. "
+            "Latencies say how long the run was, not how fast the engine is."
+        )
     return found
 
 
@@ -101,8 +114,10 @@ def _replay_causes(differs: dict[str, Any]) -> list[str]:
         causes.append(f"requests stopped before their first token, which a replay gives them: {count(stopped)}")
     if delays := differs.get("host_delays"):
         unit, scale = time_unit([differs["host_delay_s"]])
-        causes.append(f"times that the host was late and moved the simulated time on: {count(delays)}, "
-                      f"{significant(differs['host_delay_s'], scale)} {unit} in all")  # fmt: skip
+        causes.append(
+            f"times that the host was late and moved the simulated time on: {count(delays)}, "
+            f"{significant(differs['host_delay_s'], scale)} {unit} in all"
+        )
     return causes
 
 
@@ -162,8 +177,9 @@ def traffic_sentences(known: dict[str, Any]) -> list[str]:
             f"({significant(burst['rate_over_mean'])} times the mean){more}."
         )
     if known.get("fairness_index") is not None:
-        found.append(f"Fairness among classes (Jain's index of tokens/s of a request): "
-                     f"{significant(known['fairness_index'])}.")  # fmt: skip
+        found.append(
+            f"Fairness among classes (Jain's index of tokens/s of a request): {significant(known['fairness_index'])}."
+        )
     return found
 
 
@@ -171,8 +187,10 @@ def expected_error_sentence(expected: dict[str, Any]) -> str:
     """How far the figures of a simulated run may be from a real server's. expected: of a run that was compared."""
     bands = [
         f"{100 * low:+.0f} to {100 * high:+.0f} % of the predicted {label}"
-        for key, label in EXPECTED_ERRORS.items() if key in expected for low, high in [expected[key]]
-    ]  # fmt: skip
+        for key, label in EXPECTED_ERRORS.items()
+        if key in expected
+        for low, high in [expected[key]]
+    ]
     of = f"{count(expected['rows'])} published measurements with {expected['load']} requests at a time"
     return f"Expected error, from {of}: {percent(expected['coverage'])} of them are within {', '.join(bands)}."
 
@@ -212,20 +230,38 @@ def _throughput_table(known: dict[str, Any], pairs: int = 2) -> Table:
     rows = [
         ("Requests completed", completed, "Iterations", count(known["iterations"])),
         ("Duration", f"{significant(known['duration_s'])} s", "Pauses", count(known["pauses"])),
-        ("Request throughput", f"{significant(known['request_throughput_per_s'])} requests/s",
-         "Recomputed tokens", count(known["recomputed_tokens"])),
-        ("Output throughput", f"[bold]{significant(known['output_throughput_tokens_per_s'])} tokens/s[/bold]",
-         "Prefix hit rate", percent(known.get("prefix_hit_rate"))),
-        ("Total throughput", f"{significant(known['total_throughput_tokens_per_s'])} tokens/s", "KV blocks, peak use",
-         f"{count(peak)} of {count(pool)} ({percent(peak / pool)}){of_window}" if peak is not None and pool
-         else NOTHING),
-    ]  # fmt: skip
+        (
+            "Request throughput",
+            f"{significant(known['request_throughput_per_s'])} requests/s",
+            "Recomputed tokens",
+            count(known["recomputed_tokens"]),
+        ),
+        (
+            "Output throughput",
+            f"[bold]{significant(known['output_throughput_tokens_per_s'])} tokens/s[/bold]",
+            "Prefix hit rate",
+            percent(known.get("prefix_hit_rate")),
+        ),
+        (
+            "Total throughput",
+            f"{significant(known['total_throughput_tokens_per_s'])} tokens/s",
+            "KV blocks, peak use",
+            f"{count(peak)} of {count(pool)} ({percent(peak / pool)}){of_window}"
+            if peak is not None and pool
+            else NOTHING,
+        ),
+    ]
     if known.get("padding_waste"):
-        rows.append(("Empty slots", count(known["empty_generation_slots"]), "Padding",
-                     percent(known["padding_waste"])))  # fmt: skip
+        rows.append(("Empty slots", count(known["empty_generation_slots"]), "Padding", percent(known["padding_waste"])))
     if lora := known.get("lora"):
-        rows.append(("LoRA hit rate", percent(lora["hit_rate"]), "LoRA pages, peak use",
-                     f"{count(lora['peak_device_pages'])} of {count(lora['device_pages'])}"))  # fmt: skip
+        rows.append(
+            (
+                "LoRA hit rate",
+                percent(lora["hit_rate"]),
+                "LoRA pages, peak use",
+                f"{count(lora['peak_device_pages'])} of {count(lora['device_pages'])}",
+            )
+        )
     rows += _arrival_rows(known.get("arrivals") or {})
     halves = [*(row[:2] for row in rows), *(row[2:] for row in rows)]
     for row in halves if pairs == 1 else rows:
@@ -314,10 +350,15 @@ def _group_table(known: dict[str, Any], title: str) -> Table | None:
     numbers = (*headings, "goodput") if has_goodput else headings
     table = plain_table(title.removeprefix("by_").capitalize(), numbers=numbers)
     for name, group in groups.items():
-        latencies = (significant((group.get(key) or {}).get(statistic), scale)
-                     for key, statistic in GROUP_COLUMNS.values())  # fmt: skip
-        row = [escape(name), count(group["requests"]["total"]), *latencies,
-               significant(group["output_throughput_tokens_per_s"])]  # fmt: skip
+        latencies = (
+            significant((group.get(key) or {}).get(statistic), scale) for key, statistic in GROUP_COLUMNS.values()
+        )
+        row = [
+            escape(name),
+            count(group["requests"]["total"]),
+            *latencies,
+            significant(group["output_throughput_tokens_per_s"]),
+        ]
         table.add_row(*row, *([percent(group["goodput_share"])] if has_goodput else []))
     return table
 

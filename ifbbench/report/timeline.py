@@ -17,13 +17,17 @@ from ifbbench.report import time_unit
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
 from ifbbench.report.figures import IterationClock, span_ends, token_times
-from ifbbench.report.load import Floats, RunData
 from ifbbench.report.style import WIDTH, TimeBins, draw_limit, heading, legend_above, limit_of, round_ticks, stack
+from ifbbench.rundir.reader import Floats, RunData
 
 PHASE_NAMES = {
-    "context": "context", "generation": "generation", "recompute": "recompute after a pause", "paused": "paused",
-    "waiting": "waiting", "skipped": "generation skipped",
-}  # fmt: skip
+    "context": "context",
+    "generation": "generation",
+    "recompute": "recompute after a pause",
+    "paused": "paused",
+    "waiting": "waiting",
+    "skipped": "generation skipped",
+}
 # In a static batch a request that does not run is complete, and its slot is empty.
 # A client cannot tell the queue of a server from its context phase.
 CLIENT_PHASE_NAMES = PHASE_NAMES | {"waiting": "not sent yet", "context": "until the first token"}
@@ -34,8 +38,12 @@ DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recom
 STACKING_ORDER = ("generation", "context", "recompute", "skipped", "paused", "waiting")
 BAR_HEIGHT = 0.03
 PAUSE_MARK: dict[str, Any] = {
-    "marker": ">", "color": PAUSE, "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.6,
-}  # fmt: skip
+    "marker": ">",
+    "color": PAUSE,
+    "markersize": 6,
+    "markeredgecolor": "white",
+    "markeredgewidth": 0.6,
+}
 # Up to so many requests, a gap between their rows is visible, and a pause is marked.
 MAX_NAMED_ROWS = 40
 MAX_ROWS_WITH_GAPS, MAX_ROWS_WITH_MARKS = 120, 400
@@ -82,8 +90,11 @@ def phase_handles(run: RunData, seen: Collection[str], counts: bool = True) -> l
         names = CLIENT_PHASE_NAMES
     pauses = int(run.iterations["pauses"].sum())
     times = {"paused": f" ({pauses:,} time{'s' if pauses > 1 else ''})"} if pauses and counts else {}
-    return [Patch(color=PHASE_COLOURS[phase], label=name + times.get(phase, "")) for phase, name in names.items()
-            if phase in seen]  # fmt: skip
+    return [
+        Patch(color=PHASE_COLOURS[phase], label=name + times.get(phase, ""))
+        for phase, name in names.items()
+        if phase in seen
+    ]
 
 
 def _draw_bars(run: RunData, requests: list[str]) -> Figure:
@@ -130,12 +141,24 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
         colour = PHASE_COLOURS[phase]
         # A hairline in the bar's own colour keeps a context of one short iteration visible.
         width = 0.5 if phase in ("context", "recompute", "paused") else 0.0
-        axes.add_collection(PolyCollection(list(outlines), facecolors=colour, edgecolors=colour, linewidths=width,
-                                           rasterized=len(run.spans) > MAX_SPANS_AS_OUTLINES))  # fmt: skip
+        axes.add_collection(
+            PolyCollection(
+                list(outlines),
+                facecolors=colour,
+                edgecolors=colour,
+                linewidths=width,
+                rasterized=len(run.spans) > MAX_SPANS_AS_OUTLINES,
+            )
+        )
     if "paused" in seen and len(requests) <= MAX_ROWS_WITH_MARKS:
         paused = run.spans[run.spans["phase"] == "paused"]
-        axes.plot(bins.scaled(bins.clock.starts(paused["first_iteration"])), paused["request_id"].map(rows),
-                  linestyle="", zorder=3, **PAUSE_MARK)  # fmt: skip
+        axes.plot(
+            bins.scaled(bins.clock.starts(paused["first_iteration"])),
+            paused["request_id"].map(rows),
+            linestyle="",
+            zorder=3,
+            **PAUSE_MARK,
+        )
     axes.set(ylim=(max(len(requests), 1) - 0.5, -0.5), ylabel="request, in trace order")
     if len(requests) <= MAX_NAMED_ROWS:
         axes.set_yticks(range(len(requests)), requests, fontsize=7 if len(requests) > MAX_NAMED_ROWS // 2 else 8)
@@ -208,8 +231,7 @@ def _aligned(axes: Axes, run: RunData, requests: list[str]) -> None:
     requests_per_row = len(order) / max(shape[0], 1)
     image = np.clip(1.0 - weights / requests_per_row, 0, 1)[..., None] + colours / requests_per_row
     unit, scale = time_unit([reach])
-    axes.imshow(np.clip(image, 0, 1), aspect="auto", interpolation="nearest",
-                extent=(0, reach * scale, len(order), 0))  # fmt: skip
+    axes.imshow(np.clip(image, 0, 1), aspect="auto", interpolation="nearest", extent=(0, reach * scale, len(order), 0))
     beyond = int((lives > reach).sum())
     note = f"; {beyond:,} longer requests are cut off at the right" if beyond else ""
     axes.set_title(f"Each request from its arrival on{note}", fontsize=9, color=INK)
@@ -221,9 +243,12 @@ def _aligned(axes: Axes, run: RunData, requests: list[str]) -> None:
 
 
 def _coverage(
-    rows: "np.ndarray[tuple[int], np.dtype[np.int64]]", left: Floats, right: Floats, reach: float,
+    rows: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    left: Floats,
+    right: Floats,
+    reach: float,
     shape: tuple[int, int],
-) -> Floats:  # fmt: skip
+) -> Floats:
     """How much of each cell the stretches from `left` to `right` cover, summed over the requests of its row."""
     count, columns = shape
     scale = columns / reach

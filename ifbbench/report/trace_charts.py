@@ -78,16 +78,25 @@ def draw_arrivals(name: str, columns: RequestColumns, statistics: TraceStatistic
     unit, per_unit = _time_unit(statistics.span_s)
     width_s = statistics.span_s / TIME_BINS
     panels = (
-        (requests, None, "requests/s", SERIES[0]), (prompts, columns.prompt_len, "prompt tokens/s", SERIES[0]),
+        (requests, None, "requests/s", SERIES[0]),
+        (prompts, columns.prompt_len, "prompt tokens/s", SERIES[0]),
         (outputs, columns.output_len, "output tokens/s", SERIES[2]),
-    )  # fmt: skip
+    )
     for axes, weights, label, colour in panels:
         amounts, _ = np.histogram(arrivals_s, edges_s, weights=None if weights is None else np.asarray(weights))
         axes.stairs(amounts / width_s, edges_s / per_unit, fill=True, color=colour, linewidth=0)
         mean = float(amounts.sum() / statistics.span_s)
         axes.axhline(mean, color=INK, linewidth=0.8, linestyle=":")
-        axes.annotate(f"mean {significant(mean)}", (1, mean), xycoords=("axes fraction", "data"), xytext=(4, 0),
-                      textcoords="offset points", color=INK, fontsize=8, va="center")  # fmt: skip
+        axes.annotate(
+            f"mean {significant(mean)}",
+            (1, mean),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color=INK,
+            fontsize=8,
+            va="center",
+        )
         axes.set_ylabel(label)
         round_ticks(axes.yaxis, 4)
         axes.set_ylim(bottom=0)
@@ -125,7 +134,10 @@ def draw_reuse(trace: Trace, statistics: TraceStatistics) -> Figure:
     axes.set_ylim(0, max(float(shares[-1]) * 1.15, 1.0) if len(shares) else 1.0)
     round_ticks(axes.xaxis)
     share = statistics.seen_before_share or 0.0
-    title(axes, f"Reuse: {trace.name}",
-          f"{percent(share, 1)} of {count(prompt_tokens)} prompt tokens were seen before · at x: what a cache of the "
-          "last x tokens finds")  # fmt: skip
+    title(
+        axes,
+        f"Reuse: {trace.name}",
+        f"{percent(share, 1)} of {count(prompt_tokens)} prompt tokens were seen before · at x: what a cache of the "
+        "last x tokens finds",
+    )
     return figure

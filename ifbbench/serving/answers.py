@@ -110,9 +110,16 @@ class Answer:
     """
 
     def __init__(
-        self, body: Generating, model: str, request_id: str, created: int, choices: Sequence[Choice],
-        prompt_tokens: int, echoes: Sequence[str], stop: Callable[[Sequence[Generation]], None],
-    ) -> None:  # fmt: skip
+        self,
+        body: Generating,
+        model: str,
+        request_id: str,
+        created: int,
+        choices: Sequence[Choice],
+        prompt_tokens: int,
+        echoes: Sequence[str],
+        stop: Callable[[Sequence[Generation]], None],
+    ) -> None:
         self.generations = [choice.generation for choice in choices]
         self._body = body
         self._is_chat = isinstance(body, ChatRequest)

@@ -19,15 +19,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ifbbench import __version__
-from ifbbench.api.request import InferenceRequest
 from ifbbench.clock import WallClock
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError
-from ifbbench.fields import memory_size
-from ifbbench.recording.lines import IterationLines
+from ifbbench.rundir.lines import IterationLines
 from ifbbench.serving.answers import Answer, Choice, GenerationFailed, echoes_of, encode, error_object
 from ifbbench.serving.config import ServerConfig
+from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.serving.metrics import CONTENT_TYPE, ServerMetrics
 from ifbbench.serving.openapi import openapi
 from ifbbench.serving.protocol import (
@@ -45,6 +44,7 @@ from ifbbench.serving.protocol import (
 )
 from ifbbench.serving.service import QueueFull, Service, ServiceEnded
 from ifbbench.serving.texts import Texts
+from ifbbench.settings.fields import memory_size
 
 JSON = "application/json"
 CLIENT_LEFT = 499
@@ -165,8 +165,14 @@ class Endpoints:
 
     def _model(self, name: str) -> dict[str, Any]:
         longest = self.service.engine.limits.max_seq_len
-        return {"id": name, "object": "model", "created": self.created, "owned_by": "ifbbench",
-                "max_model_len": longest, "parent": self.model if name in self.adapters else None}  # fmt: skip
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "ifbbench",
+            "max_model_len": longest,
+            "parent": self.model if name in self.adapters else None,
+        }
 
     def _unknown(self, name: str) -> BadRequest:
         known = ", ".join((self.model, *self.adapters))
@@ -180,8 +186,11 @@ class Endpoints:
                 scheme, _, given = request.headers.get("authorization", "").partition(" ")
                 is_right = hmac.compare_digest(given.strip().encode(), self.key.encode())
                 if scheme.lower() != "bearer" or not is_right:
-                    raise BadRequest(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
-                                     "authentication_error")  # fmt: skip
+                    raise BadRequest(
+                        401,
+                        "the API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+                        "authentication_error",
+                    )
             return await endpoint(request)
 
         return checked
@@ -238,13 +247,16 @@ class Endpoints:
                 async for piece in request.stream():
                     content += piece
                     if len(content) > limit:
-                        raise BadRequest(413, f"the body has more than {memory_size(limit)} (--max_body_bytes); send a "
-                                         "shorter prompt.")  # fmt: skip
+                        raise BadRequest(
+                            413,
+                            f"the body has more than {memory_size(limit)} (--max_body_bytes); send a shorter prompt.",
+                        )
         except ClientDisconnect:
             raise BadRequest(CLIENT_LEFT, "the client left.") from None
         except TimeoutError:
-            raise BadRequest(408, f"the body did not arrive within {self.config.receive_timeout:g} s "
-                             "(--receive_timeout).") from None  # fmt: skip
+            raise BadRequest(
+                408, f"the body did not arrive within {self.config.receive_timeout:g} s (--receive_timeout)."
+            ) from None
         return bytes(content)
 
     def _check(self, body: ServerRequest) -> None:
@@ -254,8 +266,10 @@ class Endpoints:
         if isinstance(body, Generating):
             check_supported(body, self.service.engine.makes_tokens)
         if body.num_requests > (limit := self.service.max_requests):
-            raise InputError(f"prompt: prompts times n are {body.num_requests} requests, and this server takes {limit} "
-                             "at a time (--max_queue_size); send fewer.")
+            raise InputError(
+                f"prompt: prompts times n are {body.num_requests} requests, and this server takes {limit} "
+                "at a time (--max_queue_size); send fewer."
+            )
 
     def _prompts(self, body: Generating) -> "Prompts":
         """The prompts of `body`. InputError if the engine would refuse one."""
@@ -264,9 +278,15 @@ class Endpoints:
         for tokens in prompts:
             self.service.check_length(len(tokens))
         requests = engine_requests(
-            body, prompts, self.texts, engine.config, engine.model.eos_token_ids, self.config.default_max_tokens,
-            engine.limits.vocab_size, self.adapters.get(body.model or ""),
-        )  # fmt: skip
+            body,
+            prompts,
+            self.texts,
+            engine.config,
+            engine.model.eos_token_ids,
+            self.config.default_max_tokens,
+            engine.limits.vocab_size,
+            self.adapters.get(body.model or ""),
+        )
         if engine.limits.batching_type is BatchingType.V1:  # static batches respond at their end
             requests = [replace(one, streaming=False) for one in requests]
         for one in requests:
@@ -284,9 +304,15 @@ class Endpoints:
             choices.append(Choice(index, generation, tokenizer, body, longest))
             index += one.beam_width
         return Answer(
-            body, body.model or self.model, request_id, int(WallClock().timestamp()), choices, prompts.num_tokens,
-            prompts.echoes, self.service.cancel,
-        )  # fmt: skip
+            body,
+            body.model or self.model,
+            request_id,
+            int(WallClock().timestamp()),
+            choices,
+            prompts.num_tokens,
+            prompts.echoes,
+            self.service.cancel,
+        )
 
 
 @dataclass(frozen=True, slots=True)

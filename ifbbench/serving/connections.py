@@ -7,9 +7,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from ifbbench.fields import memory_size
 from ifbbench.serving.answers import encode, error_object
 from ifbbench.serving.config import ServerConfig
+from ifbbench.settings.fields import memory_size
 
 # Of one request: its headers, and all bytes of them and of its address.
 MAX_HEADERS = 200
@@ -128,8 +128,12 @@ class _TransportOfResponse:
 async def _refuse_for_now(scope: Any, _receive: Any, send: Any) -> None:
     """The application in the place of the server's own while too many connections are open."""
     content = encode({"error": error_object("too many connections are open (--max_clients).", "server_error", 503)})
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()),
-               (b"connection", b"close"), (b"retry-after", b"1")]  # fmt: skip
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+        (b"connection", b"close"),
+        (b"retry-after", b"1"),
+    ]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": content})
 

@@ -88,10 +88,12 @@ def completion_form(log_probs: Sequence[LogProb], start: int) -> dict[str, Any]:
 
 def chat_form(log_probs: Sequence[LogProb]) -> dict[str, Any]:
     """Of chats."""
-    return {"content": [
-        _of_chat(one.text, one.log_prob) | {"top_logprobs": [_of_chat(text, number) for _, text, number in one.top]}
-        for one in log_probs
-    ]}  # fmt: skip
+    return {
+        "content": [
+            _of_chat(one.text, one.log_prob) | {"top_logprobs": [_of_chat(text, number) for _, text, number in one.top]}
+            for one in log_probs
+        ]
+    }
 
 
 def _of_chat(text: str, log_prob: float | None) -> dict[str, Any]:
@@ -104,7 +106,12 @@ def prompt_form(log_probs: Sequence[LogProb]) -> list[dict[str, Any] | None]:
     for one in log_probs:
         ranked = [(rank, *likely) for rank, likely in enumerate(one.top, 1)]
         known = [(one.rank, one.id, one.text, one.log_prob), *ranked]
-        places.append(None if one.log_prob is None else {
-            str(token): {"logprob": number, "rank": rank, "decoded_token": text} for rank, token, text, number in known
-        })  # fmt: skip
+        places.append(
+            None
+            if one.log_prob is None
+            else {
+                str(token): {"logprob": number, "rank": rank, "decoded_token": text}
+                for rank, token, text, number in known
+            }
+        )
     return places

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from ifbbench.api.engine import Engine
+from ifbbench.build.engine import Engine
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import TIMESTAMP_FORMAT, IterationStatistics
 from ifbbench.serving.statistics import ABORT, ERROR, LENGTH, STOP, Histogram, LiveStatistics
@@ -49,9 +49,14 @@ class ServerMetrics(Collector):
     """
 
     def __init__(
-        self, engine: Engine, statistics: LiveStatistics, model: str, names: str,
-        num_live: Callable[[], int], num_queued: Callable[[], int],
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        statistics: LiveStatistics,
+        model: str,
+        names: str,
+        num_live: Callable[[], int],
+        num_queued: Callable[[], int],
+    ) -> None:
         self._engine = engine
         self._statistics = statistics
         self._model = model
@@ -78,8 +83,11 @@ class ServerMetrics(Collector):
         elif not limits.is_contiguous:
             values = {"Max KV cache blocks": limits.num_blocks, "Tokens per KV cache block": limits.tokens_per_block}
         live, queued = self._num_live(), self._num_queued()
-        values |= {"Active Request Count": live - queued, "Waiting Requests": queued,
-                   "Max Request Count": limits.max_batch_size}  # fmt: skip
+        values |= {
+            "Active Request Count": live - queued,
+            "Waiting Requests": queued,
+            "Max Request Count": limits.max_batch_size,
+        }
         if not live or not self._statistics.latest:  # nothing runs, whatever the latest iteration was
             idle = ("Scheduled Requests", "Context Requests", "Generation Requests", "Used KV cache blocks")
             values |= dict.fromkeys(idle, 0.0)
@@ -118,8 +126,12 @@ class ServerMetrics(Collector):
         failure = CounterMetricFamily(
             "nv_inference_request_failure", "Requests that did not complete.", labels=["reason", *labels]
         )
-        reasons = {"REJECTED": statistics.refused, "CANCELED": statistics.finished[ABORT],
-                   "BACKEND": statistics.finished[ERROR], "OTHER": 0}  # fmt: skip
+        reasons = {
+            "REJECTED": statistics.refused,
+            "CANCELED": statistics.finished[ABORT],
+            "BACKEND": statistics.finished[ERROR],
+            "OTHER": 0,
+        }
         for reason, number in reasons.items():
             failure.add_metric([reason, *labels.values()], number)
         yield failure
@@ -136,14 +148,18 @@ class ServerMetrics(Collector):
         labels = {"model_name": self._model, "engine": "0"}
         used = values.get("Fraction used KV cache blocks", 0.0)
         gauges = {
-            "num_requests_running": values["Active Request Count"], "num_requests_waiting": values["Waiting Requests"],
-            "kv_cache_usage_perc": used, "gpu_cache_usage_perc": used,
-        }  # fmt: skip
+            "num_requests_running": values["Active Request Count"],
+            "num_requests_waiting": values["Waiting Requests"],
+            "kv_cache_usage_perc": used,
+            "gpu_cache_usage_perc": used,
+        }
         counters = {
-            "num_preemptions": statistics.pauses, "prompt_tokens": statistics.prompt_tokens,
-            "generation_tokens": statistics.generation_tokens, "prefix_cache_queries": statistics.prompt_tokens,
+            "num_preemptions": statistics.pauses,
+            "prompt_tokens": statistics.prompt_tokens,
+            "generation_tokens": statistics.generation_tokens,
+            "prefix_cache_queries": statistics.prompt_tokens,
             "prefix_cache_hits": statistics.reused_tokens,
-        }  # fmt: skip
+        }
         for name, value in gauges.items():
             yield _gauge(f"vllm:{name}", _in_words(name), labels, value)
         for name, number in counters.items():
@@ -155,14 +171,19 @@ class ServerMetrics(Collector):
             success.add_metric([reason, *labels.values()], number)
         yield success
         histograms = {
-            "time_to_first_token_seconds": statistics.ttft_s, "inter_token_latency_seconds": statistics.itl_s,
+            "time_to_first_token_seconds": statistics.ttft_s,
+            "inter_token_latency_seconds": statistics.itl_s,
             "request_time_per_output_token_seconds": statistics.tpot_s,
-            "e2e_request_latency_seconds": statistics.e2e_s, "request_queue_time_seconds": statistics.queue_time_s,
-            "request_prompt_tokens": statistics.prompt_len, "request_generation_tokens": statistics.output_len,
-            "request_prefill_time_seconds": statistics.prefill_s, "request_decode_time_seconds": statistics.decode_s,
-            "request_inference_time_seconds": statistics.running_s, "iteration_tokens_total": statistics.iteration_len,
+            "e2e_request_latency_seconds": statistics.e2e_s,
+            "request_queue_time_seconds": statistics.queue_time_s,
+            "request_prompt_tokens": statistics.prompt_len,
+            "request_generation_tokens": statistics.output_len,
+            "request_prefill_time_seconds": statistics.prefill_s,
+            "request_decode_time_seconds": statistics.decode_s,
+            "request_inference_time_seconds": statistics.running_s,
+            "iteration_tokens_total": statistics.iteration_len,
             "request_params_max_tokens": statistics.reserved_len,
-        }  # fmt: skip
+        }
         for name, histogram in histograms.items():
             yield _histogram(f"vllm:{name}", _in_words(name), labels, histogram)
         limits = self._engine.limits
@@ -195,8 +216,9 @@ def _histogram(
     name: str, help_text: str, labels: Mapping[str, str], histogram: Histogram, scale: float = 1.0
 ) -> Metric:
     """scale: of the values, for another unit."""
-    buckets = [(limit if limit == "+Inf" else str(float(limit) * scale), count)
-               for limit, count in histogram.cumulative()]  # fmt: skip
+    buckets = [
+        (limit if limit == "+Inf" else str(float(limit) * scale), count) for limit, count in histogram.cumulative()
+    ]
     family = HistogramMetricFamily(name, help_text, labels=list(labels))
     family.add_metric(list(labels.values()), buckets, histogram.sum * scale)
     return family

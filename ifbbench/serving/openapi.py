@@ -11,10 +11,15 @@ from ifbbench.serving.protocol import ChatRequest, CompletionRequest
 
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 ERRORS = {
-    "400": "The body is not valid, or the engine cannot run the request.", "401": "The API key is missing or wrong.",
-    "404": "There is no such model or adapter.", "413": "The body is too large.", "415": "The body is compressed.",
-    "429": "The queue is full.", "500": "The engine failed.", "503": "The server is about to end.",
-}  # fmt: skip
+    "400": "The body is not valid, or the engine cannot run the request.",
+    "401": "The API key is missing or wrong.",
+    "404": "There is no such model or adapter.",
+    "413": "The body is too large.",
+    "415": "The body is compressed.",
+    "429": "The queue is full.",
+    "500": "The engine failed.",
+    "503": "The server is about to end.",
+}
 
 
 # Fields that are refused with most values.
@@ -29,9 +34,12 @@ COMPLETIONS = {
 }
 CHATS = {
     "chat": {"messages": [{"role": "user", "content": "Hello"}], **OPTIONS},
-    "stream": {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
-               "stream": True, "max_completion_tokens": 8},
-}  # fmt: skip
+    "stream": {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+        "stream": True,
+        "max_completion_tokens": 8,
+    },
+}
 
 
 @cache
@@ -40,9 +48,10 @@ def openapi(vocab_size: int | None) -> dict[str, Any]:
     template = "#/components/schemas/{name}"
     references, components = msgspec.json.schema_components([CompletionRequest, ChatRequest], ref_template=template)
     components["Error"] = {
-        "type": "object", "required": ["error"],
+        "type": "object",
+        "required": ["error"],
         "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
-    }  # fmt: skip
+    }
     completion, chat = references
     # What the types do not say: a token id is one of the vocabulary, and a list has prompts of one kind.
     text = {"type": "string", "minLength": 1}
@@ -87,11 +96,19 @@ def _operation(
         return {"summary": summary, "responses": responses}
     responses |= {status: _error(text) for status, text in ERRORS.items()}
     return {
-        "summary": summary, "security": [{}, {"key": []}], "responses": responses,
-        "requestBody": {"required": True, "content": {JSON: {
-            "schema": body, "examples": {name: {"value": value} for name, value in (examples or {}).items()},
-        }}},
-    }  # fmt: skip
+        "summary": summary,
+        "security": [{}, {"key": []}],
+        "responses": responses,
+        "requestBody": {
+            "required": True,
+            "content": {
+                JSON: {
+                    "schema": body,
+                    "examples": {name: {"value": value} for name, value in (examples or {}).items()},
+                }
+            },
+        },
+    }
 
 
 def _error(description: str) -> dict[str, Any]:

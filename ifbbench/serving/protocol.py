@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from ifbbench.api.request import InferenceRequest
-from ifbbench.config import DEFAULT_PRIORITY, RunConfig
 from ifbbench.engine.active import FloatArray
 from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams
 from ifbbench.errors import InputError
+from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.serving.texts import Texts
+from ifbbench.settings.config import DEFAULT_PRIORITY, RunConfig
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -296,8 +296,9 @@ def read_body(content: bytes, body_type: type[Body], ignore_unknown_fields: bool
     if not ignore_unknown_fields:
         for path, name, value in _unread_fields(fields, body, ""):
             if value is not None and name not in WITHOUT_EFFECT and value not in NEUTRAL_VALUES.get(name, ()):
-                raise InputError(f"{path}: is not supported; leave it out, or start the server with "
-                                 "--ignore_unknown_fields.")
+                raise InputError(
+                    f"{path}: is not supported; leave it out, or start the server with --ignore_unknown_fields."
+                )
     return body
 
 
@@ -334,8 +335,9 @@ def check_supported(body: Generating, makes_tokens: bool) -> None:
     if body.logit_bias and not makes_tokens:
         raise InputError("logit_bias: a simulated device has no logits; leave it out.")
     if isinstance(body, CompletionRequest) and (body.best_of or body.num_choices) != body.num_choices:
-        raise InputError(f"best_of: {body.best_of} is not n ({body.num_choices}), and choices are not ranked; leave it "
-                         "out.")
+        raise InputError(
+            f"best_of: {body.best_of} is not n ({body.num_choices}), and choices are not ranked; leave it out."
+        )
     if body.use_beam_search and not makes_tokens:
         raise InputError("use_beam_search: a simulated device has no beams to compare; leave it out.")
     if body.scores_prompt and body.stream:
@@ -348,9 +350,15 @@ def check_supported(body: Generating, makes_tokens: bool) -> None:
 
 
 def engine_requests(
-    body: Generating, prompts: list[list[int]], texts: Texts, config: RunConfig, end_tokens: tuple[int, ...],
-    default_max_tokens: int, vocab_size: int | None, lora_task_id: int | None,
-) -> list[InferenceRequest]:  # fmt: skip
+    body: Generating,
+    prompts: list[list[int]],
+    texts: Texts,
+    config: RunConfig,
+    end_tokens: tuple[int, ...],
+    default_max_tokens: int,
+    vocab_size: int | None,
+    lora_task_id: int | None,
+) -> list[InferenceRequest]:
     """The requests of the batch manager for `body`: of each prompt one, or with several seeds one for each choice.
 
     config: has the defaults of sampling. end_tokens, vocab_size: of the model, None if none runs. lora_task_id: of the
@@ -362,18 +370,25 @@ def engine_requests(
     requests = []
     for tokens in prompts:
         for choice in range(1 if with_beams else body.num_choices):
-            requests.append(InferenceRequest(
-                0, tokens, default_max_tokens if asked is None else max(asked, 1),
-                stop_ids=(*(() if body.ignore_eos else end_tokens), *(body.stop_token_ids or ())),
-                stop_sequences=stop_sequences,
-                sampling=replace(sampling, seed=sampling.seed + choice),
-                beam_width=body.num_choices if with_beams else 1,
-                # A stop text may also begin within a token, which only the text itself shows while it grows.
-                streaming=bool(body.stream or body.stops) and not with_beams,
-                return_log_probs=top is not None, return_generation_logits=bool(top) and has_model,
-                return_context_logits=body.scores_prompt and has_model, exclude_input_from_output=True,
-                priority=DEFAULT_PRIORITY if body.priority is None else body.priority, lora_task_id=lora_task_id,
-            ))  # fmt: skip
+            requests.append(
+                InferenceRequest(
+                    0,
+                    tokens,
+                    default_max_tokens if asked is None else max(asked, 1),
+                    stop_ids=(*(() if body.ignore_eos else end_tokens), *(body.stop_token_ids or ())),
+                    stop_sequences=stop_sequences,
+                    sampling=replace(sampling, seed=sampling.seed + choice),
+                    beam_width=body.num_choices if with_beams else 1,
+                    # A stop text may also begin within a token, which only the text itself shows while it grows.
+                    streaming=bool(body.stream or body.stops) and not with_beams,
+                    return_log_probs=top is not None,
+                    return_generation_logits=bool(top) and has_model,
+                    return_context_logits=body.scores_prompt and has_model,
+                    exclude_input_from_output=True,
+                    priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
+                    lora_task_id=lora_task_id,
+                )
+            )
     return requests
 
 

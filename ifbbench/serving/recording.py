@@ -5,17 +5,17 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
-from ifbbench.api.engine import Engine
-from ifbbench.api.request import InferenceRequest
+from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
 from ifbbench.compressed import open_to_read
 from ifbbench.engine.interfaces import Observer
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.recording import run_directory
-from ifbbench.recording.lines import JsonLinesWriter
-from ifbbench.recording.recorder import FLUSH_INTERVAL_S, Recorder
 from ifbbench.replay.run import describe
+from ifbbench.rundir import run_directory
+from ifbbench.rundir.lines import JsonLinesWriter
+from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
+from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.workload.formats import trace_lines, write_lines
 from ifbbench.workload.trace import Trace, TraceRequest
 
@@ -45,12 +45,16 @@ class TrafficRecording(Observer):
         self.directory = self._open.enter_context(run_directory.begun([directory], overwrite, self._begin))
         self._trace = JsonLinesWriter(self._trace_path)
         self._recorder = Recorder(
-            directory, self._description, 0, IterationStatistics(engine.limits.batching_type,
-                                                                 engine.limits.max_active),
-            self._arrival_s, config.recording_format, config.iteration_stats_every,
+            directory,
+            self._description,
+            0,
+            IterationStatistics(engine.limits.batching_type, engine.limits.max_active),
+            self._arrival_s,
+            config.recording_format,
+            config.iteration_stats_every,
             profile=engine.profile.steps if engine.profile else None,
             iteration_stats_format=config.iteration_stats_format,
-        )  # fmt: skip
+        )
 
     def _begin(self, directory: Path, name: str) -> None:
         (directory / self._trace_path.name).touch()
@@ -115,12 +119,17 @@ class TrafficRecording(Observer):
         requested = request.max_new_tokens + request.prompt_len - prompt_len
         has_tokens = tokens is not None and not self._lengths_only
         row = TraceRequest(
-            request.request_id, self._arrivals_s.pop(request.request_id), prompt_len, requested,
+            request.request_id,
+            self._arrivals_s.pop(request.request_id),
+            prompt_len,
+            requested,
             # A request that was stopped before its first token would have had one.
             max(request.num_outputs, 1),
             prompt_tokens=tuple(tokens[:prompt_len].tolist()) if has_tokens and tokens is not None else None,
-            priority=request.priority, beam_width=request.beam_width, lora_task_id=request.lora_task_id,
-        )  # fmt: skip
+            priority=request.priority,
+            beam_width=request.beam_width,
+            lora_task_id=request.lora_task_id,
+        )
         self._trace.write(line.rstrip("\n").encode() for line in trace_lines([row]))
 
     def _order_rows(self) -> None:

@@ -16,15 +16,14 @@ from typing import Any
 
 import uvicorn
 
-from ifbbench.api.adapters import adapter_names
-from ifbbench.api.engine import Engine, build_engine, warm_up
+from ifbbench.build.adapters import adapter_names
+from ifbbench.build.engine import Engine, build_engine, warm_up
 from ifbbench.clock import NO_PROGRESS, PacedClock, Progress, WallClock
-from ifbbench.config import RunConfig
+from ifbbench.endpoint.loop import allow_many_connections, new_event_loop
 from ifbbench.errors import InputError
-from ifbbench.recording import run_directory
-from ifbbench.replay.endpoint_loop import allow_many_connections, new_event_loop
 from ifbbench.replay.rank_processes import WRITING, run_in_ranks
 from ifbbench.replay.rank_runs import leading, starts_ranks
+from ifbbench.rundir import run_directory
 from ifbbench.serving.app import Endpoints
 from ifbbench.serving.config import FrontDoorConfig, ServerConfig
 from ifbbench.serving.connections import BoundedRate, LimitedConnection
@@ -33,6 +32,7 @@ from ifbbench.serving.recording import TrafficRecording
 from ifbbench.serving.service import Service, SyntheticTokens
 from ifbbench.serving.statistics import LiveStatistics
 from ifbbench.serving.texts import SAMPLE_TEXT, Texts
+from ifbbench.settings.config import RunConfig
 
 API_KEY_VARIABLE = "IFBBENCH_API_KEY"
 BACKLOG = 4096
@@ -49,9 +49,12 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def serve(
-    config: RunConfig, server: ServerConfig, progress: Progress = NO_PROGRESS,
-    on_started: Callable[[str], None] = lambda url: None, on_recording: Callable[[Path], None] | None = None,
-) -> dict[str, Any] | None:  # fmt: skip
+    config: RunConfig,
+    server: ServerConfig,
+    progress: Progress = NO_PROGRESS,
+    on_started: Callable[[str], None] = lambda url: None,
+    on_recording: Callable[[Path], None] | None = None,
+) -> dict[str, Any] | None:
     """Serve until SIGTERM or SIGINT, then drain; returns the summary of the recording, None without one. In several
     processes if `config` needs them, of which rank 0 serves. To be called in the main thread.
 
@@ -62,8 +65,9 @@ def serve(
     if not config.makes_no_tokens and starts_ranks(config):
         callbacks: dict[str, Any] = {"on_started": on_started, "on_recording": on_recording}
         run = partial(serve, config, server)
-        summary: dict[str, Any] | None = run_in_ranks(run, config, progress, callbacks, subject="the server",
-                                                      passed_on=(signal.SIGTERM, signal.SIGINT))  # fmt: skip
+        summary: dict[str, Any] | None = run_in_ranks(
+            run, config, progress, callbacks, subject="the server", passed_on=(signal.SIGTERM, signal.SIGINT)
+        )
         return summary
     with closing(_listen(server)) as listener:
         _model_name(config, server)
@@ -92,9 +96,14 @@ def serving_engine(config: RunConfig, progress: Progress = NO_PROGRESS) -> Itera
 
 
 async def _serve(
-    engine: Engine, config: RunConfig, server: ServerConfig, listener: socket.socket, progress: Progress,
-    on_started: Callable[[str], None], on_recording: Callable[[Path], None] | None,
-) -> dict[str, Any] | None:  # fmt: skip
+    engine: Engine,
+    config: RunConfig,
+    server: ServerConfig,
+    listener: socket.socket,
+    progress: Progress,
+    on_started: Callable[[str], None],
+    on_recording: Callable[[Path], None] | None,
+) -> dict[str, Any] | None:
     async with running_service(engine, config, server) as service:
         if server.record is not None and on_recording is not None:
             on_recording(Path(server.record))
@@ -178,9 +187,15 @@ def endpoints_of(service: Service, config: RunConfig, server: ServerConfig) -> E
         engine, service.statistics, name, server.metrics_names, lambda: service.num_live, lambda: service.num_queued
     )
     return Endpoints(
-        service, Texts(config.model, engine.model.vocab_size), server, metrics, name, adapter_names(config),
-        server.api_key or os.environ.get(API_KEY_VARIABLE) or None, int(WallClock().timestamp()),
-    )  # fmt: skip
+        service,
+        Texts(config.model, engine.model.vocab_size),
+        server,
+        metrics,
+        name,
+        adapter_names(config),
+        server.api_key or os.environ.get(API_KEY_VARIABLE) or None,
+        int(WallClock().timestamp()),
+    )
 
 
 def _model_name(config: RunConfig, server: ServerConfig) -> str:
@@ -232,8 +247,10 @@ def _listen(server: ServerConfig) -> socket.socket:
         listener.bind((server.host, server.port))
     except OSError as error:
         listener.close()
-        raise InputError(f"--port: {server.host}:{server.port} cannot be listened on ({error.strerror}); give another "
-                         "--port or --host.") from error
+        raise InputError(
+            f"--port: {server.host}:{server.port} cannot be listened on ({error.strerror}); give another "
+            "--port or --host."
+        ) from error
     listener.setblocking(False)
     return listener
 

@@ -11,16 +11,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ifbbench.api.batch_manager import BatchManager
-from ifbbench.api.client import Tensors
-from ifbbench.api.engine import Engine
-from ifbbench.api.request import InferenceRequest, engine_request
+from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
 from ifbbench.engine.active import FloatArray
-from ifbbench.engine.admission import AdmissionLimits
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.schedulers.tensorrt_llm.admission import AdmissionLimits
+from ifbbench.serving.library.batch_manager import BatchManager
+from ifbbench.serving.library.client import Tensors
+from ifbbench.serving.library.request import InferenceRequest, engine_request
 from ifbbench.serving.statistics import LiveStatistics
 
 # An idle batch manager looks so often whether it is to end.
@@ -199,7 +199,13 @@ class Service:
         self._responded_s = 0.0
         self._clock.restart()
         self._manager = BatchManager.of_engine(
-            engine, self._take, self._respond, self._poll, statistics, lambda: len(self._queue), self._next_priority,
+            engine,
+            self._take,
+            self._respond,
+            self._poll,
+            statistics,
+            lambda: len(self._queue),
+            self._next_priority,
             self._wait,
         )
 
@@ -240,17 +246,20 @@ class Service:
         return self._clock.real_now()
 
     def submit(
-        self, requests: Sequence[InferenceRequest], make: Callable[..., Generation] = Generation,
+        self,
+        requests: Sequence[InferenceRequest],
+        make: Callable[..., Generation] = Generation,
         received_s: float | None = None,
-    ) -> list[Generation]:  # fmt: skip
+    ) -> list[Generation]:
         """Hand over `requests`, which `check` has passed, with new ids. QueueFull if not all of them have room in the
         queue, ServiceEnded if the batch manager has ended. make: a generation, of the arguments of `Generation`.
         received_s: when they were received, by `real_now`; None for now."""
         if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engine has failed")
         if len(requests) > max(self.max_requests - self.num_queued, 0):
-            raise QueueFull(f"{self.num_queued} requests wait, and --max_queue_size is {self._max_queue_size}; "
-                            "try again later.")
+            raise QueueFull(
+                f"{self.num_queued} requests wait, and --max_queue_size is {self._max_queue_size}; try again later."
+            )
         if received_s is None:
             received_s = self.real_now()
         changed = asyncio.Event()

@@ -4,11 +4,11 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
-from ifbbench.api.request import InferenceRequest
 from ifbbench.engine.interfaces import Observer
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.recording.metrics import bound_by
+from ifbbench.rundir.metrics import bound_by
+from ifbbench.serving.library.request import InferenceRequest
 
 LATEST_ITERATIONS = 100
 # Upper limits of the buckets of histograms, in seconds and in tokens; wide enough for both slow and fast devices.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ifbbench.errors import InputError
-from ifbbench.model.named_models import TOKENIZER_FILE, load_tokenizer, weights_path
+from ifbbench.models.named_models import TOKENIZER_FILE, load_tokenizer, weights_path
 from ifbbench.workload.texts import chat_text, content_text
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -90,8 +90,10 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(template)
         except Exception as error:  # of a syntax error, and of what is evaluated beforehand
-            raise InputError(f"the model's chat template cannot be read: {type(error).__name__}: {str(error)[:200]}. "
-                             "Download the model's files again.") from error  # fmt: skip
+            raise InputError(
+                f"the model's chat template cannot be read: {type(error).__name__}: {str(error)[:200]}. "
+                "Download the model's files again."
+            ) from error
         self._special_tokens = special_tokens
 
     @classmethod

@@ -22,12 +22,11 @@ import triton_python_backend_utils as pb  # of Triton, which adds most names onl
 from numpy.typing import NDArray
 from prometheus_client.core import GaugeMetricFamily
 
-from ifbbench.api.client import Tensors
-from ifbbench.api.engine import Engine
-from ifbbench.api.request import InferenceRequest
-from ifbbench.config import RunConfig
+from ifbbench.build.engine import Engine
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.replay.rank_processes import WRITE_S, Ranks, other_ranks
+from ifbbench.serving.library.client import Tensors
+from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.serving.metrics import ServerMetrics
 from ifbbench.serving.server import WATCH_INTERVAL_S, running_service, serving_engine
 from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded
@@ -42,6 +41,7 @@ from ifbbench.serving.triton_repository import (
     TritonConfig,
     read_parameters,
 )
+from ifbbench.settings.config import RunConfig
 
 GAUGES_PREFIX = "nv_trt_llm_"
 _log = logging.getLogger("ifbbench")
@@ -75,10 +75,13 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Take in requests. Their tensors are copied, because Triton's memory is free when this returns."""
         taken = [
-            (request.request_id(), {tensor.name(): copied(tensor) for tensor in request.inputs()},
-             request.get_response_sender())
+            (
+                request.request_id(),
+                {tensor.name(): copied(tensor) for tensor in request.inputs()},
+                request.get_response_sender(),
+            )
             for request in requests
-        ]  # fmt: skip
+        ]
         self._loop.call_soon_threadsafe(self._door.take, taken)
 
     def finalize(self) -> None:
@@ -159,9 +162,13 @@ class FrontDoor:
     event loop."""
 
     def __init__(
-        self, service: Service, triton: TritonConfig, labels: dict[str, str], ranks: Ranks | None,
+        self,
+        service: Service,
+        triton: TritonConfig,
+        labels: dict[str, str],
+        ranks: Ranks | None,
         ending: AsyncExitStack,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._service = service
         self._triton = triton
         self._ranks = ranks
@@ -241,8 +248,10 @@ class FrontDoor:
     def _submit(self, request_id: str, tensors: Tensors, sender: Any) -> None:
         sequences = self._sequences(tensors)
         if len(sequences) > (limit := self._service.max_requests):
-            raise InputError(f"the request has {len(sequences)} sequences, and this server takes {limit} at a time "
-                             "(--max_queue_size); send fewer.")  # fmt: skip
+            raise InputError(
+                f"the request has {len(sequences)} sequences, and this server takes {limit} at a time "
+                "(--max_queue_size); send fewer."
+            )
         for one in sequences:
             self._service.check(one.request)
         call = Call(request_id, sender, sequences)
@@ -261,8 +270,10 @@ class FrontDoor:
         tensors.setdefault("exclude_input_in_output", np.full((num_prompts, 1), self._triton.exclude_input_in_output))
         if not self._triton.decoupled_mode:
             if num_prompts > 1:
-                raise InputError(f"input_ids: {num_prompts} prompts in a request need several responses; start the "
-                                 "server with --decoupled_mode, or send them one by one.")
+                raise InputError(
+                    f"input_ids: {num_prompts} prompts in a request need several responses; start the "
+                    "server with --decoupled_mode, or send them one by one."
+                )
             if tensors.get("streaming", np.zeros(1, bool)).any():
                 raise InputError("streaming: needs several responses; start the server with --decoupled_mode.")
         numbers = tensors.pop(NUM_SEQUENCES, None)
@@ -271,8 +282,9 @@ class FrontDoor:
             request = InferenceRequest.from_tensors(0, {name: array[prompt] for name, array in tensors.items()})
             sequences += sequences_of(request, prompt, None if numbers is None else int(numbers[prompt, 0]))
         if len(sequences) > 1 and not self._triton.decoupled_mode:
-            raise InputError(f"{NUM_SEQUENCES}: {len(sequences)} need several responses; start the server with "
-                             "--decoupled_mode.")  # fmt: skip
+            raise InputError(
+                f"{NUM_SEQUENCES}: {len(sequences)} need several responses; start the server with --decoupled_mode."
+            )
         return sequences
 
     def _stop(self, request_id: str, sender: Any) -> None:
@@ -323,9 +335,13 @@ class TritonMetrics:
 
     def __init__(self, service: Service, labels: dict[str, str]) -> None:
         self._source = ServerMetrics(
-            service.engine, service.statistics, labels["model"], "trtllm", lambda: service.num_live,
-            lambda: service.num_queued
-        )  # fmt: skip
+            service.engine,
+            service.statistics,
+            labels["model"],
+            "trtllm",
+            lambda: service.num_live,
+            lambda: service.num_queued,
+        )
         self._families: dict[str, Any] = {}
         self._metrics: dict[tuple[str, ...], Any] = {}
         self._values: dict[tuple[str, ...], float] = {}

@@ -7,12 +7,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ifbbench.api.request_tensors import TENSORS
-from ifbbench.config import RunConfig, settings
-from ifbbench.fields import Setting, declare, file_name, located, settings_of
 from ifbbench.files import replace_file
 from ifbbench.serving.config import FrontDoorConfig
-from ifbbench.settings import from_mapping
+from ifbbench.serving.library.request_tensors import TENSORS
+from ifbbench.settings.config import RunConfig, settings
+from ifbbench.settings.fields import Setting, declare, file_name, located, settings_of
+from ifbbench.settings.names import from_mapping
 
 MODEL_NAME, VERSION = "tensorrt_llm", "1"
 # Inputs that are not those of a request of the engine.
@@ -30,10 +30,15 @@ TRITON_TYPES = {"int32": "INT32", "uint64": "UINT64", "float16": "FP16", "float3
 OTHER_TYPES = {"early_stopping": "BOOL"}
 # Outputs by name: type and dimensions.
 OUTPUTS = {
-    "output_ids": ("INT32", [-1, -1]), "sequence_length": ("INT32", [-1]), "cum_log_probs": ("FP32", [-1]),
-    "output_log_probs": ("FP32", [-1, -1]), "context_logits": ("FP32", [-1, -1]),
-    "generation_logits": ("FP32", [-1, -1, -1]), "batch_index": ("INT32", [1]), "sequence_index": ("INT32", [1]),
-}  # fmt: skip
+    "output_ids": ("INT32", [-1, -1]),
+    "sequence_length": ("INT32", [-1]),
+    "cum_log_probs": ("FP32", [-1]),
+    "output_log_probs": ("FP32", [-1, -1]),
+    "context_logits": ("FP32", [-1, -1]),
+    "generation_logits": ("FP32", [-1, -1, -1]),
+    "batch_index": ("INT32", [1]),
+    "sequence_index": ("INT32", [1]),
+}
 
 _server, _model = partial(declare, "server"), partial(declare, "model of triton")
 _port = partial(_server, minimum=0, maximum=65535)
@@ -47,14 +52,17 @@ class TritonConfig(FrontDoorConfig):
     grpc_port: int = _port(8001, "Port of gRPC; 0 takes a free one.")
     metrics_port: int = _port(8002, "Port of /metrics; 0 takes a free one.")
     triton_model_name: str = _model(
-        MODEL_NAME, "Name of the model in Triton.", convert=partial(file_name, name="--triton_model_name"))
+        MODEL_NAME, "Name of the model in Triton.", convert=partial(file_name, name="--triton_model_name")
+    )
     decoupled_mode: bool = _model(
-        True, "A request may have several responses, as streams need; without it each has one, as /infer of HTTP "
-        "needs.")
+        True, "A request may have several responses, as streams need; without it each has one, as /infer of HTTP needs."
+    )
     exclude_input_in_output: bool = _model(
-        False, "output_ids begin after the prompt. Streams, and requests that say so, have new tokens only anyway.")
+        False, "output_ids begin after the prompt. Streams, and requests that say so, have new tokens only anyway."
+    )
     cancellation_check_period_ms: int = _model(
-        100, "How often to look for requests that clients have cancelled.", minimum=1, unit="ms")
+        100, "How often to look for requests that clients have cancelled.", minimum=1, unit="ms"
+    )
     stats_check_period_ms: int = _model(100, "How often to update the metrics.", minimum=1, unit="ms")
 
 
@@ -88,10 +96,14 @@ from ifbbench.serving.triton_model import TritonPythonModel  # noqa: E402, F401
 def model_config(config: RunConfig, triton: TritonConfig) -> str:
     """The text of config.pbtxt. Its parameters are the settings that are not the default."""
     inputs = [
-        _tensor(name, OTHER_TYPES.get(name) or TRITON_TYPES[tensor.dtype],
-                [int(size) if size.isdigit() else -1 for size in tensor.shape], is_optional=name not in REQUIRED)
+        _tensor(
+            name,
+            OTHER_TYPES.get(name) or TRITON_TYPES[tensor.dtype],
+            [int(size) if size.isdigit() else -1 for size in tensor.shape],
+            is_optional=name not in REQUIRED,
+        )
         for name, tensor in TENSORS.items()
-    ]  # fmt: skip
+    ]
     inputs.append(_tensor(STOP, "BOOL", [1], is_optional=True))
     inputs.append(_tensor(NUM_SEQUENCES, "INT32", [1], is_optional=True))
     outputs = [_tensor(name, dtype, dims) for name, (dtype, dims) in OUTPUTS.items()]
@@ -100,9 +112,11 @@ def model_config(config: RunConfig, triton: TritonConfig) -> str:
         f"model_transaction_policy {{ decoupled: {str(triton.decoupled_mode).lower()} }}\n"
         "instance_group [ { count: 1, kind: KIND_CPU } ]\n"
         f"input [\n{_list(inputs)}\n]\noutput [\n{_list(outputs)}\n]\n"
-        + "".join(f"parameters {{ key: {_text(name)}, value {{ string_value: {_text(value)} }} }}\n"
-                  for name, value in _parameters(config, triton).items())
-    )  # fmt: skip
+        + "".join(
+            f"parameters {{ key: {_text(name)}, value {{ string_value: {_text(value)} }} }}\n"
+            for name, value in _parameters(config, triton).items()
+        )
+    )
 
 
 def _tensor(name: str, dtype: str, dims: list[int], is_optional: bool = False) -> str:
@@ -123,8 +137,9 @@ def _text(value: str) -> str:
 def _parameters(config: RunConfig, triton: TritonConfig) -> dict[str, str]:
     given = [(one, getattr(config, one.name)) for one in settings()]
     given += [(one, getattr(triton, one.name)) for one in triton_settings()]
-    return {one.name: "none" if value is None else str(value)
-            for one, value in given if value != one.command_line_default}  # fmt: skip
+    return {
+        one.name: "none" if value is None else str(value) for one, value in given if value != one.command_line_default
+    }
 
 
 def read_parameters(model_config: Mapping[str, Any]) -> tuple[RunConfig, TritonConfig]:

@@ -22,11 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
-from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
-from ifbbench.model.named_models import load_model_config
-from ifbbench.recording import run_directory
+from ifbbench.models.named_models import load_model_config
+from ifbbench.rundir import run_directory
 from ifbbench.serving.triton_repository import FIFO_VARIABLE, PIPE_VARIABLE, TritonConfig, write_repository
+from ifbbench.settings.config import RunConfig
 
 LOG = "triton.log"
 INSTALL = "pip install 'ifbbench[triton]'"
@@ -40,9 +40,11 @@ LOAD_ERROR = re.compile(r"\"failed to load '.*?' version \d+: \w+(?: \w+)*: (?:T
 
 
 def serve_triton(
-    config: RunConfig, triton: TritonConfig, progress: Progress = NO_PROGRESS,
+    config: RunConfig,
+    triton: TritonConfig,
+    progress: Progress = NO_PROGRESS,
     on_started: Callable[[TritonConfig], None] = lambda triton: None,
-) -> dict[str, Any] | None:  # fmt: skip
+) -> dict[str, Any] | None:
     """Serve until SIGTERM or SIGINT, then drain; returns the summary of the recording, None without one. To be called
     in the main thread.
 
@@ -62,8 +64,9 @@ def serve_triton(
         os.mkfifo(fifo := work / "model")
         model = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
         variables = {PIPE_VARIABLE: str(held), FIFO_VARIABLE: str(fifo)}
-        process = subprocess.Popen(command, env=environment | variables, pass_fds=(held,), start_new_session=True,
-                                   preexec_fn=_end_with_parent)  # fmt: skip
+        process = subprocess.Popen(
+            command, env=environment | variables, pass_fds=(held,), start_new_session=True, preexec_fn=_end_with_parent
+        )
         os.close(held)
         try:
             with _ending_by_signals(process) as ending:
@@ -86,8 +89,10 @@ def triton_command(work: Path, config: RunConfig, triton: TritonConfig) -> tuple
     installed."""
     spec = find_spec("pytriton")
     if spec is None or spec.origin is None:
-        raise InputError(f"Triton Inference Server is not installed; {INSTALL} installs it (package nvidia-pytriton, "
-                         "Linux on x86-64).")
+        raise InputError(
+            f"Triton Inference Server is not installed; {INSTALL} installs it (package nvidia-pytriton, "
+            "Linux on x86-64)."
+        )
     package = Path(spec.origin).parent
     server, libraries = package / "tritonserver", package.parent / "nvidia_pytriton.libs"
     backend = work / "backends" / "python"
@@ -97,20 +102,29 @@ def triton_command(work: Path, config: RunConfig, triton: TritonConfig) -> tuple
     # DCGM complains on stderr where there is no driver.
     has_gpu = not config.makes_no_tokens and config.device != "cpu" and Path("/proc/driver/nvidia").exists()
     options: dict[str, Any] = {
-        "model-repository": work / "models", "backend-directory": backend.parent, "log-file": work / LOG,
-        "disable-auto-complete-config": "", "exit-timeout-secs": round(triton.drain_timeout),
-        "http-address": triton.host, "http-port": triton.http_port, "grpc-address": triton.host,
-        "grpc-port": triton.grpc_port, "metrics-address": triton.host, "metrics-port": triton.metrics_port,
-        "allow-gpu-metrics": str(has_gpu).lower(), "metrics-config": "histogram_latencies=true",
+        "model-repository": work / "models",
+        "backend-directory": backend.parent,
+        "log-file": work / LOG,
+        "disable-auto-complete-config": "",
+        "exit-timeout-secs": round(triton.drain_timeout),
+        "http-address": triton.host,
+        "http-port": triton.http_port,
+        "grpc-address": triton.host,
+        "grpc-port": triton.grpc_port,
+        "metrics-address": triton.host,
+        "metrics-port": triton.metrics_port,
+        "allow-gpu-metrics": str(has_gpu).lower(),
+        "metrics-config": "histogram_latencies=true",
         "metrics-interval-ms": triton.stats_check_period_ms,
-    }  # fmt: skip
+    }
     command = [str(server / "bin" / "tritonserver")]
     command += [f"--{name}={value}" if value != "" else f"--{name}" for name, value in options.items()]
     paths = [str(_library_folder()), str(libraries), os.environ.get("LD_LIBRARY_PATH", "")]
     # Triton's interpreter takes the packages of the python3 that it finds first.
     search = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     return command, os.environ | {
-        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)), "PATH": os.pathsep.join(search)
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
+        "PATH": os.pathsep.join(search),
     }
 
 
@@ -120,8 +134,10 @@ def _stub(server: Path) -> Path:
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
         known = ", ".join(sorted(path.name for path in stub.parent.parent.iterdir()))
-        raise InputError(f"this nvidia-pytriton has no backend for Python {version}; it has {known}. Install another "
-                         "version of it, or of Python.")
+        raise InputError(
+            f"this nvidia-pytriton has no backend for Python {version}; it has {known}. Install another "
+            "version of it, or of Python."
+        )
     return stub
 
 
@@ -134,8 +150,10 @@ def _library_folder() -> Path:
     for folder in folders:
         if library.startswith("libpython") and ".so" in library and (folder / library).is_file():
             return folder
-    raise InputError(f"{sys.executable} has no shared library libpython, which Triton's Python backend needs; use a "
-                     "Python that was built with --enable-shared, as those of distributions, conda and uv are.")
+    raise InputError(
+        f"{sys.executable} has no shared library libpython, which Triton's Python backend needs; use a "
+        "Python that was built with --enable-shared, as those of distributions, conda and uv are."
+    )
 
 
 @contextmanager
@@ -156,8 +174,10 @@ def reserved_ports(triton: TritonConfig) -> Iterator[TritonConfig]:
             try:
                 bound.bind((triton.host, port))
             except OSError as error:
-                raise InputError(f"--{name}: {triton.host}:{port} cannot be listened on ({error.strerror}); give "
-                                 f"another --{name} or --host.") from error
+                raise InputError(
+                    f"--{name}: {triton.host}:{port} cannot be listened on ({error.strerror}); give "
+                    f"another --{name} or --host."
+                ) from error
             chosen[name] = bound.getsockname()[1]
         yield replace(triton, **chosen)
 

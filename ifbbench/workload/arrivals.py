@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench import fields
 from ifbbench.compressed import read_text
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.fields import located
+from ifbbench.settings import fields
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.fields import located
 from ifbbench.workload.distributions import Generator, Limited, NotNegative, Positive, Times
 from ifbbench.workload.trace import NO_REQUEST, RequestColumns
 
@@ -141,8 +141,10 @@ class Schedule(Limited):
             if start <= before:
                 raise InputError(f"a rate starts at {start:g} s after one at {before:g} s; expected ascending starts.")
         if not rates[-1][1]:
-            raise InputError("the last rate is 0, so that not all requests arrive; expected a rate above 0. End the "
-                             f"arrivals with --duration {rates[-1][0]:g} instead.")  # fmt: skip
+            raise InputError(
+                "the last rate is 0, so that not all requests arrive; expected a rate above 0. End the "
+                f"arrivals with --duration {rates[-1][0]:g} instead."
+            )
         object.__setattr__(self, "rates", rates)
 
     def draw(self, generator: Generator, count: int) -> Times:
@@ -157,8 +159,10 @@ class Schedule(Limited):
 def _step(value: Any, name: str) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise fields.unexpected(name, value, "[start_s, rate]")
-    start_s, rate = (fields.number(one, f"{name} {column}", 0.0, from_text=True)
-                     for one, column in zip(value, SCHEDULE_COLUMNS, strict=True))  # fmt: skip
+    start_s, rate = (
+        fields.number(one, f"{name} {column}", 0.0, from_text=True)
+        for one, column in zip(value, SCHEDULE_COLUMNS, strict=True)
+    )
     return start_s, rate
 
 
@@ -210,16 +214,26 @@ def session_starts(before: Indices) -> Indices:
 # By their names in specifications.
 
 ARRIVALS: dict[str, type[ArrivalProcess]] = {
-    "all_at_once": AllAtOnce, "constant": Constant, "poisson": Poisson, "gamma": Gamma, "ramp": Ramp, "on_off": OnOff,
+    "all_at_once": AllAtOnce,
+    "constant": Constant,
+    "poisson": Poisson,
+    "gamma": Gamma,
+    "ramp": Ramp,
+    "on_off": OnOff,
     "schedule": Schedule,
-}  # fmt: skip
+}
 
 # From settings.
 
 KINDS = {
-    "recorded": (0, 0), "all_at_once": (0, 0), "constant": (0, 0), "poisson": (0, 0), "gamma": (1, 1), "ramp": (3, 4),
+    "recorded": (0, 0),
+    "all_at_once": (0, 0),
+    "constant": (0, 0),
+    "poisson": (0, 0),
+    "gamma": (1, 1),
+    "ramp": (3, 4),
     "on_off": (3, 3),
-}  # fmt: skip
+}
 """The kinds of `--arrival`, with the smallest and the largest number of values after their name."""
 KINDS_IN_WORDS = (
     "recorded, all_at_once, constant, poisson, gamma:BURSTINESS, ramp:FROM:TO:SECONDS[:exponential] or "

@@ -20,7 +20,7 @@ import numpy as np
 
 from ifbbench.compressed import DamagedFile, bounded_lines
 from ifbbench.errors import InputError
-from ifbbench.fields import shown
+from ifbbench.settings.fields import shown
 from ifbbench.workload.formats import TOO_LONG, checked_object, json_row, json_value
 from ifbbench.workload.trace import ID
 

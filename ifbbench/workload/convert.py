@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.config import DEFAULT_PRIORITY
+from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.workload.formats import trace_lines
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.tool_formats import NO_LORA
@@ -50,9 +50,12 @@ def gpt_manager_lines(requests: Iterable[TraceRequest], tokens: Tokens) -> Lines
         position_s += delay_s  # as a reader adds them up
         task_id = NO_LORA if request.lora_task_id is None else request.lora_task_id
         sample = {
-            "input_len": request.prompt_len, "input_ids": tokens.of(request), "output_len": request.output_len,
-            "task_id": task_id, "delay": delay_s,
-        }  # fmt: skip
+            "input_len": request.prompt_len,
+            "input_ids": tokens.of(request),
+            "output_len": request.output_len,
+            "task_id": task_id,
+            "delay": delay_s,
+        }
         yield separator + _encode(sample)
         separator = ",\n"
     yield "\n]}\n"
@@ -91,9 +94,11 @@ def mooncake_lines(requests: Iterable[TraceRequest], tokens: Tokens) -> Lines:
             hash_ids.append(number)
         timestamp = round(request.arrival_s * MILLISECONDS, MICROSECONDS - 3)
         row = {
-            "timestamp": int(timestamp) if timestamp.is_integer() else timestamp, "input_length": request.prompt_len,
-            "output_length": request.output_len, "hash_ids": hash_ids,
-        }  # fmt: skip
+            "timestamp": int(timestamp) if timestamp.is_integer() else timestamp,
+            "input_length": request.prompt_len,
+            "output_length": request.output_len,
+            "hash_ids": hash_ids,
+        }
         yield _encode(row) + "\n"
 
 
@@ -136,10 +141,20 @@ class OutputFormat:
     carries: frozenset[str]
 
 
-ALL_FIELDS = frozenset({
-    "arrival_s", "max_new_tokens", "prompt_tokens", "prefix_ids", "priority", "beam_width", "lora_task_id", "stop_ids",
-    "request_class", "after",
-})  # fmt: skip
+ALL_FIELDS = frozenset(
+    {
+        "arrival_s",
+        "max_new_tokens",
+        "prompt_tokens",
+        "prefix_ids",
+        "priority",
+        "beam_width",
+        "lora_task_id",
+        "stop_ids",
+        "request_class",
+        "after",
+    }
+)
 FORMATS: dict[str, OutputFormat] = {
     "ifbbench": OutputFormat(lambda requests, _: trace_lines(requests), ".jsonl", ALL_FIELDS),
     "gpt-manager": OutputFormat(

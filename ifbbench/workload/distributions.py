@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, get_args, get_
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench import fields
 from ifbbench.errors import InputError
+from ifbbench.settings import fields
 from ifbbench.workload.trace import MAX_LENGTH
 
 Generator = np.random.Generator
@@ -246,9 +246,17 @@ class LogNormal(LogNormalTime):
 # By their names in specifications.
 
 LENGTHS: dict[str, type[LengthDistribution]] = {
-    "fixed": Fixed, "normal": Normal, "uniform": Uniform, "lognormal": LogNormal, "geometric": Geometric,
-    "quantiles": Quantiles, "histogram": Histogram,
-}  # fmt: skip
+    "fixed": Fixed,
+    "normal": Normal,
+    "uniform": Uniform,
+    "lognormal": LogNormal,
+    "geometric": Geometric,
+    "quantiles": Quantiles,
+    "histogram": Histogram,
+}
 DURATIONS: dict[str, type[DurationDistribution]] = {
-    "fixed": FixedTime, "uniform": UniformTime, "exponential": ExponentialTime, "lognormal": LogNormalTime,
-}  # fmt: skip
+    "fixed": FixedTime,
+    "uniform": UniformTime,
+    "exponential": ExponentialTime,
+    "lognormal": LogNormalTime,
+}

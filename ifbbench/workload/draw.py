@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
+from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.workload.distributions import Generator, Lengths, Stream, Times, generator
 from ifbbench.workload.prompts import runs_of, with_prefix
 from ifbbench.workload.spec import FROM_ANSWER, RequestClass, SharedPrefix, WorkloadSpec
@@ -75,13 +75,17 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
         kind, part, place = classes[class_of[index]], drawn[class_of[index]], int(position[index])
         # The columns have the arrival and the other lengths.
         request = TraceRequest(
-            index, 0.0, int(prompt_len[index]), 1, 1,
+            index,
+            0.0,
+            int(prompt_len[index]),
+            1,
+            1,
             priority=DEFAULT_PRIORITY if kind.priority is None else kind.priority,
             lora_task_id=None if part.task_ids is None else int(part.task_ids[place]),
             request_class=kind.name,
             after=index - 1 if follows[index] else None,
             think_s=float(think_s[index]),
-        )  # fmt: skip
+        )
         runs = part.named_tokens(place)
         return with_prefix(request, runs) if runs else request
 
@@ -236,8 +240,10 @@ def draw_pools(shared: SharedPrefix, streams: _Streams, first_id: int) -> list[l
 def _check_named(lengths: Lengths) -> None:
     """InputError if prompts have more than MAX_NAMED_TOKENS in common: each names its blocks, which takes minutes."""
     if (longest := int(lengths.max(initial=0))) > MAX_NAMED_TOKENS:
-        raise InputError(f"a shared prefix or a conversation has {longest:,} tokens; expected at most "
-                         f"{MAX_NAMED_TOKENS:,}. Give smaller lengths, or fewer turns.")
+        raise InputError(
+            f"a shared prefix or a conversation has {longest:,} tokens; expected at most "
+            f"{MAX_NAMED_TOKENS:,}. Give smaller lengths, or fewer turns."
+        )
 
 
 def draw_pool_choices(shared: SharedPrefix, streams: _Streams, count: int) -> Indices:

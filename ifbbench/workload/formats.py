@@ -14,15 +14,16 @@ from typing import Any, TextIO
 import msgspec
 
 from ifbbench.compressed import MAX_LINE
-from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
-from ifbbench.fields import integer, integers, number, shown, text
 from ifbbench.files import new_file
+from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.fields import integer, integers, number, shown, text
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest, num_blocks
 
 Row = Mapping[str, Any]
 TOO_LONG = f"longer than {MAX_LINE >> 20} MiB; expected one request a line."
+
 
 def checked_object(value: Any) -> dict[str, Any]:
     """`value`, a JSON object."""
@@ -166,23 +167,25 @@ class IfbbenchFormat(TraceFormat):
         priority, beam_width, task_id = get("priority"), get("beam_width"), get("lora_task_id")
         request_class, after, think_s = get("class"), get("after"), get("think_s")
         prefix_ids, prefix_lens = _prefix(row, prompt_len)
-        return (TraceRequest(
-            request_id,
-            arrival_s,
-            prompt_len,
-            max_new_tokens,
-            output_len,
-            prompt_tokens,
-            priority=DEFAULT_PRIORITY if priority is None else number(priority, "priority", 0.0, 1.0),
-            beam_width=1 if beam_width is None else integer(beam_width, "beam_width", 1, MAX_LENGTH),
-            lora_task_id=None if task_id is None else integer(task_id, "lora_task_id", 0, MAX_ID),
-            stop_ids=() if get("stop_ids") is None else token_ids(row, "stop_ids"),
-            prefix_ids=prefix_ids,
-            prefix_lens=prefix_lens,
-            request_class=None if request_class is None else text(request_class, "class"),
-            after=None if after is None else integer(after, "after", 0, MAX_ID),
-            think_s=0.0 if think_s is None else number(think_s, "think_s", 0.0),
-        ),)  # fmt: skip
+        return (
+            TraceRequest(
+                request_id,
+                arrival_s,
+                prompt_len,
+                max_new_tokens,
+                output_len,
+                prompt_tokens,
+                priority=DEFAULT_PRIORITY if priority is None else number(priority, "priority", 0.0, 1.0),
+                beam_width=1 if beam_width is None else integer(beam_width, "beam_width", 1, MAX_LENGTH),
+                lora_task_id=None if task_id is None else integer(task_id, "lora_task_id", 0, MAX_ID),
+                stop_ids=() if get("stop_ids") is None else token_ids(row, "stop_ids"),
+                prefix_ids=prefix_ids,
+                prefix_lens=prefix_lens,
+                request_class=None if request_class is None else text(request_class, "class"),
+                after=None if after is None else integer(after, "after", 0, MAX_ID),
+                think_s=0.0 if think_s is None else number(think_s, "think_s", 0.0),
+            ),
+        )
 
 
 def token_ids(row: Row, name: str) -> tuple[int, ...]:

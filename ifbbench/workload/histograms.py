@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench import fields
 from ifbbench.compressed import read_text
 from ifbbench.errors import InputError
-from ifbbench.fields import located
+from ifbbench.settings import fields
+from ifbbench.settings.fields import located
 from ifbbench.workload.distributions import Histogram
 from ifbbench.workload.trace import MAX_LENGTH
 
@@ -59,8 +59,9 @@ def _from_json(document: Any) -> dict[str, Histogram]:
             place, content = f"{measured_name}.histogram", table[measured_name].get("histogram")
         values = fields.table(content, place, ("edges", "counts"), ("edges", "counts"))
         with located(place):
-            found[name] = Histogram(*(tuple(values[key]) if isinstance(values[key], list) else values[key]
-                                      for key in ("edges", "counts")))  # fmt: skip
+            found[name] = Histogram(
+                *(tuple(values[key]) if isinstance(values[key], list) else values[key] for key in ("edges", "counts"))
+            )
     return found
 
 

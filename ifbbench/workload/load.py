@@ -11,9 +11,9 @@ import numpy as np
 
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, is_read_once
-from ifbbench.config import MAX_SPAN_S, RECORDING_FORMATS, RunConfig
 from ifbbench.errors import InputError
-from ifbbench.fields import did_you_mean, text
+from ifbbench.settings.config import MAX_SPAN_S, RECORDING_FORMATS, RunConfig
+from ifbbench.settings.fields import did_you_mean, text
 from ifbbench.workload.arrivals import chosen_process, predecessors, session_starts
 from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.draw import draw_trace
@@ -26,8 +26,15 @@ from ifbbench.workload.trace import NO_ORIGIN, RequestColumns, Reserve, Trace, c
 DEFAULT_DATASET = "default"
 BUNDLED_SUFFIXES = (*SPEC_SUFFIXES, ".jsonl", ".json", ".csv")
 # Settings that choose what is read; the others change what was read.
-READ_SETTINGS = ("max_num_samples", "skip_bad_rows", "trace_format", "columns", "tokenizer", "characters_per_token",
-                 "default_output_len")  # fmt: skip
+READ_SETTINGS = (
+    "max_num_samples",
+    "skip_bad_rows",
+    "trace_format",
+    "columns",
+    "tokenizer",
+    "characters_per_token",
+    "default_output_len",
+)
 ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
 RECORDED_TRACES = tuple(f"trace.{recording_format}" for recording_format in RECORDING_FORMATS)
 
@@ -60,8 +67,9 @@ def read_source(source: str | Path | None, config: RunConfig, progress: Progress
         progress.stage("drawing requests")
         return draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
     progress.stage("reading trace")
-    options = ReadOptions(config.trace_format, config.columns, config.tokenizer, config.characters_per_token,
-                          config.default_output_len)  # fmt: skip
+    options = ReadOptions(
+        config.trace_format, config.columns, config.tokenizer, config.characters_per_token, config.default_output_len
+    )
     return read_trace(path, config.max_num_samples, config.skip_bad_rows, is_recorded, options, progress)
 
 
@@ -123,8 +131,10 @@ def _in_time(columns: RequestColumns) -> RequestColumns:
     last_s = float(arrivals_s.max()) + float(think_s.sum())
     if last_s <= MAX_SPAN_S and arrivals_s.min() >= 0:  # false for NaN
         return columns
-    raise InputError(f"the last request arrives {last_s:.3g} s after the first; expected at most {MAX_SPAN_S:.3g} s "
-                     "(100 years). Correct the arrivals, or give a higher rate or a smaller --time_scale.")
+    raise InputError(
+        f"the last request arrives {last_s:.3g} s after the first; expected at most {MAX_SPAN_S:.3g} s "
+        "(100 years). Correct the arrivals, or give a higher rate or a smaller --time_scale."
+    )
 
 
 def _with_arrivals(columns: RequestColumns, config: RunConfig) -> RequestColumns:
@@ -157,8 +167,12 @@ def _until(duration_s: float | None, columns: RequestColumns, keeps_arrivals: bo
             "give a longer one."
         )
     if count == len(columns):
-        _log.warning("--duration %g: the trace ends before, with the last of its %d requests at %.6g s; it is not "
-                     "repeated.", duration_s, count, columns.arrival_s[-1])  # fmt: skip
+        _log.warning(
+            "--duration %g: the trace ends before, with the last of its %d requests at %.6g s; it is not repeated.",
+            duration_s,
+            count,
+            columns.arrival_s[-1],
+        )
         return columns
     return _first(columns, count)
 
@@ -172,8 +186,10 @@ def _share(columns: RequestColumns, replica: str) -> RequestColumns:
     chosen = np.flatnonzero(turn % replicas == number - 1)
     if not len(chosen):
         kind = "requests" if columns.after is None else "sessions"
-        raise InputError(f"--replica {replica}: no request is left for it, the trace has {turn.max() + 1} {kind}; give "
-                         "fewer replicas.")  # fmt: skip
+        raise InputError(
+            f"--replica {replica}: no request is left for it, the trace has {turn.max() + 1} {kind}; give "
+            "fewer replicas."
+        )
     return _taken(columns, lambda column: array(column.typecode, np.asarray(column)[chosen].tobytes()))
 
 

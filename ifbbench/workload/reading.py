@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, DamagedFile, bounded_lines, content_path, open_to_read
 from ifbbench.errors import InputError
-from ifbbench.fields import shown
+from ifbbench.settings.fields import shown
 from ifbbench.workload.containers import (
     ROWS_TO_RECOGNISE,
     CsvTable,
@@ -82,9 +82,13 @@ _log = logging.getLogger("ifbbench")
 
 
 def read_trace(
-    path: Path, max_num_samples: int | None = None, skip_bad_rows: bool = False, accept_cut: bool = False,
-    options: ReadOptions | None = None, progress: Progress = NO_PROGRESS,
-) -> Trace:  # fmt: skip
+    path: Path,
+    max_num_samples: int | None = None,
+    skip_bad_rows: bool = False,
+    accept_cut: bool = False,
+    options: ReadOptions | None = None,
+    progress: Progress = NO_PROGRESS,
+) -> Trace:
     """The first `max_num_samples` good requests of the file at `path` (`-`: standard input), by arrival, stably.
 
     accept_cut: an incomplete last line, as a killed process leaves it, is skipped. InputError if the file cannot be
@@ -141,9 +145,14 @@ def _sha256(path: Path, content: BinaryIO) -> str:
 
 
 def _read_rows(
-    path: Path, container: "Container", trace_format: TraceFormat, limit: int | None, skip_bad_rows: bool,
-    accept_cut: bool, report: Callable[[int], None],
-) -> tuple[ColumnsBuilder, int, int]:  # fmt: skip
+    path: Path,
+    container: "Container",
+    trace_format: TraceFormat,
+    limit: int | None,
+    skip_bad_rows: bool,
+    accept_cut: bool,
+    report: Callable[[int], None],
+) -> tuple[ColumnsBuilder, int, int]:
     """The first `limit` requests, and the numbers of bad rows and of failed requests before the last of them.
     InputError at a bad row that is not to be skipped, and if there is no good one."""
     builder, ids = ColumnsBuilder(), _RowsOfIds()

@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
-from ifbbench.fields import did_you_mean, integer, integers, number, shown, text, unexpected
+from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.fields import did_you_mean, integer, integers, number, shown, text, unexpected
 from ifbbench.workload.formats import ReadOptions, Row, TraceFormat, value_at
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.texts import PromptTexts
@@ -130,21 +130,27 @@ class TableFormat(TraceFormat):
         be there. The reservation is the output length if it has no column.
     """
 
-    columns: Mapping[str, str] = MappingProxyType({name: name for name in (*OTHER_FIELDS, "prompt_len", "output_len",
-                                                                           "arrival_s")})  # fmt: skip
+    columns: Mapping[str, str] = MappingProxyType(
+        {name: name for name in (*OTHER_FIELDS, "prompt_len", "output_len", "arrival_s")}
+    )
     needs: tuple[str, ...] = ("prompt_len", "output_len")
     from_first = False
 
     def __init__(self, keys: Collection[str], options: ReadOptions) -> None:
         super().__init__(keys, options)
         columns = {field: name for field, name in self.columns.items() if name in keys or name in self.needs}
-        self._times = next((Times(columns[field], per_second, self.from_first)
-                            for field, per_second in UNITS.items() if field in columns), None)  # fmt: skip
+        self._times = next(
+            (
+                Times(columns[field], per_second, self.from_first)
+                for field, per_second in UNITS.items()
+                if field in columns
+            ),
+            None,
+        )
         self._time_column = next((columns[field] for field in UNITS if field in columns), "")
         self._prompt, self._prompt_len = columns.get("prompt"), columns.get("prompt_len", "prompt_len")
         self._output_len = columns.get("output_len", "output_len")
-        self._others = {field: name for field, name in columns.items()
-                        if field in OTHER_FIELDS}  # fmt: skip
+        self._others = {field: name for field, name in columns.items() if field in OTHER_FIELDS}
         self._texts = PromptTexts(options)
 
     def notes(self) -> list[str]:
@@ -163,9 +169,14 @@ class TableFormat(TraceFormat):
         return (self._with_others(row, index, arrival_s, prompt_len, output_len, prompt_tokens),)
 
     def _with_others(
-        self, row: Row, index: int, arrival_s: float, prompt_len: int, output_len: int,
+        self,
+        row: Row,
+        index: int,
+        arrival_s: float,
+        prompt_len: int,
+        output_len: int,
         prompt_tokens: tuple[int, ...] | None,
-    ) -> TraceRequest:  # fmt: skip
+    ) -> TraceRequest:
         """The request with the fields that few tables have; an empty cell counts as missing."""
         cells = ((field, name, row.get(name)) for field, name in self._others.items())
         given = {field: (name, value) for field, name, value in cells if value not in (None, "")}
@@ -176,11 +187,16 @@ class TableFormat(TraceFormat):
 
         name, priority = given.get("priority", ("priority", DEFAULT_PRIORITY))
         return TraceRequest(
-            whole("request_id", index), arrival_s, prompt_len, whole("max_new_tokens", output_len, 1, MAX_LENGTH),
-            output_len, prompt_tokens, priority=number(priority, name, 0.0, 1.0, from_text=True),
+            whole("request_id", index),
+            arrival_s,
+            prompt_len,
+            whole("max_new_tokens", output_len, 1, MAX_LENGTH),
+            output_len,
+            prompt_tokens,
+            priority=number(priority, name, 0.0, 1.0, from_text=True),
             lora_task_id=whole("lora_task_id", None),
             request_class=text(str(given["class"][1]), given["class"][0]) if "class" in given else None,
-        )  # fmt: skip
+        )
 
 
 class _NestedTable(TableFormat):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ifbbench import fields
 from ifbbench.compressed import read_text
 from ifbbench.errors import InputError
-from ifbbench.fields import located
+from ifbbench.settings import fields
+from ifbbench.settings.fields import located
 from ifbbench.workload.arrivals import ARRIVALS, AllAtOnce, ArrivalProcess
 from ifbbench.workload.distributions import (
     DURATIONS,

@@ -4,7 +4,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from ifbbench.errors import InputError
-from ifbbench.fields import shown, text, unexpected
+from ifbbench.settings.fields import shown, text, unexpected
 from ifbbench.workload.formats import ReadOptions
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ class PromptTexts:
         """The rule, if a text was measured by it."""
         if not self._has_measured or self._tokenizer is not None:
             return []
-        return [f"texts are counted as one token for each {self._options.characters_per_token:g} characters "
-                "(--characters_per_token), and no prefix is shared; --tokenizer FILE gives token ids"]  # fmt: skip
+        return [
+            f"texts are counted as one token for each {self._options.characters_per_token:g} characters "
+            "(--characters_per_token), and no prefix is shared; --tokenizer FILE gives token ids"
+        ]
 
 
 def encoded(tokenizer: "Tokenizer", text: str, add_special_tokens: bool) -> list[int]:

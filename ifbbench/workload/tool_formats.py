@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.fields import integer, number, unexpected
+from ifbbench.settings.fields import integer, number, unexpected
 from ifbbench.workload.formats import ReadOptions, Row, TraceFormat, token_ids, value_at
 from ifbbench.workload.recorded_formats import MILLISECONDS, SessionTimes, Times, hashed_prompt
 from ifbbench.workload.texts import PromptTexts, chat_text, content_text
@@ -38,10 +38,17 @@ class GptManagerFormat(TraceFormat):
         tokens = token_ids(row, "input_ids")
         output_len = self.output_len(row, "output_len")
         task_id = NO_LORA if (given := row.get("task_id")) is None else integer(given, "task_id", NO_LORA, MAX_ID)
-        return (TraceRequest(
-            index, self._arrival_s, len(tokens), output_len, output_len, tokens,
-            lora_task_id=None if task_id == NO_LORA else task_id,
-        ),)  # fmt: skip
+        return (
+            TraceRequest(
+                index,
+                self._arrival_s,
+                len(tokens),
+                output_len,
+                output_len,
+                tokens,
+                lora_task_id=None if task_id == NO_LORA else task_id,
+            ),
+        )
 
 
 class TextFormat(TraceFormat):
@@ -169,10 +176,18 @@ class OpenAiBatchFormat(TextFormat):
         """The request with the body `body` of an OpenAI-style API, the field `name`."""
         if not isinstance(body, dict):
             raise unexpected(name, body, "an object")
-        limit = next((one for one in ("max_completion_tokens", "max_output_tokens", "max_tokens")
-                      if body.get(one) is not None), "max_tokens")  # fmt: skip
-        chat = next((one for one in ("messages", "input") if isinstance(body.get(one), list)
-                     and any(isinstance(item, dict) for item in body[one])), None)  # fmt: skip
+        limit = next(
+            (one for one in ("max_completion_tokens", "max_output_tokens", "max_tokens") if body.get(one) is not None),
+            "max_tokens",
+        )
+        chat = next(
+            (
+                one
+                for one in ("messages", "input")
+                if isinstance(body.get(one), list) and any(isinstance(item, dict) for item in body[one])
+            ),
+            None,
+        )
         output, limit = {f"{name}.{limit}": body.get(limit)}, f"{name}.{limit}"
         if chat is not None:
             prompt_len, tokens, output_len = self.chat(body[chat], f"{name}.{chat}", output, limit)
@@ -239,8 +254,11 @@ class AiperfFormat(OpenAiBatchFormat):
                 raise unexpected(f"{name}[{position}]", turn, "an object")
             arrival_s = self._times.seconds(turn, session)
             number = index + position
-            found.append(self._turn(turn, number, arrival_s) if name == "turns"
-                         else self.api_request(turn, f"{name}[{position}]", number, arrival_s))  # fmt: skip
+            found.append(
+                self._turn(turn, number, arrival_s)
+                if name == "turns"
+                else self.api_request(turn, f"{name}[{position}]", number, arrival_s)
+            )
         return found
 
     def _turn(self, row: Row, index: int, arrival_s: float) -> TraceRequest:
@@ -316,9 +334,13 @@ class GuidellmFormat(TraceFormat):
 
 
 _GUIDELLM_STARTS = (
-    "request_start_time", "start_time", "info.timings.request_start", "info.timings.resolve_start",
-    "scheduler_info.request_timings.request_start", "scheduler_info.started_at",
-)  # fmt: skip
+    "request_start_time",
+    "start_time",
+    "info.timings.request_start",
+    "info.timings.resolve_start",
+    "scheduler_info.request_timings.request_start",
+    "scheduler_info.started_at",
+)
 """Where versions 0.2 to 0.5 record the start of a request."""
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from msgspec import Struct, structs
 from numpy.typing import ArrayLike
 
-from ifbbench.config import DEFAULT_PRIORITY
 from ifbbench.errors import InputError
+from ifbbench.settings.config import DEFAULT_PRIORITY
 
 PREFIX_BLOCK = 512
 MAX_LENGTH = 2**31 - 1
@@ -133,6 +133,7 @@ Recall: TypeAlias = Callable[[int], TraceRequest]
 NO_TOKEN = NO_ORIGIN = NO_CLASS = NO_REQUEST = -1
 ID, LENGTH, SECONDS = "q", "i", "d"
 
+
 def integers(values: ArrayLike) -> Integers:
     """A column of lengths in tokens; InputError for one beyond MAX_LENGTH."""
     lengths = np.asarray(values)
@@ -203,16 +204,24 @@ class RequestColumns(Sequence[TraceRequest]):
             return [self[one] for one in range(*index.indices(len(self)))]
         origin = self.origin[index]
         if origin == NO_ORIGIN:
-            return TraceRequest(self.request_id[index], self.arrival_s[index], self.prompt_len[index],
-                                self.max_new_tokens[index], self.output_len[index])  # fmt: skip
+            return TraceRequest(
+                self.request_id[index],
+                self.arrival_s[index],
+                self.prompt_len[index],
+                self.max_new_tokens[index],
+                self.output_len[index],
+            )
         session: dict[str, Any] = {}
         if self.after is not None and self.think_s is not None and self.after[index] != NO_REQUEST:
             session = {"after": self.after[index], "think_s": self.think_s[index]}
         return structs.replace(
-            self.recall(origin).shortened(self.prompt_len[index]), request_id=self.request_id[index],
-            arrival_s=self.arrival_s[index], max_new_tokens=self.max_new_tokens[index],
-            output_len=self.output_len[index], **session,
-        )  # fmt: skip
+            self.recall(origin).shortened(self.prompt_len[index]),
+            request_id=self.request_id[index],
+            arrival_s=self.arrival_s[index],
+            max_new_tokens=self.max_new_tokens[index],
+            output_len=self.output_len[index],
+            **session,
+        )
 
     def by_arrival(self) -> "RequestColumns":
         """The requests in order of arrival, equal ones as they are here; moved to start at 0 if they start before, or
@@ -283,10 +292,17 @@ class ColumnsBuilder:
     def columns(self, recall: Recall) -> RequestColumns:
         """The columns of all requests appended so far."""
         return replace(
-            self._columns, recall=recall, max_beam_width=self._max_beam_width, max_token=self._max_token,
-            priority=self._priority, class_of=self._class_of, class_names=tuple(self._classes), after=self._after,
-            think_s=None if self._after is None else self._think_s, names_loras=self._names_loras,
-        )  # fmt: skip
+            self._columns,
+            recall=recall,
+            max_beam_width=self._max_beam_width,
+            max_token=self._max_token,
+            priority=self._priority,
+            class_of=self._class_of,
+            class_names=tuple(self._classes),
+            after=self._after,
+            think_s=None if self._after is None else self._think_s,
+            names_loras=self._names_loras,
+        )
 
 
 def columns_of(requests: Iterable[TraceRequest]) -> RequestColumns:

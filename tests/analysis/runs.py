@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 
 POOL_TOKENS = 4_000
 COUNT = 60
@@ -21,9 +21,12 @@ def write_requests(path: Path, seed: int, count: int = COUNT, rate: float = 40.0
         now += draw.expovariate(rate)
         output = draw.randint(1, 200)
         row = {
-            "request_id": 1000 + index, "arrival_s": now, "prompt_len": draw.randint(1, longest),
-            "max_new_tokens": output + draw.randint(0, 150), "output_len": output,
-        }  # fmt: skip
+            "request_id": 1000 + index,
+            "arrival_s": now,
+            "prompt_len": draw.randint(1, longest),
+            "max_new_tokens": output + draw.randint(0, 150),
+            "output_len": output,
+        }
         lines.append(json.dumps(row))
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -31,9 +34,14 @@ def write_requests(path: Path, seed: int, count: int = COUNT, rate: float = 40.0
 
 def simulate(tmp_path: Path, name: str, trace: Path, **settings) -> RecordedRun:
     values: dict[str, Any] = {
-        "device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_tokens_in_paged_kvcache": POOL_TOKENS,
-        "max_seq_len": 2048, "output": str(tmp_path / name), "enable_chunked_context": True, "max_num_tokens": 1024,
-    } | settings  # fmt: skip
+        "device": "sim:h100-sxm",
+        "model": "llama-3.1-8b",
+        "max_tokens_in_paged_kvcache": POOL_TOKENS,
+        "max_seq_len": 2048,
+        "output": str(tmp_path / name),
+        "enable_chunked_context": True,
+        "max_num_tokens": 1024,
+    } | settings
     run_trace(str(trace), RunConfig(**values))
     return RecordedRun.load(tmp_path / name)
 

@@ -81,9 +81,13 @@ class SlowReplay:
         limit = min(row["max_new_tokens"], self.config["max_seq_len"] - row["prompt_len"])
         entry = Entry(row["request_id"], True, row["prompt_len"], limit)
         return Member(
-            row["request_id"], row["arrival_s"], row["prompt_len"], min(row["output_len"], limit),
-            row.get("priority", 0.5), entry,
-        )  # fmt: skip
+            row["request_id"],
+            row["arrival_s"],
+            row["prompt_len"],
+            min(row["output_len"], limit),
+            row.get("priority", 0.5),
+            entry,
+        )
 
     def _arrived(self, now_s: float) -> list[Member]:
         return sorted((one for one in self.queue if one.arrival_s <= now_s), key=lambda one: -one.priority)
@@ -163,9 +167,12 @@ class SlowReplay:
         is_chunked = config["enable_chunked_context"] and not self.is_static
         chunking = config["context_chunking_policy"] if is_chunked else None
         limits = reference.BatchLimits(
-            size, None if self.is_static else config["max_num_tokens"], chunking, config["context_chunk_unit"] or 1,
+            size,
+            None if self.is_static else config["max_num_tokens"],
+            chunking,
+            config["context_chunk_unit"] or 1,
             config["max_num_tokens"] if chunking else None,
-        )  # fmt: skip
+        )
         selected = reference.micro_batch(fitting.requests, set(), limits)
         chosen = {entry.request_id: entry for entry in (*selected.context, *selected.generation)}
         for place, entry in enumerate(sorted(fitting.requests, key=lambda entry: members[entry.request_id].order)):

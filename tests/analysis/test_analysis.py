@@ -15,7 +15,7 @@ from ifbbench.analysis.pauses import LedgerEntry, PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import find_iterations
+from ifbbench.rundir.run_directory import find_iterations
 from tests.analysis.runs import SETTINGS, simulate, write_requests
 
 
@@ -52,8 +52,10 @@ def test_waiting_is_charged_once(run: RecordedRun) -> None:
     findings = Findings(run)
     waited = sum(
         run.iterations.start_of(span.last + 1) - run.iterations.start_of(span.first)
-        for spans in run.spans.values() for span in spans if span.waits_for is not None
-    )  # fmt: skip
+        for spans in run.spans.values()
+        for span in spans
+        if span.waits_for is not None
+    )
     assert sum(findings.waiting_s.values()) == pytest.approx(waited, rel=1e-9)
     exact: dict[str, float] = defaultdict(float)
     for spans in run.spans.values():
@@ -142,10 +144,12 @@ def test_policies_diverge_where_the_recorded_decisions_do(tmp_path: Path, trace:
     assert divergence is not None
     compared = ("Scheduled Requests", "Context Requests", "Total Context Tokens", "Paused Requests")
     sides = [
-        [tuple(json.loads(line)[name] for name in compared)
-         for line in find_iterations(run.data.path).read_text().splitlines()]
+        [
+            tuple(json.loads(line)[name] for name in compared)
+            for line in find_iterations(run.data.path).read_text().splitlines()
+        ]
         for run in (one, other)
-    ]  # fmt: skip
+    ]
     differ = next(place for place, pair in enumerate(zip(*sides, strict=False)) if pair[0] != pair[1])
     assert divergence.iteration <= differ
     assert sides[0][: divergence.iteration] == sides[1][: divergence.iteration]
@@ -155,10 +159,18 @@ def test_policies_diverge_where_the_recorded_decisions_do(tmp_path: Path, trace:
         assert change.difference_s == pytest.approx(difference)
 
 
-@pytest.mark.parametrize(("text", "holds"), [
-    ("ttft_s.p99>+5%", True), ("ttft_s.p99>+25%", False), ("ttft_s.p99<-5%", False), ("pauses>+10", True),
-    ("pauses>+100", False), ("ttft_s.p99>1.1", True), ("ttft_s.p99>2", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("ttft_s.p99>+5%", True),
+        ("ttft_s.p99>+25%", False),
+        ("ttft_s.p99<-5%", False),
+        ("pauses>+10", True),
+        ("pauses>+100", False),
+        ("ttft_s.p99>1.1", True),
+        ("ttft_s.p99>2", False),
+    ],
+)
 def test_conditions_of_a_regression_gate(text: str, holds: bool) -> None:
     figures = {"ttft_s.p99": Figure(1.0, 1.2), "pauses": Figure(0.0, 50.0)}
     assert (failed_condition(text, figures) is not None) == holds

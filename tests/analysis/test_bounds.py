@@ -11,10 +11,10 @@ from ifbbench.analysis.bounds import Bounds
 from ifbbench.analysis.device_costs import MeasuredDevice
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.simulation.least_time import LeastTime
-from ifbbench.simulation.step_work import StepWork, StepWorks
+from ifbbench.simulated.least_time import LeastTime
+from ifbbench.simulated.step_work import StepWork, StepWorks
 from tests.analysis.runs import POOL_TOKENS, SETTINGS, simulate, write_requests
-from tests.simulation.batches import cost_model
+from tests.simulated.batches import cost_model
 
 # Besides SETTINGS, what changes the work of an iteration or the time of its device.
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
@@ -136,8 +136,10 @@ def test_equal_iterations_are_at_the_bound() -> None:
 
 
 def _draw_work(draw: random.Random) -> StepWork:
-    chunks = [(draw.choice([0, 100, 5_000]), draw.choice([1, 60, 512, 8_192]), draw.random() < 0.5)
-              for _ in range(draw.choice([0, 0, 1, 4]))]  # fmt: skip
+    chunks = [
+        (draw.choice([0, 100, 5_000]), draw.choice([1, 60, 512, 8_192]), draw.random() < 0.5)
+        for _ in range(draw.choice([0, 0, 1, 4]))
+    ]
     lengths = [draw.randint(1, 8_000) for _ in range(draw.choice([0, 1, 30, 200]))]
     return StepWork.of_lengths(chunks, lengths or ([] if chunks else [1]))
 
@@ -173,9 +175,14 @@ def test_a_real_run_is_divided_by_its_measured_times(tmp_path: Path) -> None:
     assert bound.parts_s["host"] > 0
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"device": "null"}, "computes nothing"), ({"device": "sim:abacus"}, "abacus"), ({"no_such": 1}, "no_such"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": "null"}, "computes nothing"),
+        ({"device": "sim:abacus"}, "abacus"),
+        ({"no_such": 1}, "no_such"),
+    ],
+)
 def test_why_a_bound_is_unknown_is_said(tmp_path: Path, trace: Path, change: dict[str, object], reason: str) -> None:
     run = simulate(tmp_path, "run", trace)
     run.data.run["config"] |= change

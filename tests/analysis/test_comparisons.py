@@ -17,12 +17,20 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import Repeats, RepeatsComparison
 from ifbbench.cli.compare import HEADLINES, _print
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
-from ifbbench.planning.repeat import simulate_seeds
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
+from ifbbench.studies.repeat import simulate_seeds
 
-BASE = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", enable_exp_delays=True, request_rate=2.0,
-                 max_num_samples=400, recording="summary", slo="ttft=100ms", quiet=True)  # fmt: skip
+BASE = RunConfig(
+    device="sim:h100-sxm",
+    model="llama-3.1-8b",
+    enable_exp_delays=True,
+    request_rate=2.0,
+    max_num_samples=400,
+    recording="summary",
+    slo="ttft=100ms",
+    quiet=True,
+)
 
 
 def simulate(output: Path, **values) -> RecordedRun:
@@ -43,8 +51,10 @@ def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("loads")
     for name, rate in {"idle": 2.0, "busy": 8.0, "overloaded": 60.0}.items():
         simulate(path / name, request_rate=rate, max_num_samples=200, seed=5)
-    rows = ({"request_id": one, "arrival_s": one / 4, "prompt_len": 50 + one, "output_len": 20, "max_new_tokens": 20}
-            for one in range(120))  # fmt: skip
+    rows = (
+        {"request_id": one, "arrival_s": one / 4, "prompt_len": 50 + one, "output_len": 20, "max_new_tokens": 20}
+        for one in range(120)
+    )
     (path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recorded = BASE.with_values(request_rate=None, enable_exp_delays=False, slo=None)
     for name in ("recorded", "again"):
@@ -96,8 +106,9 @@ def test_an_overloaded_run_is_too_short_to_tell(directory):
 def test_repeats_of_the_same_seeds_are_paired(directory):
     seeds = range(6)
     base = BASE.with_values(max_num_samples=100, request_rate=20.0, enable_chunked_context=True)
-    a, b = (simulate_seeds("chat", base.with_values(max_num_tokens=tokens), seeds, lambda: None)
-            for tokens in (2048, 256))  # fmt: skip
+    a, b = (
+        simulate_seeds("chat", base.with_values(max_num_tokens=tokens), seeds, lambda: None) for tokens in (2048, 256)
+    )
     first = Repeats(Path(), seeds, a, [None] * 6)
     paired = RepeatsComparison(first, Repeats(Path(), seeds, b, [None] * 6))
     others = RepeatsComparison(first, Repeats(Path(), range(6, 12), b, [None] * 6))

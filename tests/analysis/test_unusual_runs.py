@@ -13,11 +13,11 @@ from click.testing import CliRunner
 
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Batch
 from ifbbench.errors import IfbbenchError
 from ifbbench.replay.run import run_trace
-from ifbbench.simulation.cost_model import SimulatedExecutor
+from ifbbench.settings.config import RunConfig
+from ifbbench.simulated.cost_model import SimulatedExecutor
 from tests.analysis.runs import simulate, write_requests
 from tests.attack.readers import copied, read_by_every_command
 
@@ -26,8 +26,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "thinned": {"iteration_stats_every": 5, "policy": "max_utilization"},
     "thinned and compressed": {"iteration_stats_every": 5, "recording_format": "jsonl.gz"},
     "static batches": {"type": "v1", "max_batch_size": 8},
-    "contiguous cache": {"kv_cache_type": "contiguous", "max_batch_size": 4, "max_tokens_in_paged_kvcache": None,
-                         "enable_chunked_context": False},
+    "contiguous cache": {
+        "kv_cache_type": "contiguous",
+        "max_batch_size": 4,
+        "max_tokens_in_paged_kvcache": None,
+        "enable_chunked_context": False,
+    },
     "beams": {"beam_width": 2, "max_beam_width": 2, "max_tokens_in_paged_kvcache": 8_000},
     "reuse": {"enable_kv_cache_reuse": True},
     "windows": {"max_attention_window": "64,512", "max_tokens_in_paged_kvcache": 20_000},
@@ -174,7 +178,9 @@ def test_requests_that_the_trace_of_a_killed_server_lacks(normal: Path, tmp_path
     for request_id, row in found.row_of.items():
         planned = whole.trace[request_id]
         assert (found.trace[request_id].prompt_len, found.trace[request_id].max_new_tokens) == (
-            planned.prompt_len, planned.max_new_tokens)  # fmt: skip
+            planned.prompt_len,
+            planned.max_new_tokens,
+        )
         assert found.arrival_s(request_id) == row["arrival_s"]
     assert [one for one in found.rank if one in found.row_of] == [one for one in whole.rank if one in found.row_of]
 
@@ -192,8 +198,11 @@ def test_a_run_whose_executor_failed(trace: Path, normal: Path, tmp_path: Path, 
         simulate(tmp_path, "run", trace, policy="max_utilization")
     answer = json.loads(run("why", tmp_path / "run", "--json"))
     assert answer["partial"]
-    failed = [row["request_id"] for row in map(json.loads, (tmp_path / "run" / "requests.jsonl").open())
-              if row["outcome"] == "failed"]  # fmt: skip
+    failed = [
+        row["request_id"]
+        for row in map(json.loads, (tmp_path / "run" / "requests.jsonl").open())
+        if row["outcome"] == "failed"
+    ]
     assert "device lost" in run("why", tmp_path / "run", "--request", str(failed[0]))
     assert run("compare", normal, tmp_path / "run")
 
@@ -249,8 +258,13 @@ def test_what_is_no_run_is_refused(normal: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "run.json").write_text("[1]")
     shutil.copytree(normal, tmp_path / "several" / "a")
     shutil.copytree(normal, tmp_path / "several" / "b")
-    expected = {"empty": "holds no run", "file": "not a directory", "missing": "not a directory",
-                "other": "expected one JSON object", "several": "holds 2 runs"}  # fmt: skip
+    expected = {
+        "empty": "holds no run",
+        "file": "not a directory",
+        "missing": "not a directory",
+        "other": "expected one JSON object",
+        "several": "holds 2 runs",
+    }
     for name, text in expected.items():
         assert text in error_of("why", tmp_path / name), name
         assert text in error_of("compare", normal, tmp_path / name), name

@@ -26,7 +26,7 @@ def test_waiting_is_stated_and_nothing_is_advised(kind: str, tmp_path: Path) -> 
     printed = {
         name: CliRunner().invoke(main, [*name.split(), str(directory)]).output
         for name in ("why", "why --json", "report", "report --json")
-    }  # fmt: skip
+    }
     assert CliRunner().invoke(main, ["plot", "--html", str(directory)]).exit_code == 0
     page = (directory / "charts" / "run.html").read_text()
     for name, text in {**printed, "page": page}.items():

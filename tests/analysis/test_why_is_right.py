@@ -26,9 +26,12 @@ def draw_run(seed: int, folder: Path) -> RecordedRun:
         now_s += draw.choice([0.0, draw.expovariate(draw.choice([5.0, 60.0, 400.0]))])
         output = draw.randint(1, 60)
         row: dict[str, Any] = {
-            "request_id": 3 * index + 2, "arrival_s": now_s, "prompt_len": draw.randint(1, 300),
-            "max_new_tokens": output + draw.choice([0, draw.randint(0, 60)]), "output_len": output,
-        }  # fmt: skip
+            "request_id": 3 * index + 2,
+            "arrival_s": now_s,
+            "prompt_len": draw.randint(1, 300),
+            "max_new_tokens": output + draw.choice([0, draw.randint(0, 60)]),
+            "output_len": output,
+        }
         if has_priorities:
             row["priority"] = draw.choice([0.1, 0.5, 0.5, 0.9])
         rows.append(json.dumps(row))
@@ -114,9 +117,10 @@ def test_who_waits_for_what_and_behind_whom(run: tuple[RecordedRun, list[Decisio
     for number, decision in enumerate(decisions):
         # Of several paused requests, spans do not tell which one did not fit and which one the token budget left out.
         paused = {
-            one for one, spans in recorded.spans.items()
+            one
+            for one, spans in recorded.spans.items()
             if any(span.phase == "paused" and span.first <= number <= span.last for span in spans)
-        }  # fmt: skip
+        }
         expected = (decision.waiting, decision.waiting_or)
         assert named(found[number], paused) in [named(one, paused) for one in expected], number
 

@@ -19,8 +19,8 @@ import click
 
 from ifbbench.cli import main as command_line
 from ifbbench.cli.main import DEFECT, FAILED, main
-from ifbbench.engine.policies import POLICY_CLASSES, PolicyFailed
 from ifbbench.errors import IfbbenchError
+from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, PolicyFailed
 
 # Of a try: of processor time, because the machine may be busy, and of all time, for one that waits for ever.
 LIMIT_S, LIMIT_WALL_S = 20, 300
@@ -29,8 +29,16 @@ LIMIT_BYTES = 3 << 30
 STATUSES = (0, 1, 2, 130)
 # A command may fail because of a device, a server, a user's policy or lack of memory. Behind a message with status 1,
 # these are defects of the code all the same.
-DEFECTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError,
-           NameError)  # fmt: skip
+DEFECTS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    AssertionError,
+    NameError,
+)
 
 
 class Hang(KeyboardInterrupt):
@@ -80,9 +88,7 @@ class Outcomes:
             self.tracebacks.append(f"{arguments} {note}\n{printed.getvalue()[-1500:]}")
         return printed.getvalue()
 
-    def call(
-        self, task: Callable[[], int], shown: str, failures: Sequence[BaseException | None] = ()
-    ) -> None:
+    def call(self, task: Callable[[], int], shown: str, failures: Sequence[BaseException | None] = ()) -> None:
         """Count a try: how `task` ends, which returns its exit status or raises an error of ifbbench.
 
         failures: what `task` adds the exceptions to that it has handled."""

@@ -44,8 +44,16 @@ class FileLayer:
                     return written  # the rest, tried again, finds the disk full
                 return super().write(content)
 
-        def opened(file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None,
-                   newline: Any = None, *_: Any, **__: Any) -> Any:  # fmt: skip
+        def opened(
+            file: Any,
+            mode: str = "r",
+            buffering: int = -1,
+            encoding: Any = None,
+            errors: Any = None,
+            newline: Any = None,
+            *_: Any,
+            **__: Any,
+        ) -> Any:
             if set(mode) <= set("rbt"):
                 return true_open(file, mode, buffering, encoding, errors, newline)
             if isinstance(file, str | os.PathLike) and not os.path.exists(file) and layer.changes():
@@ -125,9 +133,12 @@ def status_of(arguments: Sequence[str]) -> int:
 
 
 def command(
-    arguments: Sequence[str], stop_at: int, is_full: bool, before: Callable[[], None],
+    arguments: Sequence[str],
+    stop_at: int,
+    is_full: bool,
+    before: Callable[[], None],
     run: Callable[[Sequence[str]], int] = status_of,
-) -> Callable[[], int]:  # fmt: skip
+) -> Callable[[], int]:
     """A task that runs `ifbbench ARGUMENTS` on a FileLayer, and prints the number of changes at its end."""
 
     def task() -> int:

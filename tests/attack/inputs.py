@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ifbbench.config import SIDE_OUTPUTS, settings
+from ifbbench.settings.config import SIDE_OUTPUTS, settings
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
 from tests.workload.sample_files import NAMES, SAMPLES, rows_of
@@ -184,7 +184,8 @@ def settings_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     trace = folder / "trace.jsonl"
     trace.write_bytes(json_lines(ROWS))
     known = [
-        one for one in settings()
+        one
+        for one in settings()
         if one.name not in (*_WRITTEN, "log_iteration_data", "device", "quiet", "overwrite") and one.group != "endpoint"
     ]
     chosen = {one.name: setting_value(one, draw) for one in draw.sample(known, draw.choice((1, 1, 2, 3)))}

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from ifbbench import BatchManager, InferenceRequest, SamplingParams
-from ifbbench.engine.kv_cache.eviction import Retention
 from ifbbench.errors import InputError
-from tests.api.client import Client
-from tests.api.managers import SMALL, TOKENS_PER_BLOCK, request_of, tiny_manager_of
+from ifbbench.kv.eviction import Retention
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
 from tests.attack.inputs import ROWS, SIMULATED, json_lines
 from tests.engine.engine import CheckingExecutor
+from tests.library.client import Client
+from tests.library.managers import SMALL, TOKENS_PER_BLOCK, request_of, tiny_manager_of
 
 # What callers hand over in the place of numbers and lists.
 OBJECTS: tuple[Any, ...] = (
@@ -40,9 +40,24 @@ def request_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
         sampling = draw.choice([one.name for one in fields(SamplingParams)])
         values["sampling"] = SamplingParams(**{sampling: _object(draw)})
     tensors = {"input_ids": np.array([[1, 2]]), "request_output_len": np.array([[2]])}
-    changed: Any = hostile.changed(tensors, draw) if draw.random() < 0.5 else tensors | {
-        draw.choice(("beam_width", "end_id", "bad_words_list", "runtime_top_k", "streaming", "lora_config",
-                     "embedding_bias")): _object(draw)}  # fmt: skip
+    changed: Any = (
+        hostile.changed(tensors, draw)
+        if draw.random() < 0.5
+        else tensors
+        | {
+            draw.choice(
+                (
+                    "beam_width",
+                    "end_id",
+                    "bad_words_list",
+                    "runtime_top_k",
+                    "streaming",
+                    "lora_config",
+                    "embedding_bias",
+                )
+            ): _object(draw)
+        }
+    )
     outcomes.call(lambda: _served(values, changed, draw.random() < 0.5), f"InferenceRequest({values!r:.600}) {changed}")
 
 
@@ -71,8 +86,16 @@ def manager_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     if draw.random() < 0.4:
         arguments[draw.randrange(3)] = _object(draw)
     parameters: Any = SMALL | {"max_queue_size": 5, "enable_trt_overlap": False}
-    parameters = hostile.changed(parameters, draw) if draw.random() < 0.6 else parameters | {
-        draw.choice(("maxBatchSize", "max_attention_window", "slo", "kvCacheConfig", "seed", "policy")): _object(draw)}
+    parameters = (
+        hostile.changed(parameters, draw)
+        if draw.random() < 0.6
+        else parameters
+        | {
+            draw.choice(("maxBatchSize", "max_attention_window", "slo", "kvCacheConfig", "seed", "policy")): _object(
+                draw
+            )
+        }
+    )
     outcomes.call(lambda: _managed(arguments, parameters), f"BatchManager {arguments} {parameters!r:.600}")
 
 
@@ -85,7 +108,7 @@ def _managed(arguments: list[Any], parameters: Any) -> int:
 
 POLICY = """
 import asyncio
-from ifbbench.engine.policies import CapacityDecision, GuaranteedNoEvict, LeftOut, Limit, Pause
+from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision, GuaranteedNoEvict, LeftOut, Limit, Pause
 from ifbbench.engine.request import Request
 
 class Policy(GuaranteedNoEvict):
@@ -120,8 +143,13 @@ ACTIONS = (
     "self.schedule(active, kv_cache)", "import os; os.chdir('/')", "kv_cache.free(requests[0])", "1 / 0",
     "decision.paused = [Pause(Request(9, 1, 1), requests[0], Limit.KV_BLOCKS)]",
 )  # fmt: skip
-BEGINNINGS = ("pass",) * 8 + ("raise ValueError('x')", "raise SystemExit(3)", "self.schedule = None",
-                              "self.max_num_requests = 'x'", "raise KeyboardInterrupt")  # fmt: skip
+BEGINNINGS = ("pass",) * 8 + (
+    "raise ValueError('x')",
+    "raise SystemExit(3)",
+    "self.schedule = None",
+    "self.max_num_requests = 'x'",
+    "raise KeyboardInterrupt",
+)
 FACTS = ("may_pause = True",) * 6 + ("may_pause = False", "is_steady = True", "is_steady = 'x'", "may_pause = None")
 
 
@@ -130,10 +158,34 @@ def policy_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     trace = folder / "trace.jsonl"
     trace.write_bytes(json_lines(ROWS))
     module = f"policy_{folder.name}_{draw.randrange(10**9)}"
-    text = POLICY.format(facts=draw.choice(FACTS), beginning=draw.choice(BEGINNINGS), turn=draw.choice((1, 1, 2, 5)),
-                         action=draw.choice(ACTIONS))  # fmt: skip
+    text = POLICY.format(
+        facts=draw.choice(FACTS),
+        beginning=draw.choice(BEGINNINGS),
+        turn=draw.choice((1, 1, 2, 5)),
+        action=draw.choice(ACTIONS),
+    )
     (folder / f"{module}.py").write_text(text)
-    options = draw.choice(((), (), ("--enable_kv_cache_reuse",), ("--enable_chunked_context",), ("--type", "v1"),
-                           ("--max_batch_size", "2"), ("--enable_trt_overlap",)))  # fmt: skip
-    outcomes.attack(["run", str(trace), *SIMULATED, *options, "--policy", f"{module}:Policy", "--output",
-                     str(fresh(folder, "run"))], text)  # fmt: skip
+    options = draw.choice(
+        (
+            (),
+            (),
+            ("--enable_kv_cache_reuse",),
+            ("--enable_chunked_context",),
+            ("--type", "v1"),
+            ("--max_batch_size", "2"),
+            ("--enable_trt_overlap",),
+        )
+    )
+    outcomes.attack(
+        [
+            "run",
+            str(trace),
+            *SIMULATED,
+            *options,
+            "--policy",
+            f"{module}:Policy",
+            "--output",
+            str(fresh(folder, "run")),
+        ],
+        text,
+    )

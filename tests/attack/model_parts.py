@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.config import RunConfig
 from ifbbench.serving.config import ServerConfig
+from ifbbench.settings.config import RunConfig
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
 from tests.attack.inputs import SIMULATED, json_lines
@@ -20,26 +20,64 @@ from tests.attack.servers import ENGINE, answers
 
 WORDS = ("[UNK]", "a", "b", "he", "llo", "Ġx")
 TOKENIZER: dict[str, Any] = {
-    "version": "1.0", "truncation": None, "padding": None,
-    "added_tokens": [{"id": 0, "content": "[UNK]", "single_word": False, "lstrip": False, "rstrip": False,
-                      "normalized": False, "special": True}],
-    "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [
+        {
+            "id": 0,
+            "content": "[UNK]",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+    ],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
     "model": {"type": "WordLevel", "vocab": {word: place for place, word in enumerate(WORDS)}, "unk_token": "[UNK]"},
-}  # fmt: skip
+}
 TEMPLATE = "{% for one in messages %}{{ one['role'] }}: {{ one['content'] }} {% endfor %}{{ bos_token }}"
 TEMPLATES = (
-    TEMPLATE, "{{ 1 / 0 }}", "{% for", "{{ messages.x.y.z }}", "{{ raise_exception('no') }}", "",
-    "{{ messages[99]['a'] }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ messages.__class__.__mro__ }}",
-    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{% include 'x' %}", "{{ ''|foo }}", "{{ 'x' + 1 }}",
-    "{{ messages|tojson }}", "{{ '%d'|format('x') }}", "{{ [1]|random|int|string|center(10**12) }}", "{{ {}[[]] }}",
-)  # fmt: skip
+    TEMPLATE,
+    "{{ 1 / 0 }}",
+    "{% for",
+    "{{ messages.x.y.z }}",
+    "{{ raise_exception('no') }}",
+    "",
+    "{{ messages[99]['a'] }}",
+    "{% for i in range(10**9) %}x{% endfor %}",
+    "{{ messages.__class__.__mro__ }}",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+    "{% include 'x' %}",
+    "{{ ''|foo }}",
+    "{{ 'x' + 1 }}",
+    "{{ messages|tojson }}",
+    "{{ '%d'|format('x') }}",
+    "{{ [1]|random|int|string|center(10**12) }}",
+    "{{ {}[[]] }}",
+)
 TOKENIZER_CONFIG: dict[str, Any] = {
-    "chat_template": TEMPLATE, "bos_token": "a", "eos_token": {"content": "b"}, "pad_token": None,
-}  # fmt: skip
+    "chat_template": TEMPLATE,
+    "bos_token": "a",
+    "eos_token": {"content": "b"},
+    "pad_token": None,
+}
 PEFT: dict[str, Any] = {
-    "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none", "use_dora": False,
-    "rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None, "use_rslora": False,
-}  # fmt: skip
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj"],
+    "bias": "none",
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "use_rslora": False,
+}
 
 
 def tokenizer_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
@@ -54,9 +92,20 @@ def tokenizer_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None
     if draw.random() < 0.5:
         trace = folder / "trace.jsonl"
         trace.write_bytes(json_lines([{"text": text, "n": 3} for text in ("a b he", "x", draw.choice(hostile.TEXTS))]))
-        outcomes.attack(["run", str(trace), *SIMULATED, "--columns", "prompt=text,output_len=n", "--tokenizer",
-                         str(model / "tokenizer.json"), "--output", str(fresh(folder, "run"))],
-                        repr(content[:500]))  # fmt: skip
+        outcomes.attack(
+            [
+                "run",
+                str(trace),
+                *SIMULATED,
+                "--columns",
+                "prompt=text,output_len=n",
+                "--tokenizer",
+                str(model / "tokenizer.json"),
+                "--output",
+                str(fresh(folder, "run")),
+            ],
+            repr(content[:500]),
+        )
         return
     (model / "config.json").write_text(json.dumps(MODEL))
     config = TOKENIZER_CONFIG | {"chat_template": draw.choice(TEMPLATES)}
@@ -106,9 +155,17 @@ def adapter_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
         rows: Any = np.array([[1, 0, 2]])
         weights: Any = np.ones((1, 4096), np.float32)
         if draw.random() < 0.6:
-            rows = draw.choice((rows[0], rows.astype(float), np.array([[1, draw.choice((-1, 2, 2**31)), 2]]),
-                                np.array([[draw.randrange(-2, 20), 0, draw.choice((-1, 0, 1, 99, 2**40))]]),
-                                np.array([["a"]]), np.zeros((0, 3), int), np.array([[1, 0, 2]] * 2)))  # fmt: skip
+            rows = draw.choice(
+                (
+                    rows[0],
+                    rows.astype(float),
+                    np.array([[1, draw.choice((-1, 2, 2**31)), 2]]),
+                    np.array([[draw.randrange(-2, 20), 0, draw.choice((-1, 0, 1, 99, 2**40))]]),
+                    np.array([["a"]]),
+                    np.zeros((0, 3), int),
+                    np.array([[1, 0, 2]] * 2),
+                )
+            )
         if draw.random() < 0.3:
             weights = draw.choice((weights[0], weights.astype(int), weights[:, :5], weights * np.nan, np.ones((2, 9))))
         for name, array in (("model.lora_weights", weights), ("model.lora_config", rows)):
@@ -121,6 +178,23 @@ def adapter_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     trace = folder / "trace.jsonl"
     trace.write_bytes(json_lines([{"arrival_s": 0, "prompt_len": 3, "output_len": 2, "lora_task_id": 0}]))
     device = draw.choice(("cpu", "sim:h100-sxm"))
-    outcomes.attack(["run", str(trace), "--device", device, "--lora_dir", str(folder / "adapters"), "--quiet",
-                     "--max_batch_size", "2", "--max_tokens_in_paged_kvcache", "64", "--lora_host_cache_bytes",
-                     "1000000", "--output", str(fresh(folder, "run"))], note)  # fmt: skip
+    outcomes.attack(
+        [
+            "run",
+            str(trace),
+            "--device",
+            device,
+            "--lora_dir",
+            str(folder / "adapters"),
+            "--quiet",
+            "--max_batch_size",
+            "2",
+            "--max_tokens_in_paged_kvcache",
+            "64",
+            "--lora_host_cache_bytes",
+            "1000000",
+            "--output",
+            str(fresh(folder, "run")),
+        ],
+        note,
+    )

@@ -12,9 +12,9 @@ import yaml
 
 from ifbbench.cli.main import COMMANDS
 from ifbbench.cli.options import SettingOption
-from ifbbench.config import settings
 from ifbbench.serving.config import server_settings
 from ifbbench.serving.triton_repository import triton_settings
+from ifbbench.settings.config import settings
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
 from tests.attack.inputs import NULL, ROWS, SIMULATED, json_lines, setting_value
@@ -52,14 +52,46 @@ COMMAND_LINES: tuple[tuple[str, ...], ...] = (
     ("triton", "--model", "tiny", "--device", "sim:h100-sxm", "--model_repository", "NEW"),
 )  # fmt: skip
 # Options that choose where it runs and what is written; with others the attack would leave its folder, or wait.
-LEFT_OUT = {"device", "model", "model_path", "output", "quiet", "endpoint", "log_iteration_data", "debug",
-            "cpu_threads", "plot", "interval", "html", "only", "quick", "gpu", "workspace",
-            "sequential", "lora_dir"}  # fmt: skip
+LEFT_OUT = {
+    "device",
+    "model",
+    "model_path",
+    "output",
+    "quiet",
+    "endpoint",
+    "log_iteration_data",
+    "debug",
+    "cpu_threads",
+    "plot",
+    "interval",
+    "html",
+    "only",
+    "quick",
+    "gpu",
+    "workspace",
+    "sequential",
+    "lora_dir",
+}
 MANY = {"num_requests", "max_num_samples", "repeat", "warm_up"}
 # Settings that are not drawn for a pair: they wait, or need files that are not there.
-ALONE = {"device", "output", "overwrite", "quiet", "log_iteration_data", "wait_sleep", "rate_schedule", "tokenizer",
-         "engine_overhead", "lora_dir", "columns", "draft_model", "model", "cpu_threads",
-         "tp_size", "pp_size"}  # fmt: skip
+ALONE = {
+    "device",
+    "output",
+    "overwrite",
+    "quiet",
+    "log_iteration_data",
+    "wait_sleep",
+    "rate_schedule",
+    "tokenizer",
+    "engine_overhead",
+    "lora_dir",
+    "columns",
+    "draft_model",
+    "model",
+    "cpu_threads",
+    "tp_size",
+    "pp_size",
+}
 
 
 def command_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
@@ -83,8 +115,9 @@ def command_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
 def _placed(word: str, folder: Path) -> str:
     if word == "TRACE":
         path = folder / "trace.jsonl"
-        path.write_bytes(json_lines([{"arrival_s": 0.1 * number, "prompt_len": 20 + number, "output_len": 4}
-                                     for number in range(6)]))  # fmt: skip
+        path.write_bytes(
+            json_lines([{"arrival_s": 0.1 * number, "prompt_len": 20 + number, "output_len": 4} for number in range(6)])
+        )
         return str(path)
     places = {"RUN": recorded() / "run", "SWEEP": recorded() / "sweep", "LOG": recorded() / "run"}
     if word in places:
@@ -129,8 +162,10 @@ def pair_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     for one in draw.sample(known, 2):
         if device is NULL and one.name in ("time_scale", "arrival", "request_rate"):
             device = SIMULATED[:3]
-        options += [f"--{'' if value else 'no_'}{one.name}" if isinstance(value, bool) else f"--{one.name}={value}"
-                    for value in (_valid(one, draw),)]  # fmt: skip
+        options += [
+            f"--{'' if value else 'no_'}{one.name}" if isinstance(value, bool) else f"--{one.name}={value}"
+            for value in (_valid(one, draw),)
+        ]
     if not any("max_tokens_in" in option for option in options):
         options += SIMULATED[3:]
     if "--slo" in " ".join(options) or draw.random() < 0.8:
@@ -143,8 +178,11 @@ def pair_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
 def _valid(one: Any, draw: random.Random) -> Any:
     if one.type is bool:
         return draw.random() < 0.5
-    drawn = next((value for _ in range(40) if (value := DRAWS[one.name](draw)) is not None), None) \
-        if one.name in DRAWS else None  # fmt: skip
+    drawn = (
+        next((value for _ in range(40) if (value := DRAWS[one.name](draw)) is not None), None)
+        if one.name in DRAWS
+        else None
+    )
     if one.choices:
         return draw.choice(one.choices)
     if one.type in (int, float) and draw.random() < 0.7:
@@ -179,9 +217,10 @@ def config_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
         changed["repeat"] = min(changed["repeat"], 3)
     name = draw.choice(("config.yaml", "config.yaml", "config.toml", "run.json"))
     writers: dict[str, Callable[[Any], str]] = {
-        "config.yaml": lambda value: yaml.safe_dump(value, allow_unicode=True), "config.toml": _toml,
+        "config.yaml": lambda value: yaml.safe_dump(value, allow_unicode=True),
+        "config.toml": _toml,
         "run.json": lambda value: json.dumps(value if draw.random() < 0.3 else {"config": value, "trace": value}),
-    }  # fmt: skip
+    }
     content = writers[name](changed).encode("utf-8", "surrogatepass")
     if draw.random() < 0.25:
         content = hostile.changed_bytes(content, draw)

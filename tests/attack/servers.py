@@ -17,14 +17,14 @@ import httpx
 
 from ifbbench.cli.serve import NAMES
 from ifbbench.clock import Progress
-from ifbbench.config import RunConfig, settings
 from ifbbench.serving import server
 from ifbbench.serving.config import ServerConfig, server_settings
+from ifbbench.settings.config import RunConfig, settings
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
 from tests.attack.inputs import json_lines, setting_value
 from tests.attack.results import QUICK, damage
-from tests.replay.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token, usage
+from tests.endpoint.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token, usage
 
 ENGINE = RunConfig(device="null", max_batch_size=2, max_tokens_in_paged_kvcache=4096, max_seq_len=512)
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -43,15 +43,19 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
 def start_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     """`serve` with hostile settings; a server that starts is ended at once."""
     left_out = ("device", "host", "model", "cpu_threads", "record", "quiet", "draft_model")
-    known = [one for one in (*server_settings(), *(one for one in settings() if one.name in NAMES))
-             if one.name not in left_out]  # fmt: skip
-    options = [f"--{one.name}" if one.type is bool else f"--{one.name}={setting_value(one, draw)}"
-               for one in draw.sample(known, draw.choice((1, 1, 2)))]  # fmt: skip
+    known = [
+        one
+        for one in (*server_settings(), *(one for one in settings() if one.name in NAMES))
+        if one.name not in left_out
+    ]
+    options = [
+        f"--{one.name}" if one.type is bool else f"--{one.name}={setting_value(one, draw)}"
+        for one in draw.sample(known, draw.choice((1, 1, 2)))
+    ]
     if draw.random() < 0.3:
         options.append(f"--record={draw.choice((*hostile.TEXTS, 'traffic'))}")
     with _ending_at_once():
-        outcomes.attack(["serve", "--device", "null", "--max_tokens_in_paged_kvcache", "4096", "--port", "0",
-                         *options])  # fmt: skip
+        outcomes.attack(["serve", "--device", "null", "--max_tokens_in_paged_kvcache", "4096", "--port", "0", *options])
 
 
 @contextmanager
@@ -132,8 +136,18 @@ def traffic_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     note = damage(copy, draw)
     command, *options = draw.choice((*QUICK, "run", "run")).split()
     if command == "run":
-        arguments = ["run", *(["--config"] if options else []), str(copy), "--device", "sim:h100-sxm", "--model",
-                     "tiny", "--quiet", "--output", str(fresh(folder, "run"))]  # fmt: skip
+        arguments = [
+            "run",
+            *(["--config"] if options else []),
+            str(copy),
+            "--device",
+            "sim:h100-sxm",
+            "--model",
+            "tiny",
+            "--quiet",
+            "--output",
+            str(fresh(folder, "run")),
+        ]
     elif command == "compare":
         arguments = [command, str(recorded_traffic()), str(copy)]
     else:
@@ -142,12 +156,28 @@ def traffic_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
 
 
 CHUNKS: tuple[Any, ...] = (
-    token(" a"), token(" b", logprobs={"tokens": [" b"], "token_logprobs": [-0.5]}), token(" c", finish_reason="stop"),
+    token(" a"),
+    token(" b", logprobs={"tokens": [" b"], "token_logprobs": [-0.5]}),
+    token(" c", finish_reason="stop"),
     usage(3, prompt_tokens_details={"cached_tokens": 1}),
-)  # fmt: skip
-URLS = ("http://127.0.0.1:1", "http://", "http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:-1", "ftp://a",
-        "http://a b", "http://\u202e", "https://127.0.0.1:1/v1", "http://127.0.0.1:1/%00", "http://user:p@127.0.0.1:1",
-        "http://127.0.0.1:1?x=y#z", "http://x" + "y" * 300, "http://" + "a." * 200, "127.0.0.1:1")  # fmt: skip
+)
+URLS = (
+    "http://127.0.0.1:1",
+    "http://",
+    "http://[::1",
+    "http://127.0.0.1:99999",
+    "http://127.0.0.1:-1",
+    "ftp://a",
+    "http://a b",
+    "http://\u202e",
+    "https://127.0.0.1:1/v1",
+    "http://127.0.0.1:1/%00",
+    "http://user:p@127.0.0.1:1",
+    "http://127.0.0.1:1?x=y#z",
+    "http://x" + "y" * 300,
+    "http://" + "a." * 200,
+    "127.0.0.1:1",
+)
 
 
 def endpoint_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
@@ -155,8 +185,10 @@ def endpoint_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     trace = folder / "trace.jsonl"
     trace.write_bytes(json_lines([{"arrival_s": 0.0, "prompt_len": 4, "output_len": 3}] * 2))
     known = [one for one in settings() if one.group == "endpoint" and one.name not in ("endpoint", "metrics_url")]
-    options = [f"--{one.name}" if one.type is bool else f"--{one.name}={setting_value(one, draw)}"
-               for one in draw.sample(known, draw.choice((0, 0, 1)))]  # fmt: skip
+    options = [
+        f"--{one.name}" if one.type is bool else f"--{one.name}={setting_value(one, draw)}"
+        for one in draw.sample(known, draw.choice((0, 0, 1)))
+    ]
     if not any("timeout" in option for option in options):
         options.append("--endpoint_timeout=2")
     if any("retries" in option for option in options):

@@ -38,17 +38,45 @@ ALL: dict[str, Try] = {
 }
 # Tries of each kind: 1,000, which take about 30 s of processor time in all; and those of a long attack.
 SHORT = {
-    "traces": 120, "specifications": 150, "settings": 110, "names": 100, "model files": 130, "result files": 50,
-    "commands": 40, "pairs of settings": 70, "config files": 40, "server settings": 40, "bodies": 15,
-    "recorded traffic": 20, "endpoints": 15, "requests": 20, "managers": 40, "policies": 40,
-    "tokenizers": 20, "adapters": 20,
-}  # fmt: skip
+    "traces": 120,
+    "specifications": 150,
+    "settings": 110,
+    "names": 100,
+    "model files": 130,
+    "result files": 50,
+    "commands": 40,
+    "pairs of settings": 70,
+    "config files": 40,
+    "server settings": 40,
+    "bodies": 15,
+    "recorded traffic": 20,
+    "endpoints": 15,
+    "requests": 20,
+    "managers": 40,
+    "policies": 40,
+    "tokenizers": 20,
+    "adapters": 20,
+}
 LONG = {
-    "traces": 6000, "specifications": 6000, "settings": 5000, "names": 4000, "model files": 6000, "result files": 3000,
-    "commands": 3000, "pairs of settings": 4000, "config files": 2000, "server settings": 2000, "bodies": 2000,
-    "recorded traffic": 1500, "endpoints": 1000, "requests": 1500, "managers": 2000, "policies": 2000,
-    "tokenizers": 1000, "adapters": 1000,
-}  # fmt: skip
+    "traces": 6000,
+    "specifications": 6000,
+    "settings": 5000,
+    "names": 4000,
+    "model files": 6000,
+    "result files": 3000,
+    "commands": 3000,
+    "pairs of settings": 4000,
+    "config files": 2000,
+    "server settings": 2000,
+    "bodies": 2000,
+    "recorded traffic": 1500,
+    "endpoints": 1000,
+    "requests": 1500,
+    "managers": 2000,
+    "policies": 2000,
+    "tokenizers": 1000,
+    "adapters": 1000,
+}
 
 
 RecordProperty = Callable[[str, object], None]

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.model import compiled
+from ifbbench.torch.model import compiled
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
@@ -183,8 +183,10 @@ def test_the_first_run_reports_that_it_compiles_kernels(
 ) -> None:
     for _ in range(2):
         loaded()
-    assert caplog.messages == [f"The kernels for this CPU are compiled with {tmp_path / 'compiler'} into "
-                               f"{tmp_path / 'cache/ifbbench'}; later runs load them from there."]  # fmt: skip
+    assert caplog.messages == [
+        f"The kernels for this CPU are compiled with {tmp_path / 'compiler'} into "
+        f"{tmp_path / 'cache/ifbbench'}; later runs load them from there."
+    ]
 
 
 @pytest.mark.parametrize("home", ["home", "file"])
@@ -205,15 +207,29 @@ def test_the_cache_of_triton(home: str, tmp_path: Path, monkeypatch: pytest.Monk
             os.environ.pop("TRITON_CACHE_DIR", None)
     reason = "" if home == "home" else f", because {preferred} cannot be used (Not a directory)"
     assert directory == (tmp_path / f"ifbbench-{os.geteuid()}/triton" if reason else preferred)
-    assert caplog.messages == [f"The kernels for this GPU are compiled by Triton into {directory}{reason}; later runs "
-                               "load them from there."]  # fmt: skip
+    assert caplog.messages == [
+        f"The kernels for this GPU are compiled by Triton into {directory}{reason}; later runs load them from there."
+    ]
 
 
 def test_a_run_without_compiled_kernels_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled._kernels.cache_clear()
     monkeypatch.setenv("CC", "false")
-    arguments = ["run", "documentation", "--device", "cpu", "--time_scale", "0", "--max_num_samples", "1", "--quiet",
-                 "--max_prompt_len", "8", "--output", str(tmp_path / "run")]  # fmt: skip
+    arguments = [
+        "run",
+        "documentation",
+        "--device",
+        "cpu",
+        "--time_scale",
+        "0",
+        "--max_num_samples",
+        "1",
+        "--quiet",
+        "--max_prompt_len",
+        "8",
+        "--output",
+        str(tmp_path / "run"),
+    ]
     try:
         done = CliRunner().invoke(main, arguments)
         report = CliRunner().invoke(main, ["report", str(tmp_path / "run")])

@@ -24,16 +24,16 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.clock import Progress
 from ifbbench.compressed import read_pieces
-from ifbbench.config import REPORT_FILES, RunConfig
 from ifbbench.files import is_part
-from ifbbench.recording.run_directory import REPEATS_FILE
 from ifbbench.report.figures import figures
-from ifbbench.report.load import load_run
+from ifbbench.rundir.reader import load_run
+from ifbbench.rundir.run_directory import REPEATS_FILE
 from ifbbench.serving import server
 from ifbbench.serving.config import ServerConfig
+from ifbbench.settings.config import REPORT_FILES, RunConfig
 from tests.attack.file_layer import KILLED, command, in_fork, status_of
 from tests.attack.readers import read_by_every_command
-from tests.replay.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token, usage
+from tests.endpoint.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token, usage
 
 REQUESTS = 12
 SIMULATED = ("--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--quiet", "--max_num_samples", str(REQUESTS))
@@ -47,7 +47,7 @@ def run_in(place: Path) -> Sequence[str]:
 def flush_often() -> None:
     """Files are written in small pieces, and flushed as often as requests end."""
     from ifbbench import compressed
-    from ifbbench.recording import lines, recorder
+    from ifbbench.rundir import lines, recorder
 
     compressed.BUFFER_BYTES = 512
     lines.BYTES_AT_ONCE = 512
@@ -63,9 +63,12 @@ def attacked(arguments: Sequence[str], directory: Path, stop_at: int, is_full: b
 
 
 def each_change(
-    arguments: Callable[[Path], Sequence[str]], directory: Path, step: int = 1, is_full: bool = False,
+    arguments: Callable[[Path], Sequence[str]],
+    directory: Path,
+    step: int = 1,
+    is_full: bool = False,
     before: Callable[[Path], None] = lambda place: None,
-) -> Iterator[tuple[Path, int, int, str]]:  # fmt: skip
+) -> Iterator[tuple[Path, int, int, str]]:
     """Run a command again and again, and stop it at each change, or at each `step`-th one, until it ends. Yields its
     directory, the number of the change, the exit status and what was printed. before: makes the directory ready."""
     stop_at, ends = 1, 0
@@ -108,8 +111,18 @@ def check_run(directory: Path, number: int) -> None:
     run = load_run(directory)
     assert figures(run)["requests"]["completed"] == finished
     assert run.partial == (run.summary is None or bool(run.run["partial"]))
-    again = ["run", str(directory), "--device", "null", "--time_scale", "0", "--quiet", "--json", "--output",
-             str(directory.with_name("again"))]  # fmt: skip
+    again = [
+        "run",
+        str(directory),
+        "--device",
+        "null",
+        "--time_scale",
+        "0",
+        "--quiet",
+        "--json",
+        "--output",
+        str(directory.with_name("again")),
+    ]
     answers = CliRunner().invoke(main, again)
     assert answers.exit_code == 0, answers.output
     assert json.loads(answers.stdout)["requests"]["completed"] == REQUESTS
@@ -188,8 +201,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sweep_in(place: Path) -> Sequence[str]:
-    return ("sweep", "default", *SIMULATED, "--over", "max_batch_size=1,2", "--processes", "1", "--output",
-            str(place / "sweep"))  # fmt: skip
+    return (
+        "sweep",
+        "default",
+        *SIMULATED,
+        "--over",
+        "max_batch_size=1,2",
+        "--processes",
+        "1",
+        "--output",
+        str(place / "sweep"),
+    )
 
 
 REPORT_OPTIONS = tuple(word for name in REPORT_FILES for word in (f"--{name}", f"{name}.txt"))
@@ -231,9 +253,7 @@ WRITING: dict[str, Callable[[Path], Sequence[str]]] = {
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["killed", "full"])
 @pytest.mark.parametrize("name", [one for one in WRITING if one not in (*SLOW, "dataset info", "steady state")])
-def test_commands_that_are_stopped_leave_whole_files(
-    name: str, is_full: bool, finished: Path, tmp_path: Path
-) -> None:
+def test_commands_that_are_stopped_leave_whole_files(name: str, is_full: bool, finished: Path, tmp_path: Path) -> None:
     check_command(name, is_full, finished, tmp_path, tries=1)
 
 
@@ -261,8 +281,18 @@ def check_command(name: str, is_full: bool, finished: Path, directory: Path, tri
         is_over = name == "serve" and status == 0 and int(printed.rpartition("changes ")[2]) < stop_at
         assert is_over or status in ((0, 1) if is_full else (KILLED,)), (stop_at, status, printed)
         check_files(place)
-        if name in ("sweep", "repeat", "dataset info", "plot", "plot --html", "export", "run", "compressed",
-                    "summary only", "tune"):  # fmt: skip
+        if name in (
+            "sweep",
+            "repeat",
+            "dataset info",
+            "plot",
+            "plot --html",
+            "export",
+            "run",
+            "compressed",
+            "summary only",
+            "tune",
+        ):
             again = (*WRITING[name](place), *(["--overwrite"] if name in ("repeat", "tune") else []))
             done = CliRunner().invoke(main, list(again))
             assert done.exit_code == 0, (stop_at, done.output)
@@ -303,8 +333,9 @@ def check_files(directory: Path) -> None:
             assert done.exit_code == 0, done.output
 
 
-@pytest.mark.parametrize("tries", [3, pytest.param(100, marks=pytest.mark.slow),
-                                   pytest.param(1000, marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "tries", [3, pytest.param(100, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)]
+)
 def test_kill_9_of_a_process_at_any_time(
     tries: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -11,19 +11,19 @@ import pytest
 
 from ifbbench import BatchManager
 from ifbbench.clock import NANOSECONDS, VirtualClock, tick
-from ifbbench.config import RunConfig, settings
-from ifbbench.engine import policies
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.replay.run import engine_for
+from ifbbench.schedulers.tensorrt_llm import policies
 from ifbbench.serving.texts import ChatTemplate
+from ifbbench.settings.config import RunConfig, settings
 from ifbbench.workload.load import load_trace
 from tests.attack.commands import Outcomes
 from tests.attack.inputs import NULL, ROWS, SIMULATED
 from tests.attack.model_parts import TOKENIZER
 from tests.attack.models import MODEL
-from tests.model.test_lora_files import save_adapter
-from tests.replay.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token
+from tests.endpoint.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token
+from tests.torch.model.test_lora_files import save_adapter
 
 SPEC = "num_requests: 5\nprompt_len: {distribution: fixed, value: %s}\noutput_len: {distribution: fixed, value: 3}\n"
 
@@ -115,14 +115,27 @@ def test_a_length_that_would_wrap_is_refused(tmp_path: Path, length: int) -> Non
 
 def test_lengths_whose_sum_would_wrap_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
-    path.write_text(SPEC % (2**31 - 1) + "sessions: {turns: {distribution: fixed, value: 3}, think_time: "
-                    "{distribution: fixed, value: 1}}\n")  # fmt: skip
+    path.write_text(
+        SPEC % (2**31 - 1) + "sessions: {turns: {distribution: fixed, value: 3}, think_time: "
+        "{distribution: fixed, value: 1}}\n"
+    )
     assert "a conversation has 6,442,450,947 tokens; expected at most 16,777,216" in run(2, path)
 
 
 def test_tables_beyond_memory_are_refused_with_their_size(trace: Path) -> None:
-    text = ends(2, "run", str(trace), "--device", "null", "--max_batch_size", "1000000", "--max_seq_len", "2000000000",
-                "--output", str(trace.parent / "run"))  # fmt: skip
+    text = ends(
+        2,
+        "run",
+        str(trace),
+        "--device",
+        "null",
+        "--max_batch_size",
+        "1000000",
+        "--max_seq_len",
+        "2000000000",
+        "--output",
+        str(trace.parent / "run"),
+    )
     assert "the block tables of 1,000,008 requests" in text
     assert not (trace.parent / "run").exists()
 
@@ -176,8 +189,20 @@ def test_a_weight_index_cannot_name_another_folder(trace: Path, tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     index = {"weight_map": {"model.embed_tokens.weight": "../other/model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    text = ends(2, "run", str(trace), "--model", str(tmp_path), "--device", "cpu", "--quiet", "--max_seq_len", "64",
-                "--output", str(tmp_path / "run"))  # fmt: skip
+    text = ends(
+        2,
+        "run",
+        str(trace),
+        "--model",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--quiet",
+        "--max_seq_len",
+        "64",
+        "--output",
+        str(tmp_path / "run"),
+    )
     assert "expected the name of a file beside the index" in text
 
 
@@ -187,7 +212,7 @@ POLICY = """
 import os
 import time
 
-from ifbbench.engine.policies import CapacityDecision, LeftOut, Pause
+from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision, LeftOut, Pause
 
 class Exits:
     def __init__(self, max_num_requests):
@@ -360,8 +385,16 @@ def test_a_model_of_triton_cannot_name_another_folder(tmp_path: Path, name: str)
 @pytest.mark.parametrize("parameters", ["max_batch_size=4", [("max_batch_size", 4)], 5])
 def test_parameters_of_a_manager_are_a_mapping(parameters: Any) -> None:
     with pytest.raises(InputError, match="optional_params: expected a mapping"):
-        BatchManager("tiny", "ifb", 1, "max_utilization", lambda number: [], lambda *answer: None,
-                     optional_params=parameters, start=False)  # fmt: skip
+        BatchManager(
+            "tiny",
+            "ifb",
+            1,
+            "max_utilization",
+            lambda number: [],
+            lambda *answer: None,
+            optional_params=parameters,
+            start=False,
+        )
 
 
 # What comes with models.
@@ -373,10 +406,15 @@ def test_a_chat_template_that_cannot_be_read_is_named(template: str) -> None:
         ChatTemplate(template, {})
 
 
-@pytest.mark.parametrize("template", [
-    "{{ 1 / (messages|length - 1) }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ messages.x.y }}",
-    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / (messages|length - 1) }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ messages.x.y }}",
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+    ],
+)
 def test_a_chat_template_that_fails_is_named(template: str) -> None:
     with pytest.raises(InputError, match="the model's chat template does not take them"):
         ChatTemplate(template, {}).render([{"role": "user", "content": "a"}])
@@ -389,8 +427,9 @@ def test_numbers_of_options_are_finite(text: str) -> None:
 
 
 def test_a_vocabulary_beyond_token_ids_is_refused() -> None:
-    assert "is not in the range 1<=x<=2147483647" in ends(2, "dataset", "convert", "default", "--to", "gpt-manager",
-                                                          "-o", "-", "--vocab-size", "9007199254740992")  # fmt: skip
+    assert "is not in the range 1<=x<=2147483647" in ends(
+        2, "dataset", "convert", "default", "--to", "gpt-manager", "-o", "-", "--vocab-size", "9007199254740992"
+    )
 
 
 def test_the_settings_of_a_tokenizer_are_an_object(tmp_path: Path) -> None:

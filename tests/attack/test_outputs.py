@@ -22,25 +22,36 @@ from ifbbench.cli import console
 from ifbbench.cli.console import LineProgress
 from ifbbench.cli.main import main
 from ifbbench.cli.watch import Dashboard, _details
-from ifbbench.config import SIDE_OUTPUTS
 from ifbbench.engine.batch import Batch, NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, check_new_file
-from ifbbench.planning.point_table import SWEEP_FILE, SWEEP_JSON
-from ifbbench.planning.sweep import POINTS_FILE
-from ifbbench.planning.tune import Tuner
-from ifbbench.planning.tune_files import ANSWER, SERVER_FILES
-from ifbbench.recording import run_directory
-from ifbbench.recording.run_directory import OPEN_SPANS, REPEATS_FILE, SWEEP_CONFIG
-from ifbbench.report.load import load_run
+from ifbbench.rundir import run_directory
+from ifbbench.rundir.reader import load_run
+from ifbbench.rundir.run_directory import OPEN_SPANS, REPEATS_FILE, SWEEP_CONFIG
+from ifbbench.settings.config import SIDE_OUTPUTS
+from ifbbench.studies.point_table import SWEEP_FILE, SWEEP_JSON
+from ifbbench.studies.sweep import POINTS_FILE
+from ifbbench.studies.tune import Tuner
+from ifbbench.studies.tune_files import ANSWER, SERVER_FILES
 from tests.attack.file_layer import ended, forked, in_fork, status_of
 from tests.attack.readers import read_by_every_command
 
 NULL = ("--device", "null", "--time_scale", "0", "--quiet")
 RUN = ("run", "documentation", *NULL)
 # Runs of a model, which have tokens to write.
-REAL = ("run", "documentation", "--device", "cpu", "--time_scale", "0", "--max_num_samples", "1", "--max_prompt_len",
-        "8", "--quiet")  # fmt: skip
+REAL = (
+    "run",
+    "documentation",
+    "--device",
+    "cpu",
+    "--time_scale",
+    "0",
+    "--max_num_samples",
+    "1",
+    "--max_prompt_len",
+    "8",
+    "--quiet",
+)
 SYNTH = ("dataset", "synth", "fixed", "--num-requests", "3", "--input-len", "5", "--output-len", "5", "-o")
 IFBBENCH = (sys.executable, "-m", "ifbbench")
 
@@ -49,9 +60,20 @@ IFBBENCH = (sys.executable, "-m", "ifbbench")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a run and a sweep."""
     directory = tmp_path_factory.mktemp("finished")
-    for arguments in ((*RUN, "--output", str(directory / "run")),
-                      ("sweep", "documentation", *NULL, "--over", "max_batch_size=2,4", "--processes", "1", "--output",
-                       str(directory / "sweep"))):  # fmt: skip
+    for arguments in (
+        (*RUN, "--output", str(directory / "run")),
+        (
+            "sweep",
+            "documentation",
+            *NULL,
+            "--over",
+            "max_batch_size=2,4",
+            "--processes",
+            "1",
+            "--output",
+            str(directory / "sweep"),
+        ),
+    ):
         assert CliRunner().invoke(main, arguments).exit_code == 0
     return directory
 
@@ -63,10 +85,13 @@ def bad_paths(directory: Path) -> dict[str, str]:
     (directory / "folder" / "kept").write_text("kept")
     (directory / "loop").symlink_to(directory / "loop")
     return {
-        "directory": str(directory / "folder"), "below a file": str(directory / "file" / "x" / "y"),
-        "too long": str(directory / ("x" * 300)), "loop": str(directory / "loop"), "kernel": "/proc/none/x",
+        "directory": str(directory / "folder"),
+        "below a file": str(directory / "file" / "x" / "y"),
+        "too long": str(directory / ("x" * 300)),
+        "loop": str(directory / "loop"),
+        "kernel": "/proc/none/x",
         "exists": str(directory / "file"),
-    }  # fmt: skip
+    }
 
 
 def invoke(*arguments: str) -> Result:
@@ -83,9 +108,11 @@ def commands_that_write(finished: Path) -> dict[str, Sequence[str]]:
     reports = {f"report --{name}": ("report", run, f"--{name}") for name in SIDE_OUTPUTS if name != "responses_json"}
     return {
         **reports,
-        "run --output": (*RUN, "--output"), "why --pauses-csv": ("why", run, "--pauses-csv"),
+        "run --output": (*RUN, "--output"),
+        "why --pauses-csv": ("why", run, "--pauses-csv"),
         "sweep --output": ("sweep", "documentation", *NULL, "--over", "max_batch_size=2", "--output"),
-        "run --repeat --output": (*RUN, "--repeat", "2", "--output"), "dataset synth -o": SYNTH,
+        "run --repeat --output": (*RUN, "--repeat", "2", "--output"),
+        "dataset synth -o": SYNTH,
         "dataset convert -o": ("dataset", "convert", "documentation", "--to", "gpt-manager", "-o"),
         "dataset sample -o": ("dataset", "sample", "documentation", "--num-requests", "2", "-o"),
         "dataset info --plot": ("dataset", "info", "documentation", "--plot"),
@@ -95,10 +122,18 @@ def commands_that_write(finished: Path) -> dict[str, Sequence[str]]:
         "tune --output": ("tune", "documentation", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--output"),
         "calibrate --output": ("calibrate", "--device", "cpu", "--quick", "--output"),
         "calibrate --from --output": ("calibrate", "--from", run, "--gpu", "h100-sxm", "--output"),
-        "serve --record": ("serve", "--device", "null", "--max_tokens_in_paged_kvcache", "4096", "--port", "0",
-                           "--record"),
+        "serve --record": (
+            "serve",
+            "--device",
+            "null",
+            "--max_tokens_in_paged_kvcache",
+            "4096",
+            "--port",
+            "0",
+            "--record",
+        ),
         "run --endpoint --output": ("run", "documentation", "--endpoint", "http://127.0.0.1:1", "--output"),
-    }  # fmt: skip
+    }
 
 
 def test_paths_that_cannot_be_written(finished: Path, tmp_path: Path) -> None:
@@ -123,9 +158,7 @@ def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SIDE_OUTPUTS)
-def test_outputs_of_a_run_are_checked_before_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_of_a_run_are_checked_before_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ifbbench.replay.run.engine_for", None)  # it is not called
     command = REAL if name == "responses_json" else RUN
     paths = bad_paths(tmp_path) | {"missing": str(tmp_path / "missing" / "x"), "same": str(tmp_path / "same")}
@@ -138,13 +171,20 @@ def test_outputs_of_a_run_are_checked_before_it(
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("command", "names"), [
-    (("sweep", "documentation", *NULL, "--over", "max_batch_size=2"), (SWEEP_FILE, SWEEP_JSON, POINTS_FILE,
-                                                                       SWEEP_CONFIG)),
-    ((*RUN, "--repeat", "2"), (REPEATS_FILE, "summary.json")),
-    (("tune", "documentation", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b"), (ANSWER, *SERVER_FILES,
-                                                                                        "pareto.png")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (
+            ("sweep", "documentation", *NULL, "--over", "max_batch_size=2"),
+            (SWEEP_FILE, SWEEP_JSON, POINTS_FILE, SWEEP_CONFIG),
+        ),
+        ((*RUN, "--repeat", "2"), (REPEATS_FILE, "summary.json")),
+        (
+            ("tune", "documentation", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b"),
+            (ANSWER, *SERVER_FILES, "pareto.png"),
+        ),
+    ],
+)
 def test_tables_are_checked_before_the_first_run(
     command: tuple[str, ...], names: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,16 +198,28 @@ def test_tables_are_checked_before_the_first_run(
 
 def test_a_search_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tuner, "_search", lambda self: signal.raise_signal(signal.SIGINT))
-    done = invoke("tune", "documentation", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--quiet", "--output",
-                  str(tmp_path / "tune"))  # fmt: skip
+    done = invoke(
+        "tune",
+        "documentation",
+        "--device",
+        "sim:h100-sxm",
+        "--model",
+        "llama-3.1-8b",
+        "--quiet",
+        "--output",
+        str(tmp_path / "tune"),
+    )
     assert (done.exit_code, done.stderr, list(tmp_path.iterdir())) == (130, "Interrupted.\n", [])
 
 
 @pytest.mark.parametrize("name", SIDE_OUTPUTS)
 def test_a_full_device_keeps_everything_else(name: str, tmp_path: Path) -> None:
     command = REAL if name == "responses_json" else RUN
-    others = {other: tmp_path / f"{other}.txt" for other in SIDE_OUTPUTS
-              if other != name and (other != "responses_json" or command is REAL)}  # fmt: skip
+    others = {
+        other: tmp_path / f"{other}.txt"
+        for other in SIDE_OUTPUTS
+        if other != name and (other != "responses_json" or command is REAL)
+    }
     options = [word for other, path in others.items() for word in (f"--{other}", str(path))]
     done = invoke(*command, f"--{name}", "/dev/full", *options, "--output", str(tmp_path / "run"))
     assert done.exit_code == 1
@@ -188,10 +240,24 @@ def test_a_run_that_fails_and_a_full_device_are_both_told(tmp_path: Path, monkey
     assert "/dev/full" in second
 
 
-@pytest.mark.parametrize("arguments", [
-    ("report",), ("report", "--json"), ("why",), ("why", "--json"), ("compare",), ("export",), ("watch", "--once"),
-    ("plot", "--only", "ttft"), ("schema",), ("config", "show"), ("dataset", "info"), ("--help",), (*SYNTH, "-"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("report",),
+        ("report", "--json"),
+        ("why",),
+        ("why", "--json"),
+        ("compare",),
+        ("export",),
+        ("watch", "--once"),
+        ("plot", "--only", "ttft"),
+        ("schema",),
+        ("config", "show"),
+        ("dataset", "info"),
+        ("--help",),
+        (*SYNTH, "-"),
+    ],
+)
 def test_standard_output_on_a_full_device(finished: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     runs = {"compare": 2, "schema": 0, "config": 0, "--help": 0}.get(arguments[0], 0 if "-" in arguments else 1)
     words = [*arguments, *[str(finished / "run")] * runs]
@@ -204,10 +270,13 @@ def test_standard_output_on_a_full_device(finished: Path, tmp_path: Path, argume
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_standard_streams_that_are_closed(closed: tuple[int, ...], tmp_path: Path) -> None:
-    for words, status in ((["run", "documentation", "--device", "null", "--time_scale", "0", "--output", "run"], 0),
-                          (["run", "-", *NULL], 2), (["report", "nothing"], 2), (["--version"], 0)):  # fmt: skip
-        code = (f"import os; [os.close(one) for one in {closed}]; "
-                f"os.execv({sys.executable!r}, {[*IFBBENCH, *words]!r})")  # fmt: skip
+    for words, status in (
+        (["run", "documentation", "--device", "null", "--time_scale", "0", "--output", "run"], 0),
+        (["run", "-", *NULL], 2),
+        (["report", "nothing"], 2),
+        (["--version"], 0),
+    ):
+        code = f"import os; [os.close(one) for one in {closed}]; os.execv({sys.executable!r}, {[*IFBBENCH, *words]!r})"
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
         assert (done.returncode, "Traceback" in done.stderr) == (status, False), (words, done.stderr)
         assert 2 in closed or (done.stderr.startswith("Error: ") == (status == 2))
@@ -235,10 +304,17 @@ def test_files_that_are_no_files_are_written_to_directly(finished: Path, tmp_pat
     assert target.read_text().startswith("num_samples,")
 
 
-@pytest.mark.parametrize("wrong", [
-    ("--policy", "nothing.such:Policy"), ("--max_num_tokens", "0"), ("--model", "none"),
-    ("--responses_json", "x"), ("--output_csv", "/none/x"), ("--device", "sim:none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--policy", "nothing.such:Policy"),
+        ("--max_num_tokens", "0"),
+        ("--model", "none"),
+        ("--responses_json", "x"),
+        ("--output_csv", "/none/x"),
+        ("--device", "sim:none"),
+    ],
+)
 def test_a_bad_setting_does_not_empty_the_results_to_be_replaced(wrong: tuple[str, str], tmp_path: Path) -> None:
     directory = tmp_path / "run"
     assert invoke(*RUN, "--output", str(directory)).exit_code == 0
@@ -255,8 +331,15 @@ def test_a_run_that_is_replaced_keeps_files_that_are_not_of_runs(tmp_path: Path)
     (directory / ".dead.part").write_text("left by a kill")
     assert invoke(*RUN, "--output", str(directory), "--overwrite").exit_code == 0
     names = sorted(path.name for path in directory.iterdir())
-    assert names == ["iterations.jsonl", "notes.txt", "requests.jsonl", "run.json", "spans.jsonl", "summary.json",
-                     "trace.jsonl"]  # fmt: skip
+    assert names == [
+        "iterations.jsonl",
+        "notes.txt",
+        "requests.jsonl",
+        "run.json",
+        "spans.jsonl",
+        "summary.json",
+        "trace.jsonl",
+    ]
 
 
 @pytest.mark.parametrize("recording_format", ["jsonl", "jsonl.gz"])
@@ -436,8 +519,10 @@ def wait_for(path: Path) -> None:
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     """As of the background jobs of a shell script."""
-    code = ("import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-            f"os.execv({sys.executable!r}, {[*IFBBENCH, *RUN, '--output', 'run']!r})")  # fmt: skip
+    code = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"os.execv({sys.executable!r}, {[*IFBBENCH, *RUN, '--output', 'run']!r})"
+    )
     running = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
     while running.poll() is None:
         os.kill(running.pid, signal.SIGINT) if (tmp_path / "run").exists() else time.sleep(0.01)
@@ -452,8 +537,9 @@ def test_an_interrupt_at_any_time_prints_no_traceback(device: str, tries: int, t
     whole_s = time.monotonic() - began
     statuses = set()
     for number in range(tries):
-        running = subprocess.Popen([*IFBBENCH, *words, "--output", f"run-{number}"], cwd=tmp_path,
-                                   stderr=subprocess.PIPE, text=True)  # fmt: skip
+        running = subprocess.Popen(
+            [*IFBBENCH, *words, "--output", f"run-{number}"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
         wait_for_handlers(running)
         time.sleep(whole_s * number / tries)
         running.send_signal(signal.SIGINT)

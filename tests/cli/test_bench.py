@@ -10,22 +10,53 @@ from click.testing import CliRunner
 
 from ifbbench.cli.bench import BenchCommand, latency, throughput
 from ifbbench.cli.main import main
-from ifbbench.model.named_models import built_in_shape
-from ifbbench.report.trtllm_text import report_text
+from ifbbench.models.named_models import built_in_shape
+from ifbbench.report.compat.trtllm_text import report_text
 
 # Of trtllm-bench in TensorRT-LLM 0.12 to 1.2: of the group, of both commands, and of throughput alone.
 GROUP = ["model", "model_path", "workspace", "log_level", "revision"]
 BOTH = [
-    "engine_dir", "backend", "extra_llm_api_options", "config", "sampler_options",
-    "kv_cache_free_gpu_mem_fraction", "max_seq_len", "dataset", "modality", "max_input_len", "num_requests",
-    "warmup", "tp", "pp", "ep", "beam_width", "concurrency", "medusa_choices", "report_json", "iteration_log",
-]  # fmt: skip
+    "engine_dir",
+    "backend",
+    "extra_llm_api_options",
+    "config",
+    "sampler_options",
+    "kv_cache_free_gpu_mem_fraction",
+    "max_seq_len",
+    "dataset",
+    "modality",
+    "max_input_len",
+    "num_requests",
+    "warmup",
+    "tp",
+    "pp",
+    "ep",
+    "beam_width",
+    "concurrency",
+    "medusa_choices",
+    "report_json",
+    "iteration_log",
+]
 THROUGHPUT = [
-    "custom_module_dirs", "max_batch_size", "max_num_tokens", "mamba_ssm_cache_dtype", "no_skip_tokenizer_init",
-    "eos_id", "image_data_format", "data_device", "target_input_len", "target_output_len", "cluster_size",
-    "streaming", "output_json", "request_json", "enable_chunked_context", "disable_chunked_context",
-    "scheduler_policy", "request_rate",
-]  # fmt: skip
+    "custom_module_dirs",
+    "max_batch_size",
+    "max_num_tokens",
+    "mamba_ssm_cache_dtype",
+    "no_skip_tokenizer_init",
+    "eos_id",
+    "image_data_format",
+    "data_device",
+    "target_input_len",
+    "target_output_len",
+    "cluster_size",
+    "streaming",
+    "output_json",
+    "request_json",
+    "enable_chunked_context",
+    "disable_chunked_context",
+    "scheduler_policy",
+    "request_rate",
+]
 # From docs/source/performance of these versions, with shell variables in the place of paths.
 COMMANDS = {
     "0.12": "trtllm-bench --model $model_name throughput --dataset $dataset_file --engine_dir $engine_dir",
@@ -55,9 +86,13 @@ enable_chunked_prefill: false
 max_batch_size: 7
 """
 HEADINGS = [
-    "ENGINE DETAILS", "MACHINE DETAILS", "WORLD + RUNTIME INFORMATION", "REQUEST DETAILS", "PERFORMANCE OVERVIEW",
+    "ENGINE DETAILS",
+    "MACHINE DETAILS",
+    "WORLD + RUNTIME INFORMATION",
+    "REQUEST DETAILS",
+    "PERFORMANCE OVERVIEW",
     "DATASET DETAILS",
-]  # fmt: skip
+]
 assert isinstance(throughput, BenchCommand)
 SIMULATED = ["--device", "h100-sxm", "--max_tokens", "65536"]
 TINY = ["--model", "tiny"]  # before other words, which may name another model
@@ -69,17 +104,25 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("llm.yaml").write_text(LLM_OPTIONS)
     Path("model").mkdir()
     shape = {
-        "model_type": "llama", "vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 128, "max_position_embeddings": 2048,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "max_position_embeddings": 2048,
+    }
     Path("model/config.json").write_text(json.dumps(shape))
 
 
 def arguments_of(command: str) -> list[str]:
     values = {
-        "model_name": "meta-llama/Llama-3.1-8B", "dataset_file": "default", "engine_dir": "/tmp/tp_1_pp_1",
-        "llm_options": "llm.yaml", "model_path": "model",
-    }  # fmt: skip
+        "model_name": "meta-llama/Llama-3.1-8B",
+        "dataset_file": "default",
+        "engine_dir": "/tmp/tp_1_pp_1",
+        "llm_options": "llm.yaml",
+        "model_path": "model",
+    }
     return shlex.split(re.sub(r"\$\{?(\w+)\}?", lambda match: values[match[1]], command))[1:]
 
 
@@ -133,16 +176,25 @@ def test_an_option_without_effect_says_so_in_one_line(option, caplog) -> None:
         ("--concurrency 4", {"concurrency": 4, "time_scale": 1.0}),
         ("--request_rate 50", {"request_rate": 50.0, "time_scale": 1.0}),
         ("--disable_chunked_context", {"enable_chunked_context": False}),
-        ("--enable_chunked_context --scheduler_policy max_utilization",
-         {"enable_chunked_context": True, "policy": "max_utilization"}),
-        ("--extra_llm_api_options llm.yaml",
-         {"kv_cache_dtype": "fp8", "enable_kv_cache_reuse": True, "kv_cache_free_gpu_mem_fraction": 0.5,
-          "enable_chunked_context": False, "max_batch_size": 7}),
+        (
+            "--enable_chunked_context --scheduler_policy max_utilization",
+            {"enable_chunked_context": True, "policy": "max_utilization"},
+        ),
+        (
+            "--extra_llm_api_options llm.yaml",
+            {
+                "kv_cache_dtype": "fp8",
+                "enable_kv_cache_reuse": True,
+                "kv_cache_free_gpu_mem_fraction": 0.5,
+                "enable_chunked_context": False,
+                "max_batch_size": 7,
+            },
+        ),
         ("--config llm.yaml --max_batch_size 9", {"max_batch_size": 9}),
         ("--model_path model --model x/y", {"model": "model"}),
         ("-m mistralai/Mistral-7B-v0.1", {"model": "mistralai/Mistral-7B-v0.1"}),
     ],
-)  # fmt: skip
+)
 def test_options_become_settings(words: str, expected: dict) -> None:
     config = bench("throughput", "--dataset", "default", *words.split())
     assert {name: config[name] for name in expected} == expected

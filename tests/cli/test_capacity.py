@@ -9,16 +9,27 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ifbbench.api.engine import build_engine
+from ifbbench.build.engine import build_engine
 from ifbbench.cli.console import report_console
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
-from ifbbench.planning.capacity import study
-from ifbbench.planning.capacity_tables import print_study
+from ifbbench.settings.config import RunConfig
+from ifbbench.studies.capacity import study
+from ifbbench.studies.capacity_tables import print_study
 from ifbbench.workload.trace import TraceRequest
 
-KNOWN = ["--device", "cuda", "--max_tokens_in_paged_kvcache", "234208", "--input-len", "1096", "--output-len", "211",
-         "--reserve", "fixed:7000", "--no_enable_chunked_context"]  # fmt: skip
+KNOWN = [
+    "--device",
+    "cuda",
+    "--max_tokens_in_paged_kvcache",
+    "234208",
+    "--input-len",
+    "1096",
+    "--output-len",
+    "211",
+    "--reserve",
+    "fixed:7000",
+    "--no_enable_chunked_context",
+]
 
 
 def invoke(*arguments: str):
@@ -57,12 +68,21 @@ def test_the_known_case():
     assert (window["blocks"], window["tokens"], window["bytes_per_token"]) == (7319, 234_208, 4096)
     guaranteed, at_start, at_end, static = found["at_once"]
     assert guaranteed == {
-        "policy": "guaranteed_no_evict", "moment": None, "mean_blocks_per_request": 253.0, "by_kv_blocks": 28,
-        "by_batch_size": 2048, "by_num_tokens": 1341, "at_once": 28, "bound_by": "kv_blocks", "first_requests": None,
-    }  # fmt: skip
+        "policy": "guaranteed_no_evict",
+        "moment": None,
+        "mean_blocks_per_request": 253.0,
+        "by_kv_blocks": 28,
+        "by_batch_size": 2048,
+        "by_num_tokens": 1341,
+        "at_once": 28,
+        "bound_by": "kv_blocks",
+        "first_requests": None,
+    }
     assert [(fit["policy"], fit["moment"], fit["at_once"]) for fit in (at_start, at_end, static)] == [
-        ("max_utilization", "start", 209), ("max_utilization", "end", 178), ("static_batch", None, 7),
-    ]  # fmt: skip
+        ("max_utilization", "start", 209),
+        ("max_utilization", "end", 178),
+        ("static_batch", None, 7),
+    ]
     assert found["contiguous"]["by_memory"] == 7319 * 32 // 16_384
     assert found["summary"][0] == (
         "28 such requests run at once under guaranteed_no_evict: the KV cache (7,319 blocks) binds first; "
@@ -141,8 +161,9 @@ def test_without_requests_the_pool_alone():
 
 
 def test_the_cache_is_that_of_the_settings():
-    found = answer("--memory-gib", "1", "--max_attention_window", "512,1024", "--sink_token_len", "4",
-                   "--kv_cache_dtype", "fp8")["kv_cache"]  # fmt: skip
+    found = answer(
+        "--memory-gib", "1", "--max_attention_window", "512,1024", "--sink_token_len", "4", "--kv_cache_dtype", "fp8"
+    )["kv_cache"]
     long, short = found["windows"]
     assert (found["type"], found["dtype"], found["bytes_per_token"]) == ("paged", "fp8", 1024)
     assert (long["attention_window"], long["layers"], long["sink_tokens"]) == (1024, 2, 4)
@@ -161,8 +182,18 @@ def test_host_blocks_where_they_are_asked_for():
 
 @pytest.mark.parametrize("batch_size", ["14", "15"])
 def test_a_contiguous_cache_has_room_for_a_full_batch_or_not(batch_size):
-    (sentence,) = answer("--memory-gib", "1", "--kv_cache_type", "contiguous", "--max_batch_size", batch_size,
-                         "--input-len", "100", "--output-len", "100")["summary"]  # fmt: skip
+    (sentence,) = answer(
+        "--memory-gib",
+        "1",
+        "--kv_cache_type",
+        "contiguous",
+        "--max_batch_size",
+        batch_size,
+        "--input-len",
+        "100",
+        "--output-len",
+        "100",
+    )["summary"]
     assert f"for the {batch_size} requests of max_batch_size, 16,384 places each; memory has room for 14." in sentence
 
 
@@ -220,8 +251,11 @@ def test_given_memory_needs_no_torch():
 
 def test_a_simulated_device_has_the_cache_that_a_run_on_it_has(tmp_path):
     settings: dict[str, Any] = {
-        "model": "llama-3.3-70b", "device": "sim:h100-sxm", "tp_size": 4, "max_seq_len": 8192,
-    }  # fmt: skip
+        "model": "llama-3.3-70b",
+        "device": "sim:h100-sxm",
+        "tp_size": 4,
+        "max_seq_len": 8192,
+    }
     found = answer("llama-3.3-70b", "--device", "sim:h100-sxm", "--tp_size", "4", "--max_seq_len", "8192")
     limits = build_engine(RunConfig(**settings)).limits
     assert found["kv_cache"]["windows"][0]["blocks_of_run"] == limits.num_blocks

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.clock import NO_PROGRESS
-from ifbbench.planning.sweep import KEEP
+from ifbbench.studies.sweep import KEEP
 
 FIGURES = {"ttft_s": {"p50": 0.1, "p99": 0.2}, "output_throughput_tokens_per_s": 10.0}
 
@@ -46,7 +46,7 @@ def runs(monkeypatch):
 
     monkeypatch.setitem(KEEP, "run", run_point)
     pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)
-    monkeypatch.setattr("ifbbench.report.load.load_run", lambda directory: directory)
+    monkeypatch.setattr("ifbbench.rundir.reader.load_run", lambda directory: directory)
     monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console, known: console.print("the report"))
     monkeypatch.setattr("ifbbench.report.figures.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"])
     monkeypatch.setattr("ifbbench.report.figures.figures", lambda run: FIGURES)
@@ -70,8 +70,9 @@ def test_reports_have_the_width_of_other_commands_in_a_pipe(runs, monkeypatch):
 
 def test_a_terminal_breaks_lines_between_words_and_a_pipe_has_one_line_for_a_sentence(runs, monkeypatch):
     sentence = " ".join(["scheduler"] * 20)
-    monkeypatch.setattr("ifbbench.report.tables.print_report",
-                        lambda run, console, known: console.print(sentence, soft_wrap=True))  # fmt: skip
+    monkeypatch.setattr(
+        "ifbbench.report.tables.print_report", lambda run, console, known: console.print(sentence, soft_wrap=True)
+    )
     assert sentence in invoke("report", "out").stdout.splitlines()
     monkeypatch.setenv("FORCE_COLOR", "1")  # for rich, a terminal
     monkeypatch.setenv("COLUMNS", "80")
@@ -179,5 +180,3 @@ def test_plot_of_nothing_is_exit_status_2(tmp_path):
     done = invoke("plot", str(tmp_path / "none"))
     assert done.exit_code == 2
     assert done.stderr.startswith("Error: ")
-
-

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from ifbbench.cli.main import main
 from ifbbench.cli.options import PLACES, given_config
 from ifbbench.cli.run import SweepKeys
-from ifbbench.config import settings
-from ifbbench.settings import from_mapping
+from ifbbench.settings.config import settings
+from ifbbench.settings.names import from_mapping
 
 SIMULATED = ["--device", "h100-sxm", "--model", "llama-3.1-8b", "--max_num_samples", "12", "--request_rate", "20"]
 SWEEP = """
@@ -125,18 +125,32 @@ OTHER_VALUES: dict[str, Any] = {
     "iteration_stats_every": 3, "enable_steady_state": True,
 }  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
-    "enable_exp_delays": {"request_rate": 90.0}, "burstiness": {"request_rate": 90.0},
-    "sink_token_len": {"max_attention_window": "64"}, "kv_cache_type": {"enable_chunked_context": False},
-    "lora_rank": {"num_loras": 3}, "lora_device_mem_fraction": {"num_loras": 3},
+    "enable_exp_delays": {"request_rate": 90.0},
+    "burstiness": {"request_rate": 90.0},
+    "sink_token_len": {"max_attention_window": "64"},
+    "kv_cache_type": {"enable_chunked_context": False},
+    "lora_rank": {"num_loras": 3},
+    "lora_device_mem_fraction": {"num_loras": 3},
     "lora_num_device_mod_layers": {"num_loras": 3},
-    "draft_model": {"acceptance_rate": "0.6", "model": "tiny"}, "draft_ngram": {"acceptance_rate": "0.6"},
+    "draft_model": {"acceptance_rate": "0.6", "model": "tiny"},
+    "draft_ngram": {"acceptance_rate": "0.6"},
     "draft_len": {"draft_ngram": 3, "acceptance_rate": "0.6"},
-}  # fmt: skip
+}
 NOT_CHANGED = {
-    *PLACES, "columns", "tokenizer", "lora_dir", "return_log_probs", "return_context_logits",
-    "return_generation_logits", "device", "model", "profile", "log_iteration_data", "quiet",
+    *PLACES,
+    "columns",
+    "tokenizer",
+    "lora_dir",
+    "return_log_probs",
+    "return_context_logits",
+    "return_generation_logits",
+    "device",
+    "model",
+    "profile",
+    "log_iteration_data",
+    "quiet",
     "stop_at_end_token",
-}  # fmt: skip
+}
 
 
 def test_every_setting_has_another_value_below() -> None:
@@ -147,8 +161,10 @@ def test_every_setting_has_another_value_below() -> None:
 def test_a_run_with_this_setting_is_the_config_file_of_the_same_run(name: str) -> None:
     Path("rates.csv").write_text("start_s,rate\n0,50\n0.2,0\n0.4,200\n")
     given = {"model": "llama-3.1-8b", "max_num_samples": 8, name: OTHER_VALUES[name], **NEEDS.get(name, {})}
-    options = [f"--{'' if value else 'no_'}{one}" if isinstance(value, bool) else f"--{one}={value}"
-               for one, value in given.items()]  # fmt: skip
+    options = [
+        f"--{'' if value else 'no_'}{one}" if isinstance(value, bool) else f"--{one}={value}"
+        for one, value in given.items()
+    ]
     words = ["run", "chat", "--device", "h100-sxm", "--model", "tiny", *options, "--quiet", "--output", "first"]
     made = CliRunner().invoke(main, words)
     assert made.exit_code in (0, 1), made.output  # 1: requests that are too long
@@ -207,8 +223,18 @@ def test_a_run_is_the_config_file_of_the_same_run(name: str) -> None:
     ifbbench("run", "--config", name, "--output", "second", "--quiet")
     assert digest("first") == digest("second")
     # What was derived from a setting is derived again from another one.
-    ifbbench("run", "--config", name, "--max_num_tokens", "512", "--no_enable_chunked_context", "--output", "third",
-             "--quiet", status=1)  # fmt: skip
+    ifbbench(
+        "run",
+        "--config",
+        name,
+        "--max_num_tokens",
+        "512",
+        "--no_enable_chunked_context",
+        "--output",
+        "third",
+        "--quiet",
+        status=1,
+    )
     config = json.loads(Path("third/run.json").read_text())["config"]
     assert (config["max_input_len"], config["policy"]) == (512, "max_utilization")
 

@@ -15,8 +15,8 @@ from ifbbench.cli import console
 from ifbbench.cli.console import LineProgress, progress_line
 from ifbbench.cli.main import main
 from ifbbench.clock import NO_PROGRESS
-from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.reading import ROWS_BETWEEN_REPORTS, read_trace
 
 
@@ -66,8 +66,9 @@ def test_a_line_has_the_stage_the_share_and_the_remaining_time(lines, clock, cap
     lines.update(1200, 6000, "3 active")
     lines.print()
     assert capsys.readouterr().err.splitlines() == [
-        "run: replaying", "run: replaying, 1,200 of 6,000 (20 %), 0:04:00 left, 3 active"
-    ]  # fmt: skip
+        "run: replaying",
+        "run: replaying, 1,200 of 6,000 (20 %), 0:04:00 left, 3 active",
+    ]
 
 
 def test_the_remaining_time_is_that_of_the_stage(lines, clock) -> None:
@@ -164,11 +165,14 @@ def test_reading_a_long_trace_reports_how_much_is_read(suffix: str, limit: int |
         ("report run", ["reading results"]),
         ("capacity tiny --trace default", ["reading trace", "calculating"]),
         ("dataset info chat", ["drawing requests", "describing trace"]),
-        ("dataset synth token-unif-dist --num-requests 4 --input-min 3 --input-max 9 --output-min 1 --output-max 2 "
-         "-o synth.jsonl", ["drawing requests", "writing trace"]),
+        (
+            "dataset synth token-unif-dist --num-requests 4 --input-min 3 --input-max 9 --output-min 1 --output-max 2 "
+            "-o synth.jsonl",
+            ["drawing requests", "writing trace"],
+        ),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_long_commands_report_their_stages(
     words: str, stages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

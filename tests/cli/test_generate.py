@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ifbbench.cli.main import main
-from tests.execution.transformers_reference import family_checkpoint
-from tests.model.gguf_writing import write_gguf
+from tests.torch.model.gguf_writing import write_gguf
+from tests.torch.transformers_reference import family_checkpoint
 
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")

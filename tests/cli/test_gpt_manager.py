@@ -67,26 +67,46 @@ ENCODER_DECODER = (
 )
 assert isinstance(run, TraceCommand)
 VARIABLES = {
-    "LORA_ENGINE": "Llama-2-13b-hf-engine", "EG_DIR": "eg", "EOS_ID": "2", "engine_dir": "/tmp/engine",
-    "dataset_file": "data.json", "dataset_file_json": "data.json", "results_csv": "results.csv",
-}  # fmt: skip
+    "LORA_ENGINE": "Llama-2-13b-hf-engine",
+    "EG_DIR": "eg",
+    "EOS_ID": "2",
+    "engine_dir": "/tmp/engine",
+    "dataset_file": "data.json",
+    "dataset_file_json": "data.json",
+    "results_csv": "results.csv",
+}
 # A small cache, because making the blocks of a whole GPU takes most of the time of such a run.
 SIMULATED_GPU = ["--device", "a100-80gb-sxm", "--max_tokens", "65536"]
 SIMULATED = ["--model", "tiny", *SIMULATED_GPU]
 ENGINE = {
     "version": "0.17.0",
     "pretrained_config": {
-        "architecture": "LlamaForCausalLM", "dtype": "float16", "vocab_size": 1000, "hidden_size": 128,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_size": 32,
-        "intermediate_size": 344, "hidden_act": "silu", "norm_epsilon": 1e-6, "max_position_embeddings": 4096,
-        "rotary_base": 10000.0, "rotary_scaling": None, "mapping": {"world_size": 2, "tp_size": 2, "pp_size": 1},
+        "architecture": "LlamaForCausalLM",
+        "dtype": "float16",
+        "vocab_size": 1000,
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_size": 32,
+        "intermediate_size": 344,
+        "hidden_act": "silu",
+        "norm_epsilon": 1e-6,
+        "max_position_embeddings": 4096,
+        "rotary_base": 10000.0,
+        "rotary_scaling": None,
+        "mapping": {"world_size": 2, "tp_size": 2, "pp_size": 1},
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
     },
     "build_config": {
-        "max_input_len": 500, "max_seq_len": 700, "max_batch_size": 12, "max_beam_width": 1, "max_num_tokens": 2048,
+        "max_input_len": 500,
+        "max_seq_len": 700,
+        "max_batch_size": 12,
+        "max_beam_width": 1,
+        "max_num_tokens": 2048,
         "plugin_config": {"tokens_per_block": 64},
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -95,11 +115,18 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source = bundled_path("default")
     assert source is not None
     rows = [json.loads(line) for line in source.read_text().splitlines()[:40]]
-    samples = [{"input_ids": [1] * row["prompt_len"], "output_len": row["output_len"], "task_id": index % 3 - 1}
-               for index, row in enumerate(rows)]  # fmt: skip
+    samples = [
+        {"input_ids": [1] * row["prompt_len"], "output_len": row["output_len"], "task_id": index % 3 - 1}
+        for index, row in enumerate(rows)
+    ]
     build = tmp_path / "cpp" / "build"
-    for name in ("../../benchmarks/cpp/preprocessed_dataset.json", "../../benchmarks/cpp/tokens-fixed-lengths.json",
-                 "eg/data/token-norm-dist-lora-8.json", "data.json", "cnn_dailymail.json"):  # fmt: skip
+    for name in (
+        "../../benchmarks/cpp/preprocessed_dataset.json",
+        "../../benchmarks/cpp/tokens-fixed-lengths.json",
+        "eg/data/token-norm-dist-lora-8.json",
+        "data.json",
+        "cnn_dailymail.json",
+    ):
         (build / name).resolve().parent.mkdir(parents=True, exist_ok=True)
         (build / name).resolve().write_text(json.dumps({"samples": samples}))
     for task_id in range(2):
@@ -267,9 +294,16 @@ def test_an_engine_gives_the_shape_and_the_defaults_of_limits(engine_dir: Path) 
     assert json.loads(Path("out/run.json").read_text())["model"]["layers"] == 3
     config = config_of(Path("out"))
     expected = {
-        "max_batch_size": 5, "max_num_tokens": 2048, "max_seq_len": 700, "max_input_len": 500, "tokens_per_block": 64,
-        "tp_size": 2, "dtype": "fp16", "kv_cache_dtype": "fp8", "model": str(engine_dir),
-    }  # fmt: skip
+        "max_batch_size": 5,
+        "max_num_tokens": 2048,
+        "max_seq_len": 700,
+        "max_input_len": 500,
+        "tokens_per_block": 64,
+        "tp_size": 2,
+        "dtype": "fp16",
+        "kv_cache_dtype": "fp8",
+        "model": str(engine_dir),
+    }
     assert {name: config[name] for name in expected} == expected
 
 
@@ -314,9 +348,14 @@ def test_an_engine_of_another_kind_is_explained(config: dict, words: str, engine
 
 @pytest.mark.parametrize(
     ("spelling", "stored"),
-    [("V1", "v1"), ("static", "v1"), ("IFB", "inflight_fused"), ("inflight", "inflight_fused"),
-     ("UIFB", "inflight_unfused")],
-)  # fmt: skip
+    [
+        ("V1", "v1"),
+        ("static", "v1"),
+        ("IFB", "inflight_fused"),
+        ("inflight", "inflight_fused"),
+        ("UIFB", "inflight_unfused"),
+    ],
+)
 def test_batching_types_have_upstreams_names(spelling: str, stored: str, checkout: Path) -> None:
     words = ["--type", spelling, *SIMULATED, "--quiet", "--output", "out"]
     assert CliRunner().invoke(main, ["run", "documentation", *words]).exit_code == 0

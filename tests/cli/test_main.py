@@ -146,8 +146,20 @@ def test_options_that_do_not_exist_are_explained_in_their_own_spelling(arguments
 def test_an_output_that_is_not_utf_8_has_other_characters_and_no_error(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "ifbbench", "run", "documentation", "--device", "null", "--time_scale", "0",
-               "--quiet", "--output", str(tmp_path / "run")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "ifbbench",
+        "run",
+        "documentation",
+        "--device",
+        "null",
+        "--time_scale",
+        "0",
+        "--quiet",
+        "--output",
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONCOERCECLOCALE": "0"} | environment)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"Requests completed" in done.stdout

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.cli.options import SettingsCommand, given_config
-from ifbbench.config import RunConfig, settings
 from ifbbench.serving.config import server_settings
-from ifbbench.settings import from_mapping
+from ifbbench.settings.config import RunConfig, settings
+from ifbbench.settings.names import from_mapping
 
 
 @pytest.fixture
@@ -58,8 +58,15 @@ def listed(*words: str) -> dict[str, list[str]]:
 
 def test_help_of_all_has_a_section_for_each_group():
     assert list(listed("run", "--help", "all")) == [
-        "COMMAND", "REPLAY", "ENDPOINT", "SCHEDULING", "KV CACHE", "LORA", "EXECUTION", "RECORDING"
-    ]  # fmt: skip
+        "COMMAND",
+        "REPLAY",
+        "ENDPOINT",
+        "SCHEDULING",
+        "KV CACHE",
+        "LORA",
+        "EXECUTION",
+        "RECORDING",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,8 @@ def without(packages: set[str], directory: Path, *commands: tuple[str, ...]) -> 
 
 def test_simulated_runs_and_reports_need_no_package_that_computes(tmp_path: Path) -> None:
     status, printed = without(
-        COMPUTING, tmp_path,
+        COMPUTING,
+        tmp_path,
         ("run", "chat", *SIMULATED, "--output", "a"),
         ("run", "chat", *SIMULATED, "--max_batch_size", "2", "--output", "b"),
         ("report", "a"),
@@ -62,20 +63,31 @@ def test_simulated_runs_and_reports_need_no_package_that_computes(tmp_path: Path
         ("dataset", "info", "chat"),
         ("config", "--help"),
         ("serve", "--help"),
-    )  # fmt: skip
+    )
     assert status == 0, printed
 
 
 def test_a_simulated_run_draws_nothing(tmp_path: Path) -> None:
-    status, printed = without({*COMPUTING, "matplotlib"}, tmp_path, ("run", "chat", *SIMULATED, "--output", "a"),
-                              ("report", "a"), ("why", "a"))  # fmt: skip
+    status, printed = without(
+        {*COMPUTING, "matplotlib"},
+        tmp_path,
+        ("run", "chat", *SIMULATED, "--output", "a"),
+        ("report", "a"),
+        ("why", "a"),
+    )
     assert status == 0, printed
 
 
-@pytest.mark.parametrize("command", [
-    ("run", "--device", "cpu"), ("run",), ("serve", "--device", "cpu"),
-    ("bench", "--model", "tiny", "throughput", "--dataset", "lengths.jsonl", "--device", "cpu"),
-], ids=lambda command: command[0])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "--device", "cpu"),
+        ("run",),
+        ("serve", "--device", "cpu"),
+        ("bench", "--model", "tiny", "throughput", "--dataset", "lengths.jsonl", "--device", "cpu"),
+    ],
+    ids=lambda command: command[0],
+)
 def test_a_package_that_computes_is_named_where_it_is_missing(command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "lengths.jsonl").write_text('{"task_id": 0, "input_ids": [1, 2], "output_tokens": 2}\n')
     status, printed = without({"torch"}, tmp_path, command)

@@ -11,14 +11,21 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ifbbench.cli.main import main
-from ifbbench.config import ENGINE_OVERHEADS, HARDWARE_PROFILES
+from ifbbench.settings.config import ENGINE_OVERHEADS, HARDWARE_PROFILES
 
 ROWS = "".join(f'{{"request_id":{row},"prompt_len":{20 + row},"output_len":3}}\n' for row in range(8))
 LENGTHS = "{distribution: uniform, min: 1, max: 9}"
 SPEC = f"num_requests: 5\nprompt_len: {LENGTHS}\noutput_len: {LENGTHS}\n"
 HISTOGRAM = json.dumps({name: {"edges": [1, 9], "counts": [4]} for name in ("prompt_len", "output_len")})
-MODEL = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 500}  # fmt: skip
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 500,
+}
 SHAPE, NULL = "--model llama-3.1-8b", "--device null --time_scale 0 --quiet"
 SIMULATED = f"--device h100-sxm {SHAPE} --quiet"
 # The command, which gets --overwrite, and the file that it must leave as it is.
@@ -61,7 +68,7 @@ REFUSED = [
     ("dataset synth token-from-histogram --num-requests 4 --trace t.jsonl -o t.jsonl", "t.jsonl"),
     (f"calibrate --from done --device sim:p.toml {SHAPE} -o p.toml", "p.toml"),
     ("serve --device h100-sxm --model llama-3.1-8b --config done --record done", "done/run.json"),
-]  # fmt: skip
+]
 
 
 def invoke(command: str) -> Result:
@@ -72,9 +79,17 @@ def invoke(command: str) -> Result:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a file of each kind, a run, repeats and a sweep."""
     directory = tmp_path_factory.mktemp("inputs")
-    texts = {"t.jsonl": ROWS, "c.yaml": "max_batch_size: 4\n", "r.csv": "start_s,rate\n0,50\n", "s.yaml": SPEC,
-             "named.yaml": "trace: t.jsonl\nrate_schedule: r.csv\n", "h.json": HISTOGRAM, "tokenizer.json": "{}",
-             "m/config.json": json.dumps(MODEL), "tuned/run.yaml": "max_batch_size: 4\n"}  # fmt: skip
+    texts = {
+        "t.jsonl": ROWS,
+        "c.yaml": "max_batch_size: 4\n",
+        "r.csv": "start_s,rate\n0,50\n",
+        "s.yaml": SPEC,
+        "named.yaml": "trace: t.jsonl\nrate_schedule: r.csv\n",
+        "h.json": HISTOGRAM,
+        "tokenizer.json": "{}",
+        "m/config.json": json.dumps(MODEL),
+        "tuned/run.yaml": "max_batch_size: 4\n",
+    }
     before = Path.cwd()
     os.chdir(directory)
     try:

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import for_other_process, load_trace
 
 ROWS = "".join(f'{{"request_id":{row},"prompt_len":{20 + row},"output_len":3}}\n' for row in range(8))

@@ -23,11 +23,12 @@ COMPARE = ("compare", "chat", *SIMULATED)
     [
         *((words, words, name) for name, words in COMMANDS.items()),
         (BENCH, BENCH, "chat"),
-        *((
-            (*words, "--over", "max_batch_size=2,4"), (*words, "--over", "max_batch_size=2,8"), "sweep-max_batch_size"
-        ) for words in (SWEEP, COMPARE)),
+        *(
+            ((*words, "--over", "max_batch_size=2,4"), (*words, "--over", "max_batch_size=2,8"), "sweep-max_batch_size")
+            for words in (SWEEP, COMPARE)
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_default_name_is_numbered_and_a_given_one_is_refused(monkeypatch, caplog, tmp_path, first, second, name):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(main, first)

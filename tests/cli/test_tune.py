@@ -84,8 +84,14 @@ def test_files_for_other_programs_have_the_settings(directory, tmp_path):
 def test_the_config_file_replays_the_requests_that_were_tuned(directory, tmp_path):
     figures = json.loads((directory / "tuned/tune.json").read_text())["recommendation"]["figures"]
     values = yaml.safe_load((directory / "tuned/run.yaml").read_text())
-    asked = {"trace": "chat", "model": "llama-3.1-8b", "device": "sim:h100-sxm", "request_rate": 40.0,
-             "max_num_samples": 60, "policy": "max_utilization"}  # fmt: skip
+    asked = {
+        "trace": "chat",
+        "model": "llama-3.1-8b",
+        "device": "sim:h100-sxm",
+        "request_rate": 40.0,
+        "max_num_samples": 60,
+        "policy": "max_utilization",
+    }
     assert asked.items() <= values.items()
     output = ["--output", str(tmp_path / "run"), "--json"]
     result = CliRunner().invoke(main, ["run", "--config", str(directory / "tuned/run.yaml"), *output])
@@ -166,12 +172,13 @@ def test_the_table_has_the_replicas_and_the_next_best_is_dearer(shared):
 @pytest.mark.parametrize(
     ("goal", "loss", "words"),
     [
-        ("cost", 0.329, "is 32.9 % dearer"), ("cost", -0.024, "is 2.4 % cheaper"),
+        ("cost", 0.329, "is 32.9 % dearer"),
+        ("cost", -0.024, "is 2.4 % cheaper"),
         ("goodput", 0.124, "has a goodput that is 12.4 % lower"),
         ("max_rate", 0.124, "has a highest rate that is 12.4 % lower"),
         ("output_throughput", -0.124, "has a throughput that is 12.4 % higher"),
     ],
-)  # fmt: skip
+)
 def test_the_loss_of_the_next_best_settings_in_words(goal, loss, words):
     assert _loss_text({"loss": loss, "misses": {}}, goal) == words
 
@@ -203,7 +210,7 @@ def test_impossible_objectives_end_with_status_1(tmp_path):
         (["--goal", "max_rate", "--time_scale", "0"], "--goal max_rate"),
         (["--slo", "ttft=fast"], "ttft"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused(tmp_path, options, expected):
     arguments = ["tune", "chat", *MODEL, "--max_num_samples", "30", "--output", str(tmp_path / "tuned"), *options]
     result = CliRunner().invoke(main, arguments)

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.policies import POLICY_CLASSES, LoraLimits
 from ifbbench.engine.request import Request
+from ifbbench.kv.attention_window import AttentionWindow
+from ifbbench.kv.manager import KvCacheManager
+from ifbbench.kv.sequence import ReuseRules
+from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, LoraLimits
 from tests.conformance.capacity_loop import CapacityLoop, Decided
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal, require_features
 
@@ -109,8 +109,6 @@ def _cache(case: Case) -> KvCacheManager:
         config["sink_token_length"],
         max(entry["beam_width"] for entry in case["requests"]),
     )
-    rules = ReuseRules(
-        config["enable_block_reuse"], config["enable_partial_reuse"], config["copy_on_partial_reuse"]
-    )
+    rules = ReuseRules(config["enable_block_reuse"], config["enable_partial_reuse"], config["copy_on_partial_reuse"])
     slots = len(case["requests"])
     return KvCacheManager(attention_window, config["num_blocks"], slots, config["host_blocks"], rules)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.policies import CapacityPolicy
 from ifbbench.engine.request import Request
+from ifbbench.kv.manager import KvCacheManager
+from ifbbench.schedulers.tensorrt_llm.policies import CapacityPolicy
 
 
 @dataclass(frozen=True, slots=True)

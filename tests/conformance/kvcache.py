@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.manager import KvCacheManager
 from ifbbench.engine.request import Request
+from ifbbench.kv.attention_window import AttentionWindow
+from ifbbench.kv.manager import KvCacheManager
 from tests.conformance import kvcache_eviction, kvcache_functions, kvcache_ops
 from tests.conformance.outcome import RULE_SET, Case, Skip, expect_equal, require_features
 

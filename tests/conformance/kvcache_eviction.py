@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ifbbench.engine.kv_cache.eviction import EvictionPolicy
+from ifbbench.kv.eviction import EvictionPolicy
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal
 
 MILLISECONDS = 1000
@@ -15,9 +15,10 @@ def replay(case: Case) -> None:
         policy = EvictionPolicy(case["config"]["primary_blocks"], case["config"]["secondary_blocks"])
     else:
         policy = EvictionPolicy(
-            case["config"]["primary_blocks"], case["config"]["secondary_blocks"],
+            case["config"]["primary_blocks"],
+            case["config"]["secondary_blocks"],
             case["config"]["secondary_offload_min_priority"],
-        )  # fmt: skip
+        )
     names: dict[str, int] = {}
     for number, step in enumerate(case["steps"]):
         _run(policy, names, step, f"step {number} {step['op']}")

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow, ceil_div
-from ifbbench.engine.kv_cache.eviction import Retention, RetentionRange
-from ifbbench.engine.kv_cache.sizing import max_attention_window, max_blocks, window_shares
-from ifbbench.engine.kv_cache.token_keys import block_ranges
+from ifbbench.kv.attention_window import AttentionWindow, ceil_div
+from ifbbench.kv.eviction import Retention, RetentionRange
+from ifbbench.kv.sizing import max_attention_window, max_blocks, window_shares
+from ifbbench.kv.token_keys import block_ranges
 from tests.conformance.outcome import Case, Skip, expect_equal
 
 SHARE_TOLERANCE = 1e-6
@@ -29,16 +29,24 @@ def _blocks_per_beam(arguments: Mapping[str, Any], expected: Any) -> int:
 
 def _blocks(arguments: Mapping[str, Any], expected: Any) -> int:
     return max_blocks(
-        arguments["input_length"], arguments["output_length"], arguments["sink_token_length"],
-        arguments["window_size"], arguments["beam_width"], arguments["tokens_per_block"],
-    )  # fmt: skip
+        arguments["input_length"],
+        arguments["output_length"],
+        arguments["sink_token_length"],
+        arguments["window_size"],
+        arguments["beam_width"],
+        arguments["tokens_per_block"],
+    )
 
 
 def _window(arguments: Mapping[str, Any], expected: Any) -> int:
     return max_attention_window(
-        arguments["input_length"], arguments["output_length"], arguments["sink_token_length"],
-        arguments["block_capacity"], arguments["beam_width"], arguments["tokens_per_block"],
-    )  # fmt: skip
+        arguments["input_length"],
+        arguments["output_length"],
+        arguments["sink_token_length"],
+        arguments["block_capacity"],
+        arguments["beam_width"],
+        arguments["tokens_per_block"],
+    )
 
 
 def _shares(arguments: Mapping[str, Any], expected: Mapping[str, float]) -> Mapping[str, float]:

@@ -7,19 +7,33 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.blocks import BlockCounters, OutOfBlocks
-from ifbbench.engine.kv_cache.eviction import NO_RETENTION, Retention, RetentionRange
-from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.kv_cache.token_keys import KnownTokens, TokenIds
+from ifbbench.kv.attention_window import AttentionWindow
+from ifbbench.kv.blocks import BlockCounters, OutOfBlocks
+from ifbbench.kv.eviction import NO_RETENTION, Retention, RetentionRange
+from ifbbench.kv.manager import KvCacheManager
+from ifbbench.kv.sequence import ReuseRules
+from ifbbench.kv.token_keys import KnownTokens, TokenIds
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal, require_features
 
 SUPPORTED = {
-    "beam", "rewind", "draft_tokens", "sink_tokens", "reuse", "partial_reuse", "extra_ids", "lora", "cache_salt",
-    "retention_priority", "retention_duration", "eviction", "offload", "truncate", "stats", "sliding_window",
+    "beam",
+    "rewind",
+    "draft_tokens",
+    "sink_tokens",
+    "reuse",
+    "partial_reuse",
+    "extra_ids",
+    "lora",
+    "cache_salt",
+    "retention_priority",
+    "retention_duration",
+    "eviction",
+    "offload",
+    "truncate",
+    "stats",
+    "sliding_window",
     "variable_window",
-}  # fmt: skip
+}
 MILLISECONDS = 1000
 RATE_TOLERANCE = 1e-9
 
@@ -114,9 +128,11 @@ class Operations:
 
     def _observe_request(self, what: str, added: BlockCounters, expected: Any) -> Any:
         counters = {
-            "reused": added.reused, "missed": added.missed,
-            "alloc_total": added.allocated_total, "alloc_new": added.allocated_new,
-        }  # fmt: skip
+            "reused": added.reused,
+            "missed": added.missed,
+            "alloc_total": added.allocated_total,
+            "alloc_new": added.allocated_new,
+        }
         if what == "request_stats":
             return {name: counters[name] for name in expected}
         if what == "reused_blocks_max":
@@ -155,9 +171,11 @@ class Operations:
         )
         after = self.cache.blocks.counters
         added = BlockCounters(
-            after.allocated_total - before.allocated_total, after.allocated_new - before.allocated_new,
-            after.reused - before.reused, after.missed - before.missed,
-        )  # fmt: skip
+            after.allocated_total - before.allocated_total,
+            after.allocated_new - before.allocated_new,
+            after.reused - before.reused,
+            after.missed - before.missed,
+        )
         self._requests[step["id"]] = Known(slot, known, added)
 
     def _block_add_sequence(self, step: Mapping[str, Any]) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.micro_batch import MicroBatchScheduler
-from ifbbench.engine.policies import MaxRequests
 from ifbbench.engine.request import Request
+from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
+from ifbbench.schedulers.tensorrt_llm.policies import MaxRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,11 @@ class MicroBatchLoop:
         scheduled = Scheduled(
             [(request, request.chunk) for request in selected.context],
             [
-                request for request in self.active.generation
+                request
+                for request in self.active.generation
                 if request not in selected.held and not table.in_other_micro_batch(request.slot)
             ],
-        )  # fmt: skip
+        )
         for request in [request for request, _ in scheduled.context] + scheduled.generation:
             table.micro_batch[request.slot] = turn
         self._advance(scheduled)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler, size_chunks
 from ifbbench.engine.request import Request, RequestState
+from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, MicroBatchScheduler, size_chunks
 from tests.conformance.micro_batch_loop import MicroBatchLoop, Scheduled
 from tests.conformance.outcome import Case, Mismatch, expect_equal, require_features
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ifbbench.api.request_tensors import TENSORS
 from ifbbench.cli.main import main
 from ifbbench.engine.policies import CapacityDecision
+from ifbbench.serving.library.request_tensors import TENSORS
 
 ROOT = Path(__file__).parents[2]
 PAGE, PAGE_ON_RANKS = ROOT / "docs" / "library.md", ROOT / "docs" / "ranks.md"
@@ -29,9 +29,14 @@ def code_with(text: str, page: Path = PAGE) -> str:
 def test_the_batch_manager_example_answers_every_request(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(code_with("get_inference_requests"))
     answer = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True,
+        [sys.executable, "example.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )  # fmt: skip
+    )
     lines = answer.stdout.splitlines()
     for request_id, tokens in ((1, 8), (4, 3 + 5)):
         (line,) = (line for line in lines if line.startswith(f"request {request_id} (final): "))
@@ -116,11 +121,12 @@ def cells(heading: str) -> list[str]:
 @pytest.mark.parametrize(
     ("module", "settings"),
     [
-        ("reads_blocks", []), ("reads_reuse", ["--enable_kv_cache_reuse"]),
+        ("reads_blocks", []),
+        ("reads_reuse", ["--enable_kv_cache_reuse"]),
         ("reads_windows", ["--max_attention_window", "16,32"]),
         ("reads_counts", ["--device", "sim:h100-sxm", "--model", "tiny"]),
     ],
-)  # fmt: skip
+)
 def test_a_policy_may_read_what_the_page_lists(module: str, settings: list[str], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     expressions = [*cells("| expression | value |"), "kv_cache.counted(kv_cache.step_needs(rows).sum(axis=0))"]
@@ -142,11 +148,20 @@ def test_the_server_of_two_ranks_answers_on_rank_0_alone(tmp_path: Path) -> None
     (tmp_path / "server.py").write_text(code_with("Communicator", PAGE_ON_RANKS))
     servers = [
         subprocess.Popen(
-            [sys.executable, "server.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-            env=dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_COMM_WORLD_SIZE": "2",
-                                    "OMPI_COMM_WORLD_RANK": str(rank)},
-        ) for rank in range(2)
-    ]  # fmt: skip
+            [sys.executable, "server.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ)
+            | {
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_RANK": str(rank),
+            },
+        )
+        for rank in range(2)
+    ]
     printed = [server.communicate(timeout=300)[0].splitlines() for server in servers]
     assert [server.returncode for server in servers] == [0, 0]
     assert printed[1] == []

@@ -14,7 +14,7 @@ from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.interfaces import Executor
-from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
+from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from tests.engine.executors import Broken
@@ -172,9 +172,14 @@ class Loop:
     ) -> None:
         self.client = _Client(arrivals, stops)
         self.manager = TokenGenerationLoop(
-            config, executor, VirtualClock(), self.client.get_requests, self.client.responses.append, self.client,
+            config,
+            executor,
+            VirtualClock(),
+            self.client.get_requests,
+            self.client.responses.append,
+            self.client,
             poll_stop_signals=self.client.poll_stop_signals,
-        )  # fmt: skip
+        )
         client = self.client
         self.result = Run(self.manager, client.responses, client.records, client.errors, client.stopped)
 
@@ -225,9 +230,14 @@ def run(
 def limits(**changes: Any) -> BatchingConfig:
     """A small engine: 4 requests and 12 tokens an iteration, blocks of 4 tokens, and enough of them."""
     small = BatchingConfig(
-        policy="guaranteed_no_evict", max_batch_size=4, max_num_tokens=12, max_seq_len=40, max_input_len=12,
-        tokens_per_block=4, num_blocks=100,
-    )  # fmt: skip
+        policy="guaranteed_no_evict",
+        max_batch_size=4,
+        max_num_tokens=12,
+        max_seq_len=40,
+        max_input_len=12,
+        tokens_per_block=4,
+        num_blocks=100,
+    )
     return dataclasses.replace(small, **changes)
 
 

@@ -1,8 +1,8 @@
 """Policies that a user might bring, odd but allowed."""
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.policies import CapacityDecision, GuaranteedNoEvict, LeftOut, Limit, Pause
+from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision, GuaranteedNoEvict, LeftOut, Limit, Pause
 
 
 class PausesAllOnce(GuaranteedNoEvict):

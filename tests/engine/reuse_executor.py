@@ -5,8 +5,8 @@ from collections import deque
 import numpy as np
 
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.engine.kv_cache.blocks import BlockCopy, CopyKind
 from ifbbench.engine.request import Request
+from ifbbench.kv.blocks import BlockCopy, CopyKind
 
 VOCABULARY = 5
 Place = tuple[int, int]

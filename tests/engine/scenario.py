@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.micro_batch import MicroBatchScheduler
-from ifbbench.engine.policies import POLICY_CLASSES, LoraLimits
 from ifbbench.engine.request import Request
+from ifbbench.kv.attention_window import AttentionWindow
+from ifbbench.kv.manager import KvCacheManager
+from ifbbench.kv.sequence import ReuseRules
+from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
+from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, LoraLimits
 from tests.conformance.capacity_loop import CapacityLoop, Decided
 from tests.conformance.micro_batch_loop import MicroBatchLoop, Scheduled
 

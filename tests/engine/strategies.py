@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.kv_cache.attention_window import ceil_div
-from ifbbench.engine.policies import POLICY_CLASSES
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
+from ifbbench.kv.attention_window import ceil_div
+from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES
 from tests.engine.engine import token_of, with_tokens
 
 
@@ -26,9 +26,13 @@ class Wish:
 
     def request(self, request_id: int) -> Request:
         request = Request(
-            request_id, self.prompt_len, self.max_new_tokens, output_len=self.output_len, priority=self.priority,
+            request_id,
+            self.prompt_len,
+            self.max_new_tokens,
+            output_len=self.output_len,
+            priority=self.priority,
             options=OutputOptions(streaming=self.is_streamed),
-        )  # fmt: skip
+        )
         if self.end is not None:
             request.stop = StopConditions((token_of(request, self.prompt_len + self.end),))
         return with_tokens(request)

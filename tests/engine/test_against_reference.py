@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.kv_cache.sequence import Sequence
-from ifbbench.engine.micro_batch import ChunkLimits, MicroBatchScheduler
-from ifbbench.engine.policies import POLICY_CLASSES, CapacityDecision, LoraLimits
 from ifbbench.engine.request import Request
+from ifbbench.kv.attention_window import AttentionWindow
+from ifbbench.kv.manager import KvCacheManager
+from ifbbench.kv.sequence import Sequence
+from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, MicroBatchScheduler
+from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, CapacityDecision, LoraLimits
 from tests.engine import reference
 
 MAX_SEQ_LEN = 40
@@ -78,9 +78,14 @@ def _enter(requests: list[Standing], cache: KvCacheManager) -> ActiveRequests:
     active = ActiveRequests(RequestTable(len(requests)))
     for request_id, standing in enumerate(requests):
         request = Request(
-            request_id, standing.prompt_len, standing.max_new_tokens, priority=standing.priority,
-            beam_width=standing.beam_width, lora_task_id=standing.lora, num_draft_tokens=standing.drafts,
-        )  # fmt: skip
+            request_id,
+            standing.prompt_len,
+            standing.max_new_tokens,
+            priority=standing.priority,
+            beam_width=standing.beam_width,
+            lora_task_id=standing.lora,
+            num_draft_tokens=standing.drafts,
+        )
         active.add(request)
         if not standing.started:
             continue
@@ -134,9 +139,13 @@ def fitting_order(active: ActiveRequests, decision: CapacityDecision) -> list[in
 def check_capacity(policy, requests, attention_window, spare, limit, lora):
     active, cache = stand_up(requests, attention_window, spare)
     plain = reference.Cache(
-        attention_window.tokens_per_block, attention_window.size, MAX_SEQ_LEN, attention_window.max_beam_width,
-        attention_window.sink, cache.free_blocks,
-    )  # fmt: skip
+        attention_window.tokens_per_block,
+        attention_window.size,
+        MAX_SEQ_LEN,
+        attention_window.max_beam_width,
+        attention_window.sink,
+        cache.free_blocks,
+    )
     expected = reference.POLICIES[policy](entries_of(active, cache), plain, reference.Limits(limit, *lora))
     decision = POLICY_CLASSES[policy](limit, LoraLimits(*lora)).schedule(active, cache)
     assert [pause.victim.request_id for pause in decision.paused] == ids(expected.paused)

@@ -9,23 +9,28 @@ from hypothesis import strategies as st
 from ifbbench.clock import VirtualClock, WallClock
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
-from ifbbench.model.named_models import load_model_config
+from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import ReplayClient
-from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
-from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.shard import Shard
+from ifbbench.simulated.cost_model import CostModel, SimulatedExecutor
+from ifbbench.simulated.hardware import load_hardware
+from ifbbench.simulated.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
 
 COST_MODEL = CostModel(Shard(load_model_config("tiny"), "bf16", "bf16"), load_hardware("h100-sxm"))
 MAX_INPUT_LEN = 60
 REFUSED = MAX_INPUT_LEN + 1
 CONFIG = BatchingConfig(
-    "guaranteed_no_evict", max_batch_size=4, max_num_tokens=MAX_INPUT_LEN, max_seq_len=20_000,
-    max_input_len=MAX_INPUT_LEN, tokens_per_block=16, num_blocks=10_000,
-)  # fmt: skip
+    "guaranteed_no_evict",
+    max_batch_size=4,
+    max_num_tokens=MAX_INPUT_LEN,
+    max_seq_len=20_000,
+    max_input_len=MAX_INPUT_LEN,
+    tokens_per_block=16,
+    num_blocks=10_000,
+)
 MAX_STEPS = 20_000
 
 
@@ -33,8 +38,14 @@ class Served:
     """An observer of a run, and the run: `decisions` has the time and the requests of each iteration."""
 
     def __init__(
-        self, rows: list[tuple[float, int, int]], config: BatchingConfig, *, concurrency: int | None = None,
-        knows_arrivals: bool = True, clock: VirtualClock | WallClock | None = None, keeps_arrivals: bool = True,
+        self,
+        rows: list[tuple[float, int, int]],
+        config: BatchingConfig,
+        *,
+        concurrency: int | None = None,
+        knows_arrivals: bool = True,
+        clock: VirtualClock | WallClock | None = None,
+        keeps_arrivals: bool = True,
     ) -> None:
         trace = Trace("t", [TraceRequest(i, at, prompt, new, new) for i, (at, prompt, new) in enumerate(rows)], "", "")
         clock = clock or VirtualClock()
@@ -49,9 +60,15 @@ class Served:
 
         executor = SimulatedExecutor(COST_MODEL, clock) if isinstance(clock, VirtualClock) else NullExecutor()
         manager = TokenGenerationLoop(
-            config, executor, clock, client.get_requests, send_response, self, client.queued,
+            config,
+            executor,
+            clock,
+            client.get_requests,
+            send_response,
+            self,
+            client.queued,
             next_change=client.next_arrival_s if knows_arrivals else None,
-        )  # fmt: skip
+        )
         for _ in range(MAX_STEPS):
             if client.done:
                 break
@@ -104,16 +121,21 @@ rows = st.lists(
         st.one_of(st.just(REFUSED), st.integers(1, MAX_INPUT_LEN)),
         st.sampled_from([1, 2, 9, 70]),
     ),
-    min_size=1, max_size=30,
-).map(sorted)  # fmt: skip
+    min_size=1,
+    max_size=30,
+).map(sorted)
 
 
 @settings(max_examples=120, deadline=None)
 @given(
-    rows=rows, concurrency=st.sampled_from([None, None, 1, 3, 6]), keeps_arrivals=st.booleans(),
-    batch_size=st.integers(1, 4), policy=st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
-    num_blocks=st.sampled_from([10, 25, 1000]), is_virtual=st.sampled_from([True, True, False]),
-)  # fmt: skip
+    rows=rows,
+    concurrency=st.sampled_from([None, None, 1, 3, 6]),
+    keeps_arrivals=st.booleans(),
+    batch_size=st.integers(1, 4),
+    policy=st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    num_blocks=st.sampled_from([10, 25, 1000]),
+    is_virtual=st.sampled_from([True, True, False]),
+)
 def test_as_if_arrivals_were_looked_for_in_every_iteration(
     rows, concurrency, keeps_arrivals, batch_size, policy, num_blocks, is_virtual
 ):

@@ -38,9 +38,17 @@ def model():
     """A random model whose distributions are sharp enough for beams to differ and end tokens to come up."""
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -108,10 +116,17 @@ def ends_with(prompt_len, sequences):
 def generate(prompt, width, sampling, stop):
     """What `transformers` makes of it: tokens, beam indices and scores of each beam, and how many steps it took."""
     config = GenerationConfig(
-        num_beams=width, num_return_sequences=width, do_sample=False, max_new_tokens=MAX_LEN, pad_token_id=0,
-        length_penalty=sampling.length_penalty, early_stopping=EARLY_STOPPING[sampling.early_stopping],
-        eos_token_id=list(stop.end_tokens) or None, return_dict_in_generate=True, output_scores=True,
-    )  # fmt: skip
+        num_beams=width,
+        num_return_sequences=width,
+        do_sample=False,
+        max_new_tokens=MAX_LEN,
+        pad_token_id=0,
+        length_penalty=sampling.length_penalty,
+        early_stopping=EARLY_STOPPING[sampling.early_stopping],
+        eos_token_id=list(stop.end_tokens) or None,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
     criteria = StoppingCriteriaList([ends_with(len(prompt), stop.stop_sequences)])
     inputs = torch.tensor([prompt])
     out = model().generate(inputs, config, None, criteria, attention_mask=torch.ones_like(inputs))

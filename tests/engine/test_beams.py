@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.in_flight import Response
-from ifbbench.engine.kv_cache.attention_window import ceil_div
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
+from ifbbench.kv.attention_window import ceil_div
 from tests.engine.engine import Loop, Run, assert_nothing_is_held, check_blocks, limits, run
 from tests.engine.executors import SpyExecutor
 from tests.engine.scripted_beams import VOCAB, ScriptedBeams, score, searched_alone
@@ -58,9 +58,7 @@ def test_a_prompt_that_fills_its_blocks_shares_them_all():
 def test_beams_use_the_blocks_that_were_reckoned_with(prompt_len, length, beam_width, size):
     config = limits(max_beam_width=4, tokens_per_block=size, max_num_tokens=40, max_input_len=39)
     need = config.attention_window.blocks_to_completion(prompt_len, length, 0, beam_width)
-    config = limits(
-        max_beam_width=4, tokens_per_block=size, max_num_tokens=40, max_input_len=39, num_blocks=need
-    )  # fmt: skip
+    config = limits(max_beam_width=4, tokens_per_block=size, max_num_tokens=40, max_input_len=39, num_blocks=need)
     request = Request(0, prompt_len, length, beam_width=beam_width)
     result = run(config, [(0, request)], NullExecutor(), check_blocks)
     shared = prompt_len // size
@@ -168,9 +166,14 @@ def test_a_pause_throws_the_beams_away_and_the_result_is_the_same():
 )
 def test_no_pressure_changes_the_result_of_a_search(shapes, widths, policy, num_blocks, size, chunk_unit):
     config = limits(
-        policy=policy, max_beam_width=3, num_blocks=num_blocks * 4 // size, tokens_per_block=size,
-        chunk_unit=chunk_unit, max_num_tokens=16, max_input_len=16,
-    )  # fmt: skip
+        policy=policy,
+        max_beam_width=3,
+        num_blocks=num_blocks * 4 // size,
+        tokens_per_block=size,
+        chunk_unit=chunk_unit,
+        max_num_tokens=16,
+        max_input_len=16,
+    )
     arrivals = [
         (at, Request(index, prompt_len, length, beam_width=width))
         for index, ((at, prompt_len, length), width) in enumerate(zip(shapes, widths, strict=False))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ifbbench.engine.policies import LoraLimits
+from ifbbench.schedulers.tensorrt_llm.policies import LoraLimits
 from tests.engine.scenario import Pool, asks, capacity_timeline
 
 NO_EVICT, UTILIZE, STATIC = "guaranteed_no_evict", "max_utilization", "static_batch"

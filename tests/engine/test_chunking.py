@@ -2,8 +2,8 @@
 
 import pytest
 
-from ifbbench.engine.micro_batch import ChunkLimits, size_chunks
 from ifbbench.engine.request import Request
+from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, size_chunks
 
 FCFS, EQUAL = "first_come_first_served", "equal_progress"
 

@@ -85,27 +85,47 @@ def test_a_changed_golden_fact_fails(shared_dir, tmp_path, capsys):
 
 def cache_case(config, steps):
     defaults = {
-        "secondary_blocks": 0, "attention_window": None, "window_mode": "cyclic", "sink_token_length": 0,
-        "max_beam_width": 1, "enable_block_reuse": False, "enable_partial_reuse": True, "copy_on_partial_reuse": True,
-    }  # fmt: skip
+        "secondary_blocks": 0,
+        "attention_window": None,
+        "window_mode": "cyclic",
+        "sink_token_length": 0,
+        "max_beam_width": 1,
+        "enable_block_reuse": False,
+        "enable_partial_reuse": True,
+        "copy_on_partial_reuse": True,
+    }
     return {
-        "name": "Sequences", "kind": "ops", "versions": ["v1.0"], "features": [], "config": {**defaults, **config},
+        "name": "Sequences",
+        "kind": "ops",
+        "versions": ["v1.0"],
+        "features": [],
+        "config": {**defaults, **config},
         "steps": steps,
-    }  # fmt: skip
+    }
 
 
 def added(request_id, length, beam_width, free_blocks):
     return {
-        "op": "add_sequence", "id": request_id, "tokens": None, "length": length, "beam_width": beam_width,
+        "op": "add_sequence",
+        "id": request_id,
+        "tokens": None,
+        "length": length,
+        "beam_width": beam_width,
         "expect": {"free_blocks": free_blocks},
-    }  # fmt: skip
+    }
 
 
 def estimate_case(**values):
     arguments = {
-        "function": "remaining_blocks_to_completion", "prompt_len": 100, "max_new_tokens": 60, "beam_width": 1,
-        "tokens_per_block": 16, "attention_window": 64, "sink_token_length": 0, **values,
-    }  # fmt: skip
+        "function": "remaining_blocks_to_completion",
+        "prompt_len": 100,
+        "max_new_tokens": 60,
+        "beam_width": 1,
+        "tokens_per_block": 16,
+        "attention_window": 64,
+        "sink_token_length": 0,
+        **values,
+    }
     return {"name": "Estimate", "kind": "blocks_estimate", "versions": ["v1.0"], "features": [], "input": arguments}
 
 

@@ -88,10 +88,14 @@ def drafted(config: BatchingConfig = CONFIG, max_len: int = 4, **changes: Any) -
 
 def with_client_drafts(request: Request, tokens: list[int], **options: Any) -> Request:
     """`request` anew, with drafts that its client brings."""
-    return with_tokens(Request(
-        request.request_id, request.prompt_len, request.max_new_tokens,
-        options=OutputOptions(draft_input_ids=np.array(tokens, np.int32), **options),
-    ))  # fmt: skip
+    return with_tokens(
+        Request(
+            request.request_id,
+            request.prompt_len,
+            request.max_new_tokens,
+            options=OutputOptions(draft_input_ids=np.array(tokens, np.int32), **options),
+        )
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,16 +103,24 @@ def with_client_drafts(request: Request, tokens: list[int], **options: Any) -> R
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25), st.integers(0, 8)), min_size=1, max_size=9),
     st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
     st.sampled_from([BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED]),
-    st.integers(1, 6), st.booleans(), st.integers(14, 40), st.sampled_from([12, 30, 64]),
-)  # fmt: skip
+    st.integers(1, 6),
+    st.booleans(),
+    st.integers(14, 40),
+    st.sampled_from([12, 30, 64]),
+)
 def test_tokens_and_blocks_are_those_of_a_run_without_drafts(
     sizes, policy, batching_type, max_len, is_chunked, num_blocks, max_num_tokens
 ):
     """Every place that a step reads is right, the cache is consistent, and each request gets all its tokens once."""
     config = dataclasses.replace(
-        drafted(max_len=max_len), policy=policy, batching_type=batching_type, num_blocks=num_blocks,
-        max_num_tokens=max_num_tokens if is_chunked else 64, chunk_unit=4 if is_chunked else None, max_input_len=64,
-    )  # fmt: skip
+        drafted(max_len=max_len),
+        policy=policy,
+        batching_type=batching_type,
+        num_blocks=num_blocks,
+        max_num_tokens=max_num_tokens if is_chunked else 64,
+        chunk_unit=4 if is_chunked else None,
+        max_input_len=64,
+    )
     arrivals = [(at, with_tokens(Request(index, prompt, new))) for index, (prompt, new, at) in enumerate(sizes)]
     loop = Loop(config, arrivals, VerifyingExecutor(4))
 
@@ -257,9 +269,13 @@ def acceptance_run(
     acceptance: tuple[float, ...], policy: str = "guaranteed_no_evict", num_blocks: int = 2_000, seed: int = 0
 ):
     config = dataclasses.replace(
-        CONFIG, policy=policy, num_blocks=num_blocks, max_seq_len=500, max_input_len=499,
+        CONFIG,
+        policy=policy,
+        num_blocks=num_blocks,
+        max_seq_len=500,
+        max_input_len=499,
         drafts=DraftSettings(4, acceptance=acceptance, seed=seed),
-    )  # fmt: skip
+    )
     requests = [Request(index, 10, 300) for index in range(4)]
     return requests, Loop(config, [(0, request) for request in requests], NullExecutor()).run()
 
@@ -275,8 +291,12 @@ def test_the_acceptance_rate_gives_the_expected_tokens_per_step():
 
 def test_acceptance_depends_on_seed_request_and_position_alone():
     accepted = []
-    for policy, num_blocks, seed in (("guaranteed_no_evict", 2_000, 0), ("max_utilization", 2_000, 0),
-                                     ("guaranteed_no_evict", 100, 0), ("guaranteed_no_evict", 2_000, 1)):  # fmt: skip
+    for policy, num_blocks, seed in (
+        ("guaranteed_no_evict", 2_000, 0),
+        ("max_utilization", 2_000, 0),
+        ("guaranteed_no_evict", 100, 0),
+        ("guaranteed_no_evict", 2_000, 1),
+    ):
         requests, _ = acceptance_run((0.7,), policy, num_blocks, seed)
         accepted.append([request.accepted_drafts for request in requests])
     assert accepted[0] == accepted[1] == accepted[2] != accepted[3]

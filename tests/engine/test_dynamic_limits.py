@@ -4,20 +4,32 @@ from pathlib import Path
 
 import pytest
 
-from ifbbench.config import RunConfig
 from ifbbench.engine.active import ActiveRequests, RequestTable
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.dynamic_limits import DynamicLimits, tuned_batch_size, tuned_num_tokens
-from ifbbench.engine.micro_batch import MicroBatchScheduler
 from ifbbench.engine.request import Request
 from ifbbench.replay.run import RunResult, run_trace
+from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits, tuned_batch_size, tuned_num_tokens
+from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
+from ifbbench.settings.config import RunConfig
 
 
 @pytest.mark.parametrize(
     ("capacity", "batch_size"),
-    [(0, 128), (143, 128), (144, 256), (335, 256), (671, 512), (831, 768), (1279, 1024), (1663, 1536), (1665, 1665),
-     (2049, 2048), (2175, 2048), (2176, 2176)],
-)  # fmt: skip
+    [
+        (0, 128),
+        (143, 128),
+        (144, 256),
+        (335, 256),
+        (671, 512),
+        (831, 768),
+        (1279, 1024),
+        (1663, 1536),
+        (1665, 1665),
+        (2049, 2048),
+        (2175, 2048),
+        (2176, 2176),
+    ],
+)
 def test_batch_size_of_a_capacity(capacity, batch_size):
     assert tuned_batch_size(capacity) == batch_size
 
@@ -25,10 +37,16 @@ def test_batch_size_of_a_capacity(capacity, batch_size):
 @pytest.mark.parametrize(
     ("batch_size", "prompt_len", "new_tokens", "budget"),
     [
-        (1, 100, 2, 8192), (256, 100, 2, 16384), (1, 100, 100, 4096), (4096, 100, 100, 8192), (1, 2, 100, 2048),
-        (4096, 2, 100, 8192), (1, 200, 100, 4096), (1, 50, 100, 2048),
+        (1, 100, 2, 8192),
+        (256, 100, 2, 16384),
+        (1, 100, 100, 4096),
+        (4096, 100, 100, 8192),
+        (1, 2, 100, 2048),
+        (4096, 2, 100, 8192),
+        (1, 200, 100, 4096),
+        (1, 50, 100, 2048),
     ],
-)  # fmt: skip
+)
 def test_token_budget_of_average_lengths(batch_size, prompt_len, new_tokens, budget):
     assert tuned_num_tokens(batch_size, prompt_len, new_tokens) == budget
 
@@ -36,9 +54,17 @@ def test_token_budget_of_average_lengths(batch_size, prompt_len, new_tokens, bud
 def limits_after(lengths: list[tuple[int, int]], **values) -> MicroBatchScheduler:
     """The limits after one iteration with active requests of these prompts and new tokens."""
     config = BatchingConfig(
-        "guaranteed_no_evict", 2048, 65_536, 8192, 8191, 32, num_blocks=100_000, tunes_batch_size=True,
-        tunes_num_tokens=True, **values,
-    )  # fmt: skip
+        "guaranteed_no_evict",
+        2048,
+        65_536,
+        8192,
+        8191,
+        32,
+        num_blocks=100_000,
+        tunes_batch_size=True,
+        tunes_num_tokens=True,
+        **values,
+    )
     active = ActiveRequests(RequestTable(len(lengths)))
     for number, (prompt_len, new_tokens) in enumerate(lengths):
         active.add(Request(number, prompt_len, new_tokens))

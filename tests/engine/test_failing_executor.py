@@ -10,7 +10,7 @@ import pytest
 from ifbbench.engine.batch import Batch, BeamCandidates, StepOutputs, check_outputs
 from ifbbench.engine.config import BatchingType
 from ifbbench.engine.drafts import DraftInputs
-from ifbbench.engine.manager import ExecutorFailed
+from ifbbench.engine.loop import ExecutorFailed
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
 from tests.engine.engine import (

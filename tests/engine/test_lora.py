@@ -11,16 +11,21 @@ from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, NullExecutor, StepOutputs
 from ifbbench.engine.config import BatchingConfig, Overlap
 from ifbbench.engine.in_flight import Response
-from ifbbench.engine.lora import AdapterCache, AdapterLoad, AdapterSize, LoraConfig
-from ifbbench.engine.manager import ExecutorFailed, TokenGenerationLoop
-from ifbbench.engine.policies import POLICY_CLASSES, Limit
+from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
+from ifbbench.kv.adapters import AdapterCache, AdapterLoad, AdapterSize, LoraConfig
+from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, Limit
 
 CONFIG = BatchingConfig(
-    "guaranteed_no_evict", max_batch_size=8, max_num_tokens=64, max_seq_len=64, max_input_len=32, tokens_per_block=4,
+    "guaranteed_no_evict",
+    max_batch_size=8,
+    max_num_tokens=64,
+    max_seq_len=64,
+    max_input_len=32,
+    tokens_per_block=4,
     num_blocks=200,
 )
 WEIGHTS = np.zeros((1, 1), np.float32)
@@ -127,11 +132,15 @@ def test_a_brought_adapter_stays_while_a_request_uses_it() -> None:
     cache.check_consistency()
 
 
-@pytest.mark.parametrize(("request_", "error"), [
-    (request_with(9), "LoRA task 9 is unknown"),
-    (request_with(7), "LoRA task 7 needs 5 pages of device memory; there are 4"),
-    (replace_config := request_with(8, brings=True), "a config is missing"),
-], ids=["unknown", "too large", "invalid"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (request_with(9), "LoRA task 9 is unknown"),
+        (request_with(7), "LoRA task 7 needs 5 pages of device memory; there are 4"),
+        (replace_config := request_with(8, brings=True), "a config is missing"),
+    ],
+    ids=["unknown", "too large", "invalid"],
+)
 def test_refusals(request_: Request, error: str) -> None:
     if request_ is replace_config:
         request_.options = replace(request_.options, lora_config=None)
@@ -193,9 +202,13 @@ def run(
         return taken
 
     loop = TokenGenerationLoop(
-        replace(config, lora=lora), executor or Recording(), VirtualClock(), get_requests,
-        lambda response: answers.update({response.request.request_id: response}), records,
-    )  # fmt: skip
+        replace(config, lora=lora),
+        executor or Recording(),
+        VirtualClock(),
+        get_requests,
+        lambda response: answers.update({response.request.request_id: response}),
+        records,
+    )
     working = True
     while working:
         try:
@@ -240,9 +253,13 @@ def test_max_utilization_pauses_for_pages() -> None:
 
     waiting, answers, records = requests, list[Response](), Records()
     loop = TokenGenerationLoop(
-        replace(CONFIG, policy="max_utilization", lora=lora), Late(), VirtualClock(),
-        lambda count: [waiting.pop(0)] if waiting else [], answers.append, records,
-    )  # fmt: skip
+        replace(CONFIG, policy="max_utilization", lora=lora),
+        Late(),
+        VirtualClock(),
+        lambda count: [waiting.pop(0)] if waiting else [],
+        answers.append,
+        records,
+    )
     while loop.step():
         pass
     (pause,) = [pause for record in records.records for pause in record.paused]

@@ -7,10 +7,10 @@ import pytest
 
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.kv_cache.manager import KvCacheManager
-from ifbbench.engine.manager import SchedulerStalled, TokenGenerationLoop
+from ifbbench.engine.loop import SchedulerStalled, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
+from ifbbench.kv.manager import KvCacheManager
 from tests.engine.engine import CheckingExecutor, run, token_of, with_tokens
 
 SMALL = BatchingConfig(

@@ -65,10 +65,13 @@ def test_a_micro_batch_is_submitted_while_the_others_are_in_flight(changes, coun
         assert executor.log.index(("collect", number - count)) < executor.log.index(("submit", number))
 
 
-@pytest.mark.parametrize(("changes", "arrivals", "stops"), [
-    ({"pp_size": 2, "num_blocks": 7}, [(2, 3, 6), (0, 12, 8), (2, 11, 8)], {}),
-    ({"overlap": Overlap.PARTITIONED, "num_blocks": 8}, [(3, 11, 8), (4, 1, 12), (3, 9, 12)], {17: [1]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "arrivals", "stops"),
+    [
+        ({"pp_size": 2, "num_blocks": 7}, [(2, 3, 6), (0, 12, 8), (2, 11, 8)], {}),
+        ({"overlap": Overlap.PARTITIONED, "num_blocks": 8}, [(3, 11, 8), (4, 1, 12), (3, 9, 12)], {17: [1]}),
+    ],
+)
 def test_a_turn_in_which_only_others_could_run_is_empty(changes, arrivals, stops):
     """An iteration is collected before its turn, so that a request in it can be paused; that completes another one, and
     what remains belongs to the other micro batch."""

@@ -7,11 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.config import POLICIES
-from ifbbench.engine.policies import ENTRY_POINT_GROUP, POLICY_CLASSES, find_policy
 from ifbbench.errors import InputError
+from ifbbench.schedulers.tensorrt_llm.policies import ENTRY_POINT_GROUP, POLICY_CLASSES, find_policy
+from ifbbench.settings.config import POLICIES
 
-MODULE = '''
+MODULE = """
 class Careful:
     def __init__(self, max_num_requests):
         self.limit = max_num_requests
@@ -55,7 +55,7 @@ def make_nothing(max_num_requests):
 
 
 NUMBER = 7
-'''
+"""
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def installed(monkeypatch):
     def install(**values: str) -> None:
         entries = EntryPoints(EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in values.items())
         monkeypatch.setattr(
-            "ifbbench.engine.policies.entry_points", lambda group: entries.select(group=group)
+            "ifbbench.schedulers.tensorrt_llm.policies.entry_points", lambda group: entries.select(group=group)
         )
 
     return install

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.config import RunConfig
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.replay.run import run_trace
-from tests.api.client import Client
-from tests.api.managers import check_nothing_leaked, manager_of, output_of, request_of
+from ifbbench.settings.config import RunConfig
 from tests.engine.engine import Loop, assert_nothing_is_held, at_once, check_blocks, limits
+from tests.library.client import Client
+from tests.library.managers import check_nothing_leaked, manager_of, output_of, request_of
 
 FULL = "the queue is full (max_queue_size {}); send the request again later"
 
@@ -87,8 +87,9 @@ def test_a_run_records_the_refusals(tmp_path: Path, device: str, more: dict[str,
     rows = [{"request_id": index, "arrival_s": 0.0, "prompt_len": 8, "output_len": 5} for index in range(12)]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = RunConfig(device=device, max_batch_size=2, max_queue_size=1, max_seq_len=64,
-                       output=str(tmp_path / "run"), **more)  # fmt: skip
+    config = RunConfig(
+        device=device, max_batch_size=2, max_queue_size=1, max_seq_len=64, output=str(tmp_path / "run"), **more
+    )
     result = run_trace(str(trace), config)
     lines = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
     refused = [line["request_id"] for line in lines if line["error"] == FULL.format(1)]

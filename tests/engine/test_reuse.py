@@ -8,25 +8,29 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.config import BatchingConfig, BatchingType
-from ifbbench.engine.kv_cache.blocks import CopyKind
-from ifbbench.engine.kv_cache.sequence import ReuseRules
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.sampling_params import OutputOptions
+from ifbbench.kv.blocks import CopyKind
+from ifbbench.kv.sequence import ReuseRules
 from tests.engine.engine import Loop, Run
 from tests.engine.executors import FailingExecutor
 from tests.engine.reuse_executor import VOCABULARY, ReuseExecutor, greedy
 
 CONFIG = BatchingConfig(
-    "guaranteed_no_evict", max_batch_size=4, max_num_tokens=64, max_seq_len=64, max_input_len=63, tokens_per_block=4,
-    num_blocks=64, reuse=ReuseRules(enabled=True),
-)  # fmt: skip
+    "guaranteed_no_evict",
+    max_batch_size=4,
+    max_num_tokens=64,
+    max_seq_len=64,
+    max_input_len=63,
+    tokens_per_block=4,
+    num_blocks=64,
+    reuse=ReuseRules(enabled=True),
+)
 SYSTEM_PROMPT = [1, 2, 3, 4, 0, 1, 2, 3, 4, 0]
 
 
 def request_of(request_id: int, prompt: list[int], new_tokens: int) -> Request:
-    return Request(
-        request_id, len(prompt), new_tokens, prompt_tokens=np.array(prompt, np.int32), index=request_id
-    )
+    return Request(request_id, len(prompt), new_tokens, prompt_tokens=np.array(prompt, np.int32), index=request_id)
 
 
 def serve(config: BatchingConfig, arrivals: list[tuple[int, Request]]) -> tuple[Run, ReuseExecutor]:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.sizing import (
+from ifbbench.kv.attention_window import AttentionWindow
+from ifbbench.kv.sizing import (
     WindowBlocks,
     blocks_of_memory,
     max_attention_window,
@@ -35,15 +35,23 @@ GOLDEN: dict[str, Callable[[dict[str, Any]], Any]] = {
         case["sequence_length"], 0, case["sink_token_length"], case["window_size"], 1, case["tokens_per_block"]
     ),
     "max_block_requirements": lambda case: max_blocks(
-        case["input_length"], case["output_length"], case["sink_token_length"], case["window_size"],
-        case["beam_width"], case["tokens_per_block"],
+        case["input_length"],
+        case["output_length"],
+        case["sink_token_length"],
+        case["window_size"],
+        case["beam_width"],
+        case["tokens_per_block"],
     ),
     "max_attention_window": lambda case: max_attention_window(
-        case["input_length"], case["output_length"], case["sink_token_length"], case["block_capacity"],
-        case["beam_width"], case["tokens_per_block"],
+        case["input_length"],
+        case["output_length"],
+        case["sink_token_length"],
+        case["block_capacity"],
+        case["beam_width"],
+        case["tokens_per_block"],
     ),
     "window_size_to_share": shares_of_case,
-}  # fmt: skip
+}
 
 
 def test_golden_cases(shared_dir):

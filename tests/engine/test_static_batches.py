@@ -105,9 +105,7 @@ def test_members_that_are_complete_take_no_more_blocks():
 
 def test_a_batch_that_does_not_fit_the_budget_starts_with_those_that_do():
     result, executor = checked_run(STATIC, Request(0, 5, 2), Request(1, 6, 1), Request(2, 5, 2))
-    assert executor.frames == [
-        ([(0, 5), (1, 6)], []), ([], [0, 1]), ([(2, 5)], []), ([], [2])
-    ]  # fmt: skip
+    assert executor.frames == [([(0, 5), (1, 6)], []), ([], [0, 1]), ([(2, 5)], []), ([], [2])]
     assert len(result.completed) == 3
 
 
@@ -185,5 +183,3 @@ def test_beams_that_do_not_all_fit_the_token_budget_do_not_hang_the_batch():
     config = dataclasses.replace(STATIC, max_beam_width=2, max_num_tokens=4, max_input_len=4)
     loop = Loop(config, [(0, Request(index, 1, 3, beam_width=2)) for index in range(3)], NullExecutor())
     assert len(loop.run(check_blocks, max_steps=50).completed) == 3
-
-

@@ -75,9 +75,13 @@ def test_an_end_token_is_in_the_final_piece(overlap):
 def test_nothing_is_sent_again_after_a_pause(chunk_unit, max_input_len, overlap):
     # A resumed prompt of 6 tokens has lost three of those sent: they are made again, and not sent again.
     config = limits(
-        policy="max_utilization", num_blocks=5, chunk_unit=chunk_unit, overlap=overlap,
-        max_num_tokens=24, max_input_len=max_input_len,
-    )  # fmt: skip
+        policy="max_utilization",
+        num_blocks=5,
+        chunk_unit=chunk_unit,
+        overlap=overlap,
+        max_num_tokens=24,
+        max_input_len=max_input_len,
+    )
     first, second = Request(0, 4, 16, options=STREAMED), Request(1, 4, 16, options=STREAMED)
     result, _ = checked_run(config, first, second)
     assert second.pauses >= 1
@@ -121,35 +125,53 @@ def test_an_executor_without_tokens_streams_empty_pieces():
     streamed = Request(0, 4, 3, options=STREAMED)
     result = run(limits(), [(0, streamed)], NullExecutor())
     assert [(response.is_final, response.tokens) for response in result.responses] == [
-        (False, ()), (False, ()), (True, ())
-    ]  # fmt: skip
+        (False, ()),
+        (False, ()),
+        (True, ()),
+    ]
 
 
 @settings(max_examples=150)
 @given(
     shapes=st.lists(
         st.tuples(st.integers(0, 8), st.integers(1, 10), st.integers(1, 12), st.integers(1, 12), st.booleans()),
-        min_size=1, max_size=8,
+        min_size=1,
+        max_size=8,
     ),
     policy=st.sampled_from(["guaranteed_no_evict", "max_utilization", "static_batch"]),
     batching_type=st.sampled_from(INFLIGHT_TYPES),
     num_blocks=st.integers(6, 16),
     chunk_unit=st.sampled_from([None, 2]),
     overlap=st.sampled_from([None, "partitioned", "async"]),
-)  # fmt: skip
+)
 def test_streaming_changes_no_decision_and_no_token(shapes, policy, batching_type, num_blocks, chunk_unit, overlap):
     config = limits(
-        policy=policy, batching_type=batching_type, num_blocks=num_blocks, chunk_unit=chunk_unit,
-        overlap=overlap, max_num_tokens=24, max_input_len=24,
-    )  # fmt: skip
+        policy=policy,
+        batching_type=batching_type,
+        num_blocks=num_blocks,
+        chunk_unit=chunk_unit,
+        overlap=overlap,
+        max_num_tokens=24,
+        max_input_len=24,
+    )
     outcomes = []
     for streams in (False, True):
         executor = CheckingExecutor(config.tokens_per_block)
         arrivals = [
-            (at, with_tokens(Request(index, prompt_len, reserved, output_len=length,
-                                     options=OutputOptions(streaming=streams and is_streamed))))
+            (
+                at,
+                with_tokens(
+                    Request(
+                        index,
+                        prompt_len,
+                        reserved,
+                        output_len=length,
+                        options=OutputOptions(streaming=streams and is_streamed),
+                    )
+                ),
+            )
             for index, (at, prompt_len, reserved, length, is_streamed) in enumerate(shapes)
-        ]  # fmt: skip
+        ]
         result = run(config, arrivals, executor, check_blocks)
         paused = [[pause.victim.request_id for pause in record.paused] for record in result.records]
         outcomes.append([executor.frames, paused, [result.tokens(request) for _, request in arrivals]])

@@ -53,13 +53,14 @@ def decisions(result: Run, checking: CheckingExecutor, spy: SpyExecutor) -> list
 
 @settings(max_examples=100)
 @given(
-    shapes=st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12), st.integers(1, 15), st.integers(1, 15)),
-                    min_size=1, max_size=8),
+    shapes=st.lists(
+        st.tuples(st.integers(0, 8), st.integers(1, 12), st.integers(1, 15), st.integers(1, 15)), min_size=1, max_size=8
+    ),
     policy=st.sampled_from(["guaranteed_no_evict", "max_utilization", "static_batch"]),
     num_blocks=st.integers(7, 20),
     chunk_unit=st.sampled_from([None, 2]),
     overlap=st.sampled_from([None, "partitioned", "async"]),
-)  # fmt: skip
+)
 def test_tokens_and_decisions_are_those_of_the_fused_type(shapes, policy, num_blocks, chunk_unit, overlap):
     fused = limits(policy=policy, num_blocks=num_blocks, chunk_unit=chunk_unit, overlap=overlap)
     outcomes = []

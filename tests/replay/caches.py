@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 
 BLOCK = 4
 BYTES_PER_BLOCK = 4096 * BLOCK
 OUTPUT_LENGTHS = [9, 14, 3, 22, 9, 17, 2, 12, 6, 1]
 SETTINGS: dict[str, Any] = {
-    "tokens_per_block": BLOCK, "max_batch_size": 4, "max_seq_len": 128, "max_tokens_in_paged_kvcache": 640,
+    "tokens_per_block": BLOCK,
+    "max_batch_size": 4,
+    "max_seq_len": 128,
+    "max_tokens_in_paged_kvcache": 640,
     "quiet": True,
-}  # fmt: skip
+}
 
 
 def prompts() -> list[list[int]]:
@@ -42,8 +45,18 @@ def prompts() -> list[list[int]]:
 
 
 # The same lengths and equalities without tokens: (family, tokens of it, length of the prompt).
-NAMES = [(1, 37, 37), (1, 37, 37), (1, 32, 32), (2, 40, 40), (1, 22, 33), (2, 18, 18), (1, 37, 46), (2, 40, 43),
-         (2, 6, 36), (1, 37, 37)]  # fmt: skip
+NAMES = [
+    (1, 37, 37),
+    (1, 37, 37),
+    (1, 32, 32),
+    (2, 40, 40),
+    (1, 22, 33),
+    (2, 18, 18),
+    (1, 37, 46),
+    (2, 40, 43),
+    (2, 6, 36),
+    (1, 37, 37),
+]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -73,10 +86,15 @@ def run(trace: Path, directory: Path, **settings: Any) -> Found:
     directory.mkdir(parents=True)
     makes_tokens = settings.get("device") != "null"
     responses = directory / "responses.json"
-    config = RunConfig(**{
-        "device": "cpu", **SETTINGS, "output": str(directory / "run"),
-        "responses_json": str(responses) if makes_tokens else None, **settings,
-    })  # fmt: skip
+    config = RunConfig(
+        **{
+            "device": "cpu",
+            **SETTINGS,
+            "output": str(directory / "run"),
+            "responses_json": str(responses) if makes_tokens else None,
+            **settings,
+        }
+    )
     summary = run_trace(str(trace), config).summary
     assert summary["requests"]["failed"] == 0
     rows = json.loads(responses.read_text()) if makes_tokens else []

@@ -4,9 +4,9 @@ import os
 import time
 
 from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.kv_cache.interface import KvCache
-from ifbbench.engine.policies import CapacityDecision
-from ifbbench.engine.policies.guaranteed_no_evict import GuaranteedNoEvict
+from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision
+from ifbbench.schedulers.tensorrt_llm.policies.guaranteed_no_evict import GuaranteedNoEvict
 
 A_WHILE = 40  # decisions
 RANK = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)

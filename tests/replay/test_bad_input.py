@@ -146,9 +146,18 @@ def test_a_directory_that_is_no_run_is_never_replaced(tmp_path: Path) -> None:
 def test_refused_requests_make_status_1_and_the_others_run(tmp_path: Path) -> None:
     trace = trace_file(tmp_path, GOOD_ROW, {**GOOD_ROW, "prompt_len": 600}, {**GOOD_ROW, "prompt_len": 100})
     status, output = invoke(
-        "run", trace, "--device", "null", "--max_num_tokens", "500", "--max_tokens_in_paged_kvcache", "96",
-        "--no_enable_chunked_context", "--output", tmp_path / "run",
-    )  # fmt: skip
+        "run",
+        trace,
+        "--device",
+        "null",
+        "--max_num_tokens",
+        "500",
+        "--max_tokens_in_paged_kvcache",
+        "96",
+        "--no_enable_chunked_context",
+        "--output",
+        tmp_path / "run",
+    )
     assert status == 1
     rows = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
     errors = {row["index"]: row["error"] for row in rows}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.execution.model_executor import ModelExecutor
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
+from ifbbench.torch.model_executor import ModelExecutor
 
 OUTPUT_LENGTHS = [1, 14, 3, 22, 9, 17, 2, 30]
 
@@ -20,22 +20,29 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"enable_trt_overlap": True},
     "overlap, two passes": {"type": "inflight_unfused", "enable_trt_overlap": True},
     "overlap, pauses": {
-        "enable_trt_overlap": True, "policy": "max_utilization", "max_tokens_in_paged_kvcache": 88,
+        "enable_trt_overlap": True,
+        "policy": "max_utilization",
+        "max_tokens_in_paged_kvcache": 88,
     },
     "streaming": {"streaming": True},
     "static emulation": {"static_emulated_batch_size": 3},
     "one at a time": {"concurrency": 1},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     rows = [
-        {"request_id": index, "arrival_s": 0.0, "prompt_len": 5 + 7 * index, "output_len": length,
-         "max_new_tokens": length + 4 * (index % 2)}
+        {
+            "request_id": index,
+            "arrival_s": 0.0,
+            "prompt_len": 5 + 7 * index,
+            "output_len": length,
+            "max_new_tokens": length + 4 * (index % 2),
+        }
         for index, length in enumerate(OUTPUT_LENGTHS)
-    ]  # fmt: skip
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -43,8 +50,15 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(trace: Path, directory: Path, **settings: Any) -> tuple[dict[int, list[int]], dict[str, Any]]:
     """Tokens by request, and the summary."""
     directory.mkdir()
-    config = RunConfig(device="cpu", tokens_per_block=4, max_batch_size=4, quiet=True, output=str(directory / "run"),
-                       responses_json=str(directory / "responses.json"), **settings)  # fmt: skip
+    config = RunConfig(
+        device="cpu",
+        tokens_per_block=4,
+        max_batch_size=4,
+        quiet=True,
+        output=str(directory / "run"),
+        responses_json=str(directory / "responses.json"),
+        **settings,
+    )
     summary = run_trace(str(trace), config).summary
     rows = json.loads((directory / "responses.json").read_text())
     return {row["response_id"]: row["response_tokens"] for row in rows}, summary

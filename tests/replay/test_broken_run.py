@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ifbbench.cli.main import main
 from ifbbench.engine.batch import Batch, NullExecutor
-from ifbbench.model.llama import ForwardInputs, LlamaModel
 from ifbbench.replay.client import ReplayClient
+from ifbbench.torch.model.llama import ForwardInputs, LlamaModel
 
 ARGUMENTS = ["run", "--device", "null", "--time_scale", "0", "--max_batch_size", "8", "--quiet", "--output"]
 
@@ -76,10 +76,26 @@ def test_a_replay_that_makes_no_progress_ends_and_names_the_state(
 
 def real_run(directory: Path, *options: str) -> Result:
     """Of some requests of the bundled trace, on the model of this CPU."""
-    return CliRunner().invoke(main, [
-        "run", "--device", "cpu", "--time_scale", "0", "--max_num_samples", "6", "--max_batch_size", "2", "--quiet",
-        "--max_prompt_len", "20", "--output", str(directory), *options,
-    ])  # fmt: skip
+    return CliRunner().invoke(
+        main,
+        [
+            "run",
+            "--device",
+            "cpu",
+            "--time_scale",
+            "0",
+            "--max_num_samples",
+            "6",
+            "--max_batch_size",
+            "2",
+            "--quiet",
+            "--max_prompt_len",
+            "20",
+            "--output",
+            str(directory),
+            *options,
+        ],
+    )
 
 
 def breaking_forward(error: Exception, number: int) -> Callable[[LlamaModel, ForwardInputs], Tensor]:
@@ -100,8 +116,15 @@ def test_a_run_out_of_memory_says_what_to_lower(tmp_path: Path, monkeypatch: pyt
     result = real_run(tmp_path / "run")
     assert result.exit_code == 1
     assert len(result.output.splitlines()) == 1
-    for words in ("out of memory while running", "2.50 GiB", "are free", "--max_num_tokens", "--max_batch_size",
-                  "--kv_cache_free_gpu_mem_fraction", "--dtype"):  # fmt: skip
+    for words in (
+        "out of memory while running",
+        "2.50 GiB",
+        "are free",
+        "--max_num_tokens",
+        "--max_batch_size",
+        "--kv_cache_free_gpu_mem_fraction",
+        "--dtype",
+    ):
         assert words in result.output
     iterations = (tmp_path / "run/iterations.jsonl").read_text().splitlines()
     check_partial(tmp_path / "run", result, iterations=len(iterations))
@@ -116,7 +139,7 @@ def test_a_warm_up_out_of_memory_writes_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_kernel_that_fails_is_named_with_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = pytest.importorskip("ifbbench.kernels.launch", reason="needs Triton", exc_type=ImportError)
+    launch = pytest.importorskip("ifbbench.torch.kernels.launch", reason="needs Triton", exc_type=ImportError)
     with pytest.raises(launch.KernelError) as caught, launch.launching("swiglu", gate_up=torch.zeros(3, 8)):
         raise RuntimeError("an illegal memory access")
     monkeypatch.setattr(LlamaModel, "forward", breaking_forward(caught.value, 100))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.kv_cache.blocks import CopyKind
 from ifbbench.engine.records import CACHE_FIELDS
-from ifbbench.execution.model_executor import ModelExecutor
+from ifbbench.kv.blocks import CopyKind
+from ifbbench.torch.model_executor import ModelExecutor
 from tests.replay.caches import BLOCK, BYTES_PER_BLOCK, NAMES, OUTPUT_LENGTHS, Found, prompts, run, write
 
 
@@ -131,8 +131,15 @@ def test_reuse_makes_the_same_tokens(
 def test_blocks_come_back_from_the_host_as_they_were(
     policy: str, host_blocks: int, mode: str, trace: Path, plain: Found, tmp_path: Path, copies: Counter[CopyKind]
 ):
-    found = run(trace, tmp_path / "run", enable_kv_cache_reuse=True, policy=policy, max_tokens_in_paged_kvcache=88,
-                kv_host_cache_bytes=host_blocks * BYTES_PER_BLOCK, **MODES[mode])  # fmt: skip
+    found = run(
+        trace,
+        tmp_path / "run",
+        enable_kv_cache_reuse=True,
+        policy=policy,
+        max_tokens_in_paged_kvcache=88,
+        kv_host_cache_bytes=host_blocks * BYTES_PER_BLOCK,
+        **MODES[mode],
+    )
     assert found.tokens == plain.tokens
     assert copies[CopyKind.OFFLOAD] > 0
     if host_blocks == 30:
@@ -170,9 +177,13 @@ def test_nothing_is_reused_unless_asked_for(trace: Path, plain: Found, tmp_path:
 def digests(trace: Path, folder: Path, policy: str, pool: str, partial: str, mode: str) -> tuple[str, str]:
     """Of a real run and of one without a model."""
     settings = {
-        **PARTIAL[partial], **MODES[mode], "policy": policy, "max_tokens_in_paged_kvcache": POOLS[pool],
-        "enable_kv_cache_reuse": True, "kv_host_cache_bytes": 6 * BYTES_PER_BLOCK,
-    }  # fmt: skip
+        **PARTIAL[partial],
+        **MODES[mode],
+        "policy": policy,
+        "max_tokens_in_paged_kvcache": POOLS[pool],
+        "enable_kv_cache_reuse": True,
+        "kv_host_cache_bytes": 6 * BYTES_PER_BLOCK,
+    }
     real = run(trace, folder / "real", **settings)
     null = run(trace, folder / "null", device="null", **settings)
     assert real.summary["prefix_hit_rate"] > 0
@@ -229,9 +240,11 @@ def test_windows_make_the_same_tokens_however_they_are_run(windows: str, sink: i
     settings: dict[str, Any] = {"max_attention_window": windows, "sink_token_len": sink}
     expected = run(trace, tmp_path / "expected", max_batch_size=1, **settings).tokens
     modes: list[dict[str, Any]] = [
-        MODES["chunked"], MODES["overlap"], {"type": "v1"},
+        MODES["chunked"],
+        MODES["overlap"],
+        {"type": "v1"},
         {"max_tokens_in_paged_kvcache": 48, "policy": "max_utilization"},
-    ]  # fmt: skip
+    ]
     for number, mode in enumerate(modes):
         assert run(trace, tmp_path / str(number), **settings, **mode).tokens == expected, mode
 

@@ -1,15 +1,16 @@
 """The client of a replay: which requests it hands out when, with concurrency and emulated static batches."""
+
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.config import RunConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.replay.client import ReplayClient, StaticEmulation, make_client
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.arrivals import Poisson
 from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.trace import Trace, TraceRequest
@@ -262,9 +263,11 @@ def test_in_a_closed_loop_a_turn_that_is_due_goes_before_a_new_session():
 
 def test_turns_are_handed_out_by_priority():
     rows = [
-        TraceRequest(0, 0.0, 4, 4, 4), TraceRequest(1, 1.0, 4, 4, 4, after=0), TraceRequest(2, 0.0, 4, 4, 4),
+        TraceRequest(0, 0.0, 4, 4, 4),
+        TraceRequest(1, 1.0, 4, 4, 4, after=0),
+        TraceRequest(2, 0.0, 4, 4, 4),
         TraceRequest(3, 2.0, 4, 4, 4, after=0, priority=0.9),
-    ]  # fmt: skip
+    ]
     engine = Engine()
     engine.client = ReplayClient(Trace("t", rows, "0" * 64, ""), engine.clock, make_request)
     assert engine.take(1) == [0]

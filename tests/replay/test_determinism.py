@@ -7,24 +7,33 @@ from typing import Any
 
 import pytest
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.trace import Trace, TraceRequest
 
 SETTINGS: dict[str, Any] = {
-    "time_scale": 0, "max_num_samples": 14, "max_batch_size": 6, "max_num_tokens": 512, "quiet": True,
+    "time_scale": 0,
+    "max_num_samples": 14,
+    "max_batch_size": 6,
+    "max_num_tokens": 512,
+    "quiet": True,
     "max_tokens_in_paged_kvcache": 640,
-}  # fmt: skip
+}
 
 
 def digest_and_tokens(folder: Path, name: str, **changes: Any) -> tuple[str, Any]:
     responses = folder / f"{name}.json"
     makes_tokens = changes.get("device") != "null"
-    config = RunConfig(**{
-        **SETTINGS, "device": "cpu", "output": str(folder / name),
-        "responses_json": str(responses) if makes_tokens else None, **changes,
-    })  # fmt: skip
+    config = RunConfig(
+        **{
+            **SETTINGS,
+            "device": "cpu",
+            "output": str(folder / name),
+            "responses_json": str(responses) if makes_tokens else None,
+            **changes,
+        }
+    )
     summary = run_trace(None, config).summary
     assert summary["requests"]["failed"] == 0
     return summary["schedule_digest"], json.loads(responses.read_text()) if makes_tokens else None
@@ -103,8 +112,10 @@ def drawn_run(draw: random.Random) -> tuple[Trace, dict[str, Any]]:
 
 def digests(trace: Trace, settings: dict[str, Any]) -> list[str]:
     """The digests of a run without batches and of one with."""
-    return [summarise_run(trace, RunConfig(device=device, **settings))["schedule_digest"]
-            for device in ("sim:h100-sxm", "null")]  # fmt: skip
+    return [
+        summarise_run(trace, RunConfig(device=device, **settings))["schedule_digest"]
+        for device in ("sim:h100-sxm", "null")
+    ]
 
 
 @pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 3200), marks=pytest.mark.slow)])
@@ -128,8 +139,15 @@ def test_of_equal_blocks_that_fill_in_one_iteration_the_prompt_s_remains() -> No
     rest = [int(digit) for digit in "1202133102113220310101203032022210110033300312032"]
     rows = [(first, 44, 7), (first + rest, 31, 31), ([*first, 1], 29, 29), ((first + rest)[:62], 29, 26)]
     settings: dict[str, Any] = {
-        "policy": "max_utilization", "max_batch_size": 8, "max_num_tokens": 96, "tokens_per_block": 16,
-        "max_tokens_in_paged_kvcache": 112, "max_seq_len": 97, "enable_kv_cache_reuse": True,
-        "enable_partial_reuse": False, "enable_chunked_context": False, "time_scale": 0,
-    }  # fmt: skip
+        "policy": "max_utilization",
+        "max_batch_size": 8,
+        "max_num_tokens": 96,
+        "tokens_per_block": 16,
+        "max_tokens_in_paged_kvcache": 112,
+        "max_seq_len": 97,
+        "enable_kv_cache_reuse": True,
+        "enable_partial_reuse": False,
+        "enable_chunked_context": False,
+        "time_scale": 0,
+    }
     assert len(set(digests(trace_of(rows), settings))) == 1

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ifbbench.api.resolve import batching_config, cache_layout, resolve_limits
-from ifbbench.config import RunConfig
+from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
-from ifbbench.model.named_models import load_model_config
-from ifbbench.recording.drafts import steps_of, stretches_of
+from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.report.compat.trtllm_bench import report, write_iterations
+from ifbbench.report.compat.trtllm_text import report_text
 from ifbbench.report.figures import TokenGaps, benchmark_figures
-from ifbbench.report.load import load_run
-from ifbbench.report.trtllm_bench import report, write_iterations
-from ifbbench.report.trtllm_text import report_text
+from ifbbench.rundir.drafts import steps_of, stretches_of
+from ifbbench.rundir.reader import load_run
+from ifbbench.settings.config import RunConfig
 from tests.engine.engine import Loop
 from tests.engine.executors import SpyExecutor
 
@@ -68,8 +68,14 @@ def test_the_linear_window_takes_drafts(trace):
 
 
 def test_a_run_records_what_drafts_did(trace, tmp_path):
-    config = RunConfig(**SIMULATED, draft_model="qwen3-0.6b", draft_len=3, acceptance_rate="0.8,0.6",
-                       output=str(tmp_path / "run"), streaming=True)  # fmt: skip
+    config = RunConfig(
+        **SIMULATED,
+        draft_model="qwen3-0.6b",
+        draft_len=3,
+        acceptance_rate="0.8,0.6",
+        output=str(tmp_path / "run"),
+        streaming=True,
+    )
     summary = run_trace(trace, config).summary
     run = load_run(tmp_path / "run")
     speculative = summary["speculative_decoding"]
@@ -144,8 +150,10 @@ def schedule(values: dict[str, Any], requests: list[tuple[int, int, int]]) -> tu
     config = resolve_limits(config, 8_192, on_cpu=False)
     model = load_model_config("tiny")
     limits = batching_config(config, cache_layout(config, model, None), None)
-    made = [Request(index, prompt, new, options=OutputOptions(draft_input_ids=np.ones(drafts, np.int32)))
-            for index, (prompt, new, drafts) in enumerate(requests)]  # fmt: skip
+    made = [
+        Request(index, prompt, new, options=OutputOptions(draft_input_ids=np.ones(drafts, np.int32)))
+        for index, (prompt, new, drafts) in enumerate(requests)
+    ]
     spy = SpyExecutor(NullExecutor())
     run = Loop(limits, [(0, request) for request in made], spy).run()
     ran = []
@@ -177,8 +185,15 @@ def test_drafts_take_room_for_prompts_in_the_token_budget():
 )
 @pytest.mark.parametrize("policy", ["first_come_first_served", "equal_progress"])
 def test_drafts_are_cut_to_the_room_that_chunks_leave(budget, unit, requests, drafts, policy):
-    values = {"max_batch_size": 64, "max_num_tokens": budget, "enable_chunked_context": True, "tokens_per_block": unit,
-              "context_chunk_unit": unit, "context_chunking_policy": policy, "draft_len": 4}  # fmt: skip
+    values = {
+        "max_batch_size": 64,
+        "max_num_tokens": budget,
+        "enable_chunked_context": True,
+        "tokens_per_block": unit,
+        "context_chunk_unit": unit,
+        "context_chunking_policy": policy,
+        "draft_len": 4,
+    }
     _, spy = schedule(values, requests)
     inputs = spy.batches[0].drafts
     assert ([0] * len(requests) if inputs is None else inputs.counts.tolist()) == drafts

@@ -12,9 +12,12 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 
 LIMITS = {
-    "max_input_len": "is longer than max_input_len", "max_seq_len": "leaves no room for output in max_seq_len",
-    "kv_blocks": "(kv_blocks)", "max_beam_width": "(max_beam_width)", "streaming": "streaming up to",
-}  # fmt: skip
+    "max_input_len": "is longer than max_input_len",
+    "max_seq_len": "leaves no room for output in max_seq_len",
+    "kv_blocks": "(kv_blocks)",
+    "max_beam_width": "(max_beam_width)",
+    "streaming": "streaming up to",
+}
 
 
 def write_trace(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -40,10 +43,25 @@ def limit_of(error: str) -> str:
 @pytest.mark.parametrize("seed", range(12))
 def test_as_many_are_announced_as_are_refused(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     draw = random.Random(seed)
-    rows = [{"prompt_len": draw.choice([1, 8, 20, 40, 90]), "max_new_tokens": draw.randint(1, 60), "output_len": 3,
-             "beam_width": draw.choice([1, 1, 2]) if seed % 3 == 0 else 1} for _ in range(40)]  # fmt: skip
-    options = ["--max_seq_len", "80", "--max_tokens_in_paged_kvcache", draw.choice(["40", "72", "400"]),
-               "--tokens_per_block", "4", "--max_num_tokens", draw.choice(["30", "64"])]  # fmt: skip
+    rows = [
+        {
+            "prompt_len": draw.choice([1, 8, 20, 40, 90]),
+            "max_new_tokens": draw.randint(1, 60),
+            "output_len": 3,
+            "beam_width": draw.choice([1, 1, 2]) if seed % 3 == 0 else 1,
+        }
+        for _ in range(40)
+    ]
+    options = [
+        "--max_seq_len",
+        "80",
+        "--max_tokens_in_paged_kvcache",
+        draw.choice(["40", "72", "400"]),
+        "--tokens_per_block",
+        "4",
+        "--max_num_tokens",
+        draw.choice(["30", "64"]),
+    ]
     options += draw.choice([[], ["--no_enable_chunked_context"], ["--max_input_len", "20"]])
     if seed % 3 == 0:
         options += ["--max_beam_width", draw.choice(["1", "2"])]

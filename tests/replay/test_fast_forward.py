@@ -13,19 +13,19 @@ from msgspec import structs
 
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.kv_cache.attention_window import AttentionWindow
-from ifbbench.engine.kv_cache.sequence import ReuseRules
-from ifbbench.engine.kv_cache.sizing import WindowLayout
-from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.sampling_params import OutputOptions
-from ifbbench.model.named_models import load_model_config
-from ifbbench.recording.recorder import Recorder
+from ifbbench.kv.attention_window import AttentionWindow
+from ifbbench.kv.sequence import ReuseRules
+from ifbbench.kv.sizing import WindowLayout
+from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import MakeRequest, ReplayClient
-from ifbbench.simulation.cost_model import CostModel, SimulatedExecutor
-from ifbbench.simulation.hardware import load_hardware
-from ifbbench.simulation.shard import Shard
+from ifbbench.rundir.recorder import Recorder
+from ifbbench.simulated.cost_model import CostModel, SimulatedExecutor
+from ifbbench.simulated.hardware import load_hardware
+from ifbbench.simulated.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
 
 COST_MODEL = CostModel(Shard(load_model_config("tiny"), "bf16", "bf16"), load_hardware("h100-sxm"))
@@ -46,29 +46,52 @@ class CountingRecorder(Recorder):
 
 def config_of(**changes: Any) -> BatchingConfig:
     values: dict[str, Any] = {
-        "policy": "guaranteed_no_evict", "max_batch_size": 6, "max_num_tokens": 64, "max_seq_len": 96,
-        "max_input_len": 60, "tokens_per_block": 4, "num_blocks": 60,
-    }  # fmt: skip
+        "policy": "guaranteed_no_evict",
+        "max_batch_size": 6,
+        "max_num_tokens": 64,
+        "max_seq_len": 96,
+        "max_input_len": 60,
+        "tokens_per_block": 4,
+        "num_blocks": 60,
+    }
     return BatchingConfig(**(values | changes))
 
 
 def run(
-    trace: Trace, config: BatchingConfig, directory: Path, together: bool, window: int | None = None,
-    concurrency: int | None = None, every: int = 1, windows: Sequence[tuple[int | None, float]] = (),
-    make: MakeRequest | None = None, **client_options: Any,
+    trace: Trace,
+    config: BatchingConfig,
+    directory: Path,
+    together: bool,
+    window: int | None = None,
+    concurrency: int | None = None,
+    every: int = 1,
+    windows: Sequence[tuple[int | None, float]] = (),
+    make: MakeRequest | None = None,
+    **client_options: Any,
 ) -> CountingRecorder:
     """Replay `trace` on a virtual clock, with fast-forward if `together`."""
     clock = VirtualClock()
     client = ReplayClient(trace, clock, make or make_request, concurrency=concurrency, **client_options)
     directory.mkdir(parents=True, exist_ok=True)
     recorder = CountingRecorder(
-        directory, {}, len(trace),
-        IterationStatistics(config.batching_type, config.max_batch_size), client.arrival_s, "jsonl", every,
-    )  # fmt: skip
+        directory,
+        {},
+        len(trace),
+        IterationStatistics(config.batching_type, config.max_batch_size),
+        client.arrival_s,
+        "jsonl",
+        every,
+    )
     manager = TokenGenerationLoop(
-        config, SimulatedExecutor(COST_MODEL, clock, windows or [(window, 1.0)]), clock, client.get_requests,
-        client.send_response, recorder, client.queued, next_change=client.next_arrival_s if together else None,
-    )  # fmt: skip
+        config,
+        SimulatedExecutor(COST_MODEL, clock, windows or [(window, 1.0)]),
+        clock,
+        client.get_requests,
+        client.send_response,
+        recorder,
+        client.queued,
+        next_change=client.next_arrival_s if together else None,
+    )
     while not client.done:
         if not manager.step():
             client.wait()
@@ -82,9 +105,14 @@ def make_request(index: int, row: TraceRequest) -> Request:
     shared = min(row.prompt_len, 4 * (index % 5))
     runs = [(0, shared), (10_000 * (index % 3 + 1), row.prompt_len - shared)]
     return Request(
-        row.request_id, row.prompt_len, row.max_new_tokens, output_len=row.output_len, index=index,
-        priority=row.priority, reuse=ReuseIdentity(runs=runs, output_symbol=1_000_000),
-    )  # fmt: skip
+        row.request_id,
+        row.prompt_len,
+        row.max_new_tokens,
+        output_len=row.output_len,
+        index=index,
+        priority=row.priority,
+        reuse=ReuseIdentity(runs=runs, output_symbol=1_000_000),
+    )
 
 
 def handing_out(waiting: list[Request]) -> Callable[[int], list[Request]]:
@@ -103,10 +131,14 @@ def files(directory: Path) -> dict[str, str]:
 requests = st.lists(
     st.tuples(
         st.integers(0, 400_000),  # arrival, microseconds
-        st.integers(1, 59), st.integers(1, 40), st.integers(0, 20), st.sampled_from([0.5, 0.5, 0.5, 0.9]),
+        st.integers(1, 59),
+        st.integers(1, 40),
+        st.integers(0, 20),
+        st.sampled_from([0.5, 0.5, 0.5, 0.9]),
     ),
-    min_size=1, max_size=16,
-)  # fmt: skip
+    min_size=1,
+    max_size=16,
+)
 configs = st.fixed_dictionaries(
     {
         "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization", "static_batch"]),
@@ -160,20 +192,35 @@ def test_together_is_as_one_by_one(
 
 turns = st.lists(
     st.tuples(
-        st.integers(0, 3_000), st.integers(1, 59), st.integers(1, 40), st.integers(0, 20),
-        st.sampled_from([0.5, 0.5, 0.5, 0.9]), st.one_of(st.none(), st.integers(0, 15)), st.integers(0, 2_000),
+        st.integers(0, 3_000),
+        st.integers(1, 59),
+        st.integers(1, 40),
+        st.integers(0, 20),
+        st.sampled_from([0.5, 0.5, 0.5, 0.9]),
+        st.one_of(st.none(), st.integers(0, 15)),
+        st.integers(0, 2_000),
     ),
-    min_size=2, max_size=16,
-)  # fmt: skip
+    min_size=2,
+    max_size=16,
+)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=turns, changes=configs, concurrency=st.sampled_from([None, None, 2]), keeps_arrivals=st.booleans(),
-       duration_s=st.sampled_from([None, None, 0.002]))  # fmt: skip
+@given(
+    rows=turns,
+    changes=configs,
+    concurrency=st.sampled_from([None, None, 2]),
+    keeps_arrivals=st.booleans(),
+    duration_s=st.sampled_from([None, None, 0.002]),
+)
 def test_sessions_together_are_as_one_by_one(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], changes: dict[str, Any], concurrency: int | None,
-    keeps_arrivals: bool, duration_s: float | None,
-) -> None:  # fmt: skip
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    changes: dict[str, Any],
+    concurrency: int | None,
+    keeps_arrivals: bool,
+    duration_s: float | None,
+) -> None:
     """Turns arrive after the answer to the turn before, with a limit of outstanding requests and without."""
     trace = trace_of([row[:5] for row in rows])
     requests = [
@@ -198,11 +245,15 @@ def test_sessions_together_are_as_one_by_one(
 
 crowded_requests = st.lists(
     st.tuples(
-        st.sampled_from([0, 0, 0, 40]), st.integers(1, 40), st.integers(1, 20), st.integers(0, 3),
+        st.sampled_from([0, 0, 0, 40]),
+        st.integers(1, 40),
+        st.integers(1, 20),
+        st.integers(0, 3),
         st.sampled_from([0.5, 0.5, 0.5, 0.9]),
     ),
-    min_size=2, max_size=8,
-)  # fmt: skip
+    min_size=2,
+    max_size=8,
+)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -250,16 +301,24 @@ def test_long_stretches_while_others_wait(tmp_path: Path, policy: str, every: in
 
 @settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    rows=requests, sizes=st.sampled_from([(12,), (20,), (33,), (16, 96), (13, 40), (96, 24)]),
-    changes=st.fixed_dictionaries({
-        "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
-        "chunk_unit": st.sampled_from([None, 4]), "max_batch_size": st.integers(1, 8),
-    }), reuses=st.booleans(),
-)  # fmt: skip
+    rows=requests,
+    sizes=st.sampled_from([(12,), (20,), (33,), (16, 96), (13, 40), (96, 24)]),
+    changes=st.fixed_dictionaries(
+        {
+            "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+            "chunk_unit": st.sampled_from([None, 4]),
+            "max_batch_size": st.integers(1, 8),
+        }
+    ),
+    reuses=st.booleans(),
+)
 def test_sequences_that_wrap_are_advanced_together(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], sizes: tuple[int, ...], changes: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    sizes: tuple[int, ...],
+    changes: dict[str, Any],
     reuses: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Also with several attention windows, and with sequences on both sides of the end of a window; or with one
     window and reuse, where batches overwrite the blocks."""
     layouts = tuple(WindowLayout((number,), AttentionWindow(4, size, 96), 60) for number, size in enumerate(sizes))
@@ -280,8 +339,14 @@ def test_streaming_requests_are_advanced_together(
     folder, config = tmp_path_factory.mktemp("runs"), config_of(chunk_unit=4)
 
     def make(index: int, row: TraceRequest) -> Request:
-        return Request(row.request_id, row.prompt_len, row.max_new_tokens, output_len=row.output_len, index=index,
-                       options=OutputOptions(streaming=streaming[index]))  # fmt: skip
+        return Request(
+            row.request_id,
+            row.prompt_len,
+            row.max_new_tokens,
+            output_len=row.output_len,
+            index=index,
+            options=OutputOptions(streaming=streaming[index]),
+        )
 
     run(trace_of(rows), config, folder / "apart", together=False, make=make)
     run(trace_of(rows), config, folder / "together", together=True, make=make)
@@ -334,9 +399,14 @@ def test_the_records_of_a_stretch_are_those_of_its_iterations(tmp_path: Path) ->
         waiting = [Request(i, 5 + i, 40, index=i) for i in range(3)]
         clock = VirtualClock()
         manager = TokenGenerationLoop(
-            config_of(), SimulatedExecutor(COST_MODEL, clock), clock, handing_out(waiting), lambda response: None,
-            Listener(records), next_change=change,
-        )  # fmt: skip
+            config_of(),
+            SimulatedExecutor(COST_MODEL, clock),
+            clock,
+            handing_out(waiting),
+            lambda response: None,
+            Listener(records),
+            next_change=change,
+        )
         while manager.step():
             pass
     statistics = IterationStatistics(config_of().batching_type, 6)

@@ -22,19 +22,31 @@ def launch(script: str, arguments: list[str], world_size: int, **more: str) -> l
     """Processes with the environment of Open MPI's mpirun."""
     return [
         subprocess.Popen(
-            [sys.executable, "-c", script, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more | {
-                f"OMPI_COMM_WORLD_{name}": str(value) for name, value in
-                (("RANK", rank), ("SIZE", world_size), ("LOCAL_RANK", rank), ("LOCAL_SIZE", world_size))
+            [sys.executable, "-c", script, *arguments],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(os.environ)
+            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            | more
+            | {
+                f"OMPI_COMM_WORLD_{name}": str(value)
+                for name, value in (
+                    ("RANK", rank),
+                    ("SIZE", world_size),
+                    ("LOCAL_RANK", rank),
+                    ("LOCAL_SIZE", world_size),
+                )
             },
-        ) for rank in range(world_size)
-    ]  # fmt: skip
+        )
+        for rank in range(world_size)
+    ]
 
 
 # Several runs in the processes of one launcher.
 MATRIX = """
 import json, sys
-from ifbbench.config import RunConfig
+from ifbbench.settings.config import RunConfig
 from ifbbench.replay.run import run_trace
 if len(sys.argv) > 3:  # a batch manager, with sizes of its communicator
     from tests.replay.ranked_runs import answers
@@ -45,16 +57,29 @@ for settings in json.loads(sys.argv[2]):
 POLICIES: list[dict[str, Any]] = [
     {"policy": "guaranteed_no_evict", "max_batch_size": 16, "max_num_tokens": 128},
     {"policy": "max_utilization", "max_tokens_in_paged_kvcache": 256},
-    {"policy": "max_utilization", "enable_chunked_context": False, "max_num_tokens": 128, "enable_kv_cache_reuse": True,
-     "max_tokens_in_paged_kvcache": 384, "max_batch_size": 16, "tokens_per_block": 8},
-]  # fmt: skip
+    {
+        "policy": "max_utilization",
+        "enable_chunked_context": False,
+        "max_num_tokens": 128,
+        "enable_kv_cache_reuse": True,
+        "max_tokens_in_paged_kvcache": 384,
+        "max_batch_size": 16,
+        "tokens_per_block": 8,
+    },
+]
 MORE: list[dict[str, Any]] = [
-    {"type": "v1", "max_num_tokens": 128}, {"type": "inflight_unfused"}, {"enable_trt_overlap": True},
+    {"type": "v1", "max_num_tokens": 128},
+    {"type": "inflight_unfused"},
+    {"enable_trt_overlap": True},
     {"kv_cache_type": "contiguous", "enable_chunked_context": False, "max_num_tokens": 128},
-    {"max_attention_window": "24"}, {"temperature": 0.8, "seed": 5}, {"max_beam_width": 2, "beam_width": 2},
-    {"dtype": "bf16"}, {"repetition_penalty": 1.2}, {"num_loras": 3, "lora_rank": 8},
+    {"max_attention_window": "24"},
+    {"temperature": 0.8, "seed": 5},
+    {"max_beam_width": 2, "beam_width": 2},
+    {"dtype": "bf16"},
+    {"repetition_penalty": 1.2},
+    {"num_loras": 3, "lora_rank": 8},
     {"kv_host_cache_bytes": 10**6, "enable_kv_cache_reuse": True},
-]  # fmt: skip
+]
 
 
 def outputs_of(processes: list[subprocess.Popen[str]], *statuses: int) -> list[str]:
@@ -106,15 +131,20 @@ def test_drafts_and_queues_and_a_run_that_fails(trace: Path, tmp_path: Path) -> 
     """The last run fails in rank 1: rank 0 says so at once, and nothing else is printed. A batch manager before them
     has virtual tokens, bad words, biases, LoRA adapters and draft tokens of its requests."""
     cases: list[dict[str, Any]] = [
-        {"draft_ngram": 2, "draft_len": 3}, {"draft_model": "tiny", "draft_len": 2, "temperature": 0.5},
+        {"draft_ngram": 2, "draft_len": 3},
+        {"draft_model": "tiny", "draft_len": 2, "temperature": 0.5},
         {"normalize_log_probs": True, "return_log_probs": True, "temperature": 0.7, "top_k": 20, "max_queue_size": 5},
-    ]  # fmt: skip
+    ]
     cases = [{"max_num_samples": 12, "max_batch_size": 4} | case for case in cases]
     expected = [run(trace, tmp_path / f"one-{number}", **case) for number, case in enumerate(cases)]
     fails = {"policy": "tests.replay.odd_rank_policies:OutOfMemory"}
-    runs = [SIZES | {"tp_size": 2} | case | {"output": str(tmp_path / str(number)),
-                                            "responses_json": str(tmp_path / f"{number}.json")}
-            for number, case in enumerate([*cases, fails])]  # fmt: skip
+    runs = [
+        SIZES
+        | {"tp_size": 2}
+        | case
+        | {"output": str(tmp_path / str(number)), "responses_json": str(tmp_path / f"{number}.json")}
+        for number, case in enumerate([*cases, fails])
+    ]
     sizes = json.dumps({"tp_size": 2, "with_drafts": True})
     of_lead, of_other = outputs_of(launch(MATRIX, [str(trace), json.dumps(runs), sizes], 2), 1, 1)
     assert of_other == "{}\n"
@@ -139,9 +169,17 @@ def test_wrong_input_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [
-    {"tp_size": 2}, {"pp_size": 2}, {"tp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"pp_size": 4},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"tp_size": 2},
+        {"pp_size": 2},
+        {"tp_size": 4},
+        {"tp_size": 2, "pp_size": 2},
+        {"pp_size": 4},
+    ],
+    ids=str,
+)
 def test_all_settings(trace: Path, tmp_path: Path, split: dict[str, int]) -> None:
     settings = [*POLICIES, *MORE]
     if "pp_size" in split:  # V1 runs in no pipeline

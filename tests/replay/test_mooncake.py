@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 
 # input_length, output_length, hash_ids (512 tokens each), and how many of its tokens others before it have computed.
 ROWS = [
@@ -44,10 +44,19 @@ def lines(directory: Path, name: str) -> list[dict[str, Any]]:
 
 
 def replay(trace: Path, directory: Path, **settings: Any) -> dict[str, Any]:
-    config = RunConfig(**{
-        "device": "null", "time_scale": 0, "enable_kv_cache_reuse": True, "tokens_per_block": 128, "quiet": True,
-        "max_seq_len": 4096, "max_num_tokens": 4096, "output": str(directory), **settings,
-    })  # fmt: skip
+    config = RunConfig(
+        **{
+            "device": "null",
+            "time_scale": 0,
+            "enable_kv_cache_reuse": True,
+            "tokens_per_block": 128,
+            "quiet": True,
+            "max_seq_len": 4096,
+            "max_num_tokens": 4096,
+            "output": str(directory),
+            **settings,
+        }
+    )
     summary = run_trace(str(trace), config).summary
     assert summary["requests"]["failed"] == 0
     return summary

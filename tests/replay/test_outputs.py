@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 
 VOCABULARY = 89
 END_TOKEN = 2
@@ -22,10 +22,17 @@ NUM_REQUESTS = 12
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
         eos_token_id=END_TOKEN,
-    )  # fmt: skip
+    )
     directory = tmp_path_factory.mktemp("checkpoint")
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
@@ -40,8 +47,15 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for index in range(NUM_REQUESTS):
         prompt = draw.integers(0, VOCABULARY, int(draw.integers(1, 91))).tolist()
         length = int(draw.integers(1, 31))
-        rows.append({"request_id": 100 + index, "arrival_s": 0.0, "prompt_tokens": prompt, "output_len": length,
-                     "max_new_tokens": length + 5})  # fmt: skip
+        rows.append(
+            {
+                "request_id": 100 + index,
+                "arrival_s": 0.0,
+                "prompt_tokens": prompt,
+                "output_len": length,
+                "max_new_tokens": length + 5,
+            }
+        )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -80,11 +94,20 @@ def test_tokens_equal_transformers(
     tmp_path: Path,
 ) -> None:
     config = RunConfig(
-        policy=policy, model=str(checkpoint), device="cpu", max_batch_size=6, max_num_tokens=32 if chunking else 128,
-        enable_chunked_context=chunking is not None, context_chunking_policy=chunking or "first_come_first_served",
-        context_chunk_unit=max(8, tokens_per_block), tokens_per_block=tokens_per_block, max_tokens_in_paged_kvcache=192,
-        output=str(tmp_path / "run"), responses_json=str(tmp_path / "responses.json"), quiet=True,
-    )  # fmt: skip
+        policy=policy,
+        model=str(checkpoint),
+        device="cpu",
+        max_batch_size=6,
+        max_num_tokens=32 if chunking else 128,
+        enable_chunked_context=chunking is not None,
+        context_chunking_policy=chunking or "first_come_first_served",
+        context_chunk_unit=max(8, tokens_per_block),
+        tokens_per_block=tokens_per_block,
+        max_tokens_in_paged_kvcache=192,
+        output=str(tmp_path / "run"),
+        responses_json=str(tmp_path / "responses.json"),
+        quiet=True,
+    )
     summary = run_trace(str(trace), config).summary
 
     answers = {
@@ -104,9 +127,17 @@ def test_sampled_tokens_do_not_depend_on_the_batch(checkpoint: Path, trace: Path
     answers = []
     for name, batch_size in (("alone", 1), ("together", 8)):
         config = RunConfig(
-            model=str(checkpoint), device="cpu", temperature=0.8, top_k=20, top_p=0.95, seed=5, quiet=True,
-            max_batch_size=batch_size, output=str(tmp_path / name), responses_json=str(tmp_path / f"{name}.json"),
-        )  # fmt: skip
+            model=str(checkpoint),
+            device="cpu",
+            temperature=0.8,
+            top_k=20,
+            top_p=0.95,
+            seed=5,
+            quiet=True,
+            max_batch_size=batch_size,
+            output=str(tmp_path / name),
+            responses_json=str(tmp_path / f"{name}.json"),
+        )
         run_trace(str(trace), config)
         answers.append(json.loads((tmp_path / f"{name}.json").read_text()))
     assert answers[0] == answers[1]
@@ -115,8 +146,13 @@ def test_sampled_tokens_do_not_depend_on_the_batch(checkpoint: Path, trace: Path
 
 def test_stop_ids_of_the_trace_end_its_requests_alone(checkpoint: Path, trace: Path, tmp_path: Path) -> None:
     def run(source: Path, name: str) -> list[list[int]]:
-        config = RunConfig(model=str(checkpoint), device="cpu", quiet=True, output=str(tmp_path / name),
-                           responses_json=str(tmp_path / f"{name}.json"))  # fmt: skip
+        config = RunConfig(
+            model=str(checkpoint),
+            device="cpu",
+            quiet=True,
+            output=str(tmp_path / name),
+            responses_json=str(tmp_path / f"{name}.json"),
+        )
         run_trace(str(source), config)
         return [row["response_tokens"] for row in json.loads((tmp_path / f"{name}.json").read_text())]
 
@@ -138,9 +174,13 @@ def test_end_token_ends_a_request_early(checkpoint: Path, trace: Path, tmp_path:
     answers = {}
     for name, stop in (("whole", False), ("stopped", True)):
         config = RunConfig(
-            model=str(checkpoint), device="cpu", stop_at_end_token=stop, quiet=True, output=str(tmp_path / name),
+            model=str(checkpoint),
+            device="cpu",
+            stop_at_end_token=stop,
+            quiet=True,
+            output=str(tmp_path / name),
             responses_json=str(tmp_path / f"{name}.json"),
-        )  # fmt: skip
+        )
         run_trace(str(trace), config)
         rows = json.loads((tmp_path / f"{name}.json").read_text())
         answers[name] = [row["response_tokens"] for row in rows]

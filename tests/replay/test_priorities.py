@@ -7,11 +7,11 @@ import pytest
 
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.admission import Admission, AdmissionLimits
 from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
 from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
 from ifbbench.replay.client import ReplayClient, StaticEmulation
+from ifbbench.schedulers.tensorrt_llm.admission import Admission, AdmissionLimits
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 
@@ -21,8 +21,10 @@ def make_request(index: int, row: TraceRequest) -> Request:
 
 def trace_of(priorities: list[float], arrivals_s: list[float] | None = None) -> Trace:
     times = arrivals_s or [0.0] * len(priorities)
-    rows = [TraceRequest(index, time, 4, 4, 4, priority=priority)
-            for index, (time, priority) in enumerate(zip(times, priorities, strict=True))]  # fmt: skip
+    rows = [
+        TraceRequest(index, time, 4, 4, 4, priority=priority)
+        for index, (time, priority) in enumerate(zip(times, priorities, strict=True))
+    ]
     return Trace("made up", rows, "0" * 64, "test")
 
 
@@ -50,10 +52,13 @@ def test_no_look_ahead_hides_a_higher_priority(seed: int) -> None:
     client = ReplayClient(trace, clock, make_request)
     active = ActiveRequests(RequestTable(max_active + LOOK_AHEAD))
     admission = Admission(
-        AdmissionLimits(BatchingConfig("guaranteed_no_evict", max_active, 8, 100, 99, 32, 100)), max_active,
-        client.get_requests, lambda request, error: pytest.fail(error),
-        client.next_arrival_s, client.next_priority,
-    )  # fmt: skip
+        AdmissionLimits(BatchingConfig("guaranteed_no_evict", max_active, 8, 100, 99, 32, 100)),
+        max_active,
+        client.get_requests,
+        lambda request, error: pytest.fail(error),
+        client.next_arrival_s,
+        client.next_priority,
+    )
     arrived = 0
     waiting: list[TraceRequest] = []
     running: list[TraceRequest] = []

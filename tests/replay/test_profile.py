@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
-from ifbbench.report.load import load_run
 from ifbbench.report.tables import print_report
+from ifbbench.rundir.reader import load_run
+from ifbbench.settings.config import RunConfig
 
 PARTS = ("schedule_ms", "prepare_ms", "launch_ms", "collect_ms", "device_busy_ms", "flops", "bytes")
 

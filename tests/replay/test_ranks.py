@@ -17,11 +17,11 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
-from ifbbench.execution.ranks import launched_place, place_in_environment
 from ifbbench.replay import rank_processes
 from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.settings.config import RunConfig
+from ifbbench.torch.ranks import launched_place, place_in_environment
 from tests.replay.ranked_runs import ROOT, SIZES, run, simulated_digest, write_trace
 
 START_S, END_S = 300.0, 300.0
@@ -58,8 +58,9 @@ def test_tensor_parallelism(trace: Path, tmp_path: Path) -> None:
     assert notes.recorded == [tmp_path / "tp2"] * 2
     ranks = json.loads((tmp_path / "tp2" / "run.json").read_text())["ranks"]
     assert [(row["rank"], row["tp_rank"], row["stage"], row["device"]) for row in ranks] == [
-        (0, 0, 0, "cpu"), (1, 1, 0, "cpu"),
-    ]  # fmt: skip
+        (0, 0, 0, "cpu"),
+        (1, 1, 0, "cpu"),
+    ]
     assert len({row["pid"] for row in ranks} | {os.getpid()}) == 3
     assert simulated_digest(trace, tmp_path, tp_size=2) == two.summary["schedule_digest"]
 
@@ -67,9 +68,21 @@ def test_tensor_parallelism(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_rank_times_out_while_no_request_is_there(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps({
-        "request_id": number, "arrival_s": 5.0 * number, "prompt_len": 20, "max_new_tokens": 5, "output_len": 5,
-    }) + "\n" for number in range(2)))  # fmt: skip
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "request_id": number,
+                    "arrival_s": 5.0 * number,
+                    "prompt_len": 20,
+                    "max_new_tokens": 5,
+                    "output_len": 5,
+                }
+            )
+            + "\n"
+            for number in range(2)
+        )
+    )
     settings = {"time_scale": 1.0, "tp_size": 2, "rank_timeout": 2.0}
     assert summarise_run(str(path), RunConfig(**SIZES | settings))["requests"]["completed"] == 2
 
@@ -86,9 +99,12 @@ def started(trace: Path, directory: Path, *options: str, status: int) -> Iterato
     sizes = [text for text in sizes if text != "True"]
     command = [sys.executable, "-m", "ifbbench", "run", str(trace), "--output", str(directory), "--quiet"]
     process = subprocess.Popen(
-        [*command, *sizes, *lengths, "--tp_size", "2", *options], text=True, stderr=subprocess.PIPE, cwd=ROOT,
+        [*command, *sizes, *lengths, "--tp_size", "2", *options],
+        text=True,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
         env=dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     pids: list[int] = []
     try:
         deadline = time.monotonic() + START_S
@@ -176,10 +192,30 @@ def test_how_long_other_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch, me
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_an_interrupt_while_ranks_start(trace: Path, tmp_path: Path) -> None:
     """A rank that imports its modules ends without a word."""
-    command = [sys.executable, "-m", "ifbbench", "run", str(trace), "--device", "cpu", "--model", "tiny", "--pp_size",
-               "2", "--quiet", "--output", str(tmp_path / "run")]  # fmt: skip
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT,
-                               env=dict(os.environ) | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "ifbbench",
+        "run",
+        str(trace),
+        "--device",
+        "cpu",
+        "--model",
+        "tiny",
+        "--pp_size",
+        "2",
+        "--quiet",
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    process = subprocess.Popen(
+        command,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=ROOT,
+        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+    )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + START_S
     while len(children.read_text().split()) < 2 and time.monotonic() < deadline:
@@ -199,8 +235,9 @@ def test_an_interrupt(trace: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "sign"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (-1, signal.SIGKILL),
-                                            (-1, signal.SIGTERM)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "sign"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (-1, signal.SIGKILL), (-1, signal.SIGTERM)]
+)
 def test_other_processes_that_die_or_hang(trace: Path, tmp_path: Path, rank: int, sign: signal.Signals) -> None:
     status = 1 if rank == 0 else {signal.SIGKILL: -sign, signal.SIGTERM: 130}[sign]
     with started(trace, tmp_path / "run", "--rank_timeout", "2", status=status) as pids:
@@ -212,11 +249,14 @@ def test_other_processes_that_die_or_hang(trace: Path, tmp_path: Path, rank: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "message"), [
-    ("OutOfMemory", r"in rank 1, policy .* failed: .*no memory for a list of requests"),
-    ("Hangs", r"rank 0 did not answer for 2 s"),
-    ("Differs", r"rank 1 decided otherwise than rank 0 in iteration \d+\."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("OutOfMemory", r"in rank 1, policy .* failed: .*no memory for a list of requests"),
+        ("Hangs", r"rank 0 did not answer for 2 s"),
+        ("Differs", r"rank 1 decided otherwise than rank 0 in iteration \d+\."),
+    ],
+)
 def test_a_rank_that_fails_or_hangs_in_a_policy(trace: Path, tmp_path: Path, policy: str, message: str) -> None:
     options = ["--policy", f"tests.replay.odd_rank_policies:{policy}", "--rank_timeout", "2"]
     with started(trace, tmp_path / "run", *options, status=1):
@@ -228,21 +268,28 @@ def test_a_rank_that_fails_or_hangs_in_a_policy(trace: Path, tmp_path: Path, pol
 # Places of ranks.
 
 
-@pytest.mark.parametrize(("environment", "expected"), [
-    ({}, None), ({"RANK": "1"}, None),
-    ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (3, 8, 1, 2)),
-    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2, 1, 2)),
-    ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, (0, 2, 0, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "1"}, None),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (3, 8, 1, 2)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2, 1, 2)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, (0, 2, 0, 1)),
+    ],
+)
 def test_the_place_in_the_environment(environment: dict[str, str], expected: tuple[int, ...] | None) -> None:
     place = place_in_environment(environment)
     assert (place and (place.rank, place.world_size, place.local_rank, place.local_size)) == expected
 
 
-@pytest.mark.parametrize(("environment", "message"), [
-    ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE: expected the numbers"),
-    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: 2 is not a rank of 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK, WORLD_SIZE: expected the numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: 2 is not a rank of 2"),
+    ],
+)
 def test_places_that_are_wrong(environment: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         place_in_environment(environment)
@@ -263,10 +310,13 @@ def test_another_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         place.address()
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"tp_size": 3}, "--tp_size: 3 devices cannot share 8 attention heads"),
-    ({"pp_size": 5}, "--pp_size: 5 stages are more than the model's 4 layers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tp_size": 3}, "--tp_size: 3 devices cannot share 8 attention heads"),
+        ({"pp_size": 5}, "--pp_size: 5 stages are more than the model's 4 layers"),
+    ],
+)
 def test_splits_are_refused_before_processes_start(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         summarise_run(None, RunConfig(device="cpu", **settings))

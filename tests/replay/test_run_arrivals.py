@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from ifbbench.clock import WallClock
-from ifbbench.config import RunConfig
-from ifbbench.engine.manager import TokenGenerationLoop
+from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.replay.run import run_trace
-from ifbbench.report.load import load_run
 from ifbbench.report.tables import print_report
+from ifbbench.rundir.reader import load_run
+from ifbbench.settings.config import RunConfig
 
 
 def trace_file(tmp_path: Path, count: int, output_len: int = 2, **fields: Any) -> str:
@@ -165,9 +165,15 @@ def test_warm_up_requests_are_no_part_of_the_run(
     # The tokens of warm-up requests: a block of them left in the cache would be reused.
     trace = trace_file(tmp_path, 3, prompt_len=None, prompt_tokens=[0] * 9)
     settings: dict[str, Any] = {
-        "device": "cpu", "warm_up": warm_up, "enable_kv_cache_reuse": True, "tokens_per_block": 4, "time_scale": 0.0,
-        "max_tokens_in_paged_kvcache": 400, "max_seq_len": 64, "max_batch_size": 1,
-    }  # fmt: skip
+        "device": "cpu",
+        "warm_up": warm_up,
+        "enable_kv_cache_reuse": True,
+        "tokens_per_block": 4,
+        "time_scale": 0.0,
+        "max_tokens_in_paged_kvcache": 400,
+        "max_seq_len": 64,
+        "max_batch_size": 1,
+    }
     caches = caches_after(monkeypatch, trace, tmp_path, **settings)
     assert len(caches) == (1 if warm_up == 0 else 2)
     assert all(cache.num_used == 0 for cache in caches)
@@ -207,7 +213,7 @@ def test_a_request_arrives_before_the_iteration_that_first_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     """Also one that arrives while the engine fetches requests."""
-    monkeypatch.setattr("ifbbench.api.engine.WallClock", TickingClock)
+    monkeypatch.setattr("ifbbench.build.engine.WallClock", TickingClock)
     run(trace_file(tmp_path, 300), tmp_path, device="null", **settings)
     starts = [line["ifbbench"]["start_s"] for line in map(json.loads, (tmp_path / "run" / "iterations.jsonl").open())]
     for line in map(json.loads, (tmp_path / "run" / "requests.jsonl").open()):

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 
 SETTINGS: dict[str, Any] = {
-    "time_scale": 0, "max_num_samples": 14, "max_batch_size": 6, "max_num_tokens": 512, "quiet": True,
+    "time_scale": 0,
+    "max_num_samples": 14,
+    "max_batch_size": 6,
+    "max_num_tokens": 512,
+    "quiet": True,
     "max_tokens_in_paged_kvcache": 640,
-}  # fmt: skip
+}
 SIMULATED_FILES = ("iterations.jsonl", "spans.jsonl", "requests.jsonl", "trace.jsonl", "summary.json")
 
 
@@ -29,11 +33,13 @@ def repeating_trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     rows = [
         {
-            "arrival_s": 0.0, "prompt_tokens": [*range(10, 10 + 16 * (index % 4)), *range(index, index + 40)],
-            "output_len": 20 + 7 * (index % 3), "max_new_tokens": 40,
+            "arrival_s": 0.0,
+            "prompt_tokens": [*range(10, 10 + 16 * (index % 4)), *range(index, index + 40)],
+            "output_len": 20 + 7 * (index % 3),
+            "max_new_tokens": 40,
         }
         for index in range(16)
-    ]  # fmt: skip
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -45,9 +51,13 @@ def test_the_schedule_is_that_of_the_real_executor(
     policy: str, chunked: bool, reuse: bool, repeating_trace: str, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {
-        "policy": policy, "enable_chunked_context": chunked, "enable_kv_cache_reuse": reuse, "tokens_per_block": 16,
-        "max_num_tokens": 128, "max_tokens_in_paged_kvcache": 288,
-    }  # fmt: skip
+        "policy": policy,
+        "enable_chunked_context": chunked,
+        "enable_kv_cache_reuse": reuse,
+        "tokens_per_block": 16,
+        "max_num_tokens": 128,
+        "max_tokens_in_paged_kvcache": 288,
+    }
     real = run(tmp_path / "real", repeating_trace, device="cpu", **changes)
     simulated = run(tmp_path / "simulated", repeating_trace, device="sim:h100-sxm", **changes)
     assert simulated["schedule_digest"] == real["schedule_digest"]
@@ -58,8 +68,11 @@ def test_the_schedule_is_that_of_the_real_executor(
 
 def test_a_simulated_run_is_the_same_to_the_last_byte(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
-        "device": "sim:a100-80gb-sxm", "model": "llama-3.1-8b", "time_scale": 1.0, "max_num_samples": None,
-    }  # fmt: skip
+        "device": "sim:a100-80gb-sxm",
+        "model": "llama-3.1-8b",
+        "time_scale": 1.0,
+        "max_num_samples": None,
+    }
     first, second = run(tmp_path / "first", **changes), run(tmp_path / "second", **changes)
     assert first == second
     assert first["duration_s"] > 0
@@ -69,9 +82,12 @@ def test_a_simulated_run_is_the_same_to_the_last_byte(tmp_path: Path) -> None:
 
 def test_more_gpus_are_faster_and_have_room_for_more(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
-        "device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_batch_size": 64, "max_num_samples": None,
+        "device": "sim:h100-sxm",
+        "model": "llama-3.1-8b",
+        "max_batch_size": 64,
+        "max_num_samples": None,
         "max_tokens_in_paged_kvcache": None,
-    }  # fmt: skip
+    }
     one = run(tmp_path / "one", **changes)
     tensor = run(tmp_path / "tensor", tp_size=2, **changes)
     pipeline = run(tmp_path / "pipeline", pp_size=2, **changes)

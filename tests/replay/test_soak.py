@@ -21,7 +21,18 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.cli.options import PLACES
 from ifbbench.compressed import read_pieces
-from ifbbench.config import (
+from ifbbench.engine.loop import TokenGenerationLoop
+from ifbbench.engine.request import Request
+from ifbbench.errors import InputError
+from ifbbench.replay import run as run_module
+from ifbbench.replay.run import run_trace
+from ifbbench.report.figures import figures
+from ifbbench.report.outputs import write_outputs
+from ifbbench.rundir.line_types import documented_fields
+from ifbbench.rundir.metrics import distribution
+from ifbbench.rundir.reader import load_run, micro_batches_of
+from ifbbench.rundir.recorder import Recorder
+from ifbbench.settings.config import (
     CHUNKING_POLICIES,
     EARLY_STOPPING,
     OVERLAPS,
@@ -32,18 +43,7 @@ from ifbbench.config import (
     RunConfig,
     settings,
 )
-from ifbbench.engine.manager import TokenGenerationLoop
-from ifbbench.engine.request import Request
-from ifbbench.errors import InputError
-from ifbbench.planning.repeat import run_repeats
-from ifbbench.recording.line_types import documented_fields
-from ifbbench.recording.metrics import distribution
-from ifbbench.recording.recorder import Recorder
-from ifbbench.replay import run as run_module
-from ifbbench.replay.run import run_trace
-from ifbbench.report.figures import figures
-from ifbbench.report.load import load_run, micro_batches_of
-from ifbbench.report.outputs import write_outputs
+from ifbbench.studies.repeat import run_repeats
 from tests.attack.readers import copied, cut_off, read_by_every_command
 
 LIMIT_S = 60
@@ -54,8 +54,17 @@ REPEATED_SHARE = 0.2
 # Figures of a killed run that are unknown: those of iterations with `--recording summary`, and those of them that
 # thinned statistics leave out or interpolate; and the tokens of a contiguous cache. As the beginnings of dotted names.
 UNKNOWN_OF_SUMMARY = (
-    "iterations", "pauses", "recomputed", "empty_gen", "padding", "kv_", "peak_", "bound_by", "speculative", ".*itl",
-)  # fmt: skip
+    "iterations",
+    "pauses",
+    "recomputed",
+    "empty_gen",
+    "padding",
+    "kv_",
+    "peak_",
+    "bound_by",
+    "speculative",
+    ".*itl",
+)
 UNKNOWN_WHERE_THINNED = ("recomputed", "empty_gen", "padding", "kv_", "bound_by_time", "speculative", ".*itl")
 DEVICES = ["null"] * 9 + ["sim:h100-sxm"] * 5 + ["sim:a100-40gb"] * 2 + ["sim:cpu"] * 2 + ["cpu"] * 2
 Draw = Callable[[random.Random], Any]
@@ -77,8 +86,9 @@ DRAWS: dict[str, Draw] = {
     "request_rate": sometimes(0.15, 1e3, 2e4),
     "enable_exp_delays": on_or_off(0.05),
     "burstiness": sometimes(0.04, 0.3, 4.0),
-    "arrival": sometimes(0.15, "recorded", "all_at_once", "ramp:0:5e3:0.01", "ramp:1e3:9e3:0.01:exponential",
-                         "on_off:5e3:0.002:0.003"),
+    "arrival": sometimes(
+        0.15, "recorded", "all_at_once", "ramp:0:5e3:0.01", "ramp:1e3:9e3:0.01:exponential", "on_off:5e3:0.002:0.003"
+    ),
     "rate_schedule": sometimes(0.04, "rates.csv"),
     "duration": sometimes(0.1, 0.001, 0.004, 1.0),
     "replica": sometimes(0.1, "1/2", "2/3"),
@@ -223,9 +233,7 @@ def fit_together(values: dict[str, Any]) -> None:
             values.pop(name, None)
 
 
-def soak(
-    seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool = False, charts: int = 0
-) -> bool:
+def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool = False, charts: int = 0) -> bool:
     """One random run, checked. Returns whether it ran; settings that contradict each other raise InputError only.
 
     is_read: every command reads the run, and what a kill would have left of it; it is run again from its own directory,
@@ -323,8 +331,10 @@ def check_killed(directory: Path, whole: Path, config: RunConfig, draw: random.R
         unknown += UNKNOWN_OF_SUMMARY
     elif config.iteration_stats_every > 1:
         unknown += UNKNOWN_WHERE_THINNED
-    known, found = ({name: value for name, value in flat(one) if not re.match("|".join(unknown) or "$", name)}
-                    for one in (known, found))  # fmt: skip
+    known, found = (
+        {name: value for name, value in flat(one) if not re.match("|".join(unknown) or "$", name)}
+        for one in (known, found)
+    )
     assert known.keys() == found.keys()
     for name, value in known.items():
         assert found[name] == (pytest.approx(value, rel=1e-6, abs=1e-9) if isinstance(value, float) else value), name

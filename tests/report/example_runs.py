@@ -13,14 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from ifbbench.report.figures import figures
-from ifbbench.report.load import load_run
+from ifbbench.rundir.reader import load_run
 
 PHASES = {"C": "context", "R": "recompute", "G": "generation", "P": "paused", "w": "waiting", "s": "skipped"}
 COMPUTING = ("context", "recompute", "generation")
 TOKENS_PER_BLOCK = 4
 
 Timeline = Mapping[str, list[str]]
-
 
 
 def timeline(*rows: str) -> dict[str, list[str]]:
@@ -99,9 +98,10 @@ def _iterations(timeline: Timeline, max_blocks: int) -> list[dict[str, Any]]:
         row = _iteration(number, cells, held, max_blocks)
         row["ifbbench"] |= {"start_s": start_s, "latency_ms": 10 + 0.5 * row["ifbbench"]["budget_used"]}
         row["ifbbench"]["paused"] = [
-            {"request_id": request, "for": "2"} for request, others in timeline.items()
+            {"request_id": request, "for": "2"}
+            for request, others in timeline.items()
             if others[number] == "P" and (number == 0 or others[number - 1] != "P")
-        ]  # fmt: skip
+        ]
         start_s += row["ifbbench"]["latency_ms"] / 1000
         rows.append(row)
     return rows
@@ -113,19 +113,31 @@ def _iteration(number: int, cells: Mapping[str, str], held: Mapping[str, int], m
     context = sum(_tokens(cell) for cell in cells.values() if cell[0] in "CR")
     bound_by = "kv_blocks" if "P" in kinds else "num_tokens" if "w" in kinds else "none"
     return {
-        "Timestamp": "11-14-2023 22:13:20", "Iteration Counter": number, "Active Request Count": len(kinds),
-        "Max Request Count": 48, "Max KV cache blocks": max_blocks, "Free KV cache blocks": max_blocks - used,
-        "Used KV cache blocks": used, "Tokens per KV cache block": TOKENS_PER_BLOCK,
+        "Timestamp": "11-14-2023 22:13:20",
+        "Iteration Counter": number,
+        "Active Request Count": len(kinds),
+        "Max Request Count": 48,
+        "Max KV cache blocks": max_blocks,
+        "Free KV cache blocks": max_blocks - used,
+        "Used KV cache blocks": used,
+        "Tokens per KV cache block": TOKENS_PER_BLOCK,
         "Scheduled Requests": sum(kind in "CRG" for kind in kinds),
-        "Context Requests": sum(kind in "CR" for kind in kinds), "Generation Requests": kinds.count("G"),
-        "Total Context Tokens": context, "MicroBatch ID": 0, "Paused Requests": kinds.count("P"),
+        "Context Requests": sum(kind in "CR" for kind in kinds),
+        "Generation Requests": kinds.count("G"),
+        "Total Context Tokens": context,
+        "MicroBatch ID": 0,
+        "Paused Requests": kinds.count("P"),
         "ifbbench": {
-            "host_ms": 1.0, "device_ms": 9.0, "queued": kinds.count("w"), "bound_by": bound_by,
+            "host_ms": 1.0,
+            "device_ms": 9.0,
+            "queued": kinds.count("w"),
+            "bound_by": bound_by,
             "first_left_out": {"request_id": "4", "reason": bound_by} if bound_by != "none" else None,
             "tokens_recomputed": sum(_tokens(cell) for cell in cells.values() if cell[0] == "R"),
-            "budget_used": context + kinds.count("G"), "kv_fragmentation": 0.1,
+            "budget_used": context + kinds.count("G"),
+            "kv_fragmentation": 0.1,
         },
-    }  # fmt: skip
+    }
 
 
 def _spans(request: str, cells: list[str]) -> Iterable[dict[str, Any]]:
@@ -137,8 +149,14 @@ def _spans(request: str, cells: list[str]) -> Iterable[dict[str, Any]]:
         numbered = list(group)
         phase = PHASES[kind]
         chunks = [_tokens(cell) for _, cell in numbered]
-        span = {"request_id": request, "phase": phase, "first_iteration": numbered[0][0],
-                "last_iteration": numbered[-1][0], "tokens": sum(chunks), "cause": None}  # fmt: skip
+        span = {
+            "request_id": request,
+            "phase": phase,
+            "first_iteration": numbered[0][0],
+            "last_iteration": numbered[-1][0],
+            "tokens": sum(chunks),
+            "cause": None,
+        }
         if kind in "CR":
             span |= {"chunks": chunks, "produced": int(_completes(cells[numbered[-1][0] + 1 :], outputs))}
         if kind == "G":
@@ -167,15 +185,26 @@ def _request(index: int, request: str, cells: list[str], iterations: list[dict[s
     arrival = iterations[seen[0]]["ifbbench"]["start_s"]
     scheduled = iterations[next(number for number in seen if cells[number][0] == "C")]["ifbbench"]["start_s"]
     return {
-        "request_id": request, "index": index, "arrival_s": arrival,
+        "request_id": request,
+        "index": index,
+        "arrival_s": arrival,
         "prompt_len": sum(_tokens(cells[number]) for number in seen if cells[number][0] == "C"),
-        "output_len": len(tokens), "max_new_tokens": len(tokens), "queue_time_s": scheduled - arrival,
+        "output_len": len(tokens),
+        "max_new_tokens": len(tokens),
+        "queue_time_s": scheduled - arrival,
         "ttft_s": ends[tokens[0]] - arrival,
         "tpot_s": (ends[tokens[-1]] - ends[tokens[0]]) / (len(tokens) - 1) if len(tokens) > 1 else None,
-        "e2e_s": ends[tokens[-1]] - arrival, "pauses": len(resumed), "recomputed_tokens": 0, "reused_tokens": 0,
-        "attribution_s": {}, "outcome": "completed", "error": None, "first_scheduled_s": scheduled,
-        "first_token_s": ends[tokens[0]], "end_s": ends[tokens[-1]],
-    }  # fmt: skip
+        "e2e_s": ends[tokens[-1]] - arrival,
+        "pauses": len(resumed),
+        "recomputed_tokens": 0,
+        "reused_tokens": 0,
+        "attribution_s": {},
+        "outcome": "completed",
+        "error": None,
+        "first_scheduled_s": scheduled,
+        "first_token_s": ends[tokens[0]],
+        "end_s": ends[tokens[-1]],
+    }
 
 
 class _Client:

@@ -14,9 +14,9 @@ from ifbbench.report.cells import timeline_cells
 from ifbbench.report.charts import CHARTS, Output, plot_run
 from ifbbench.report.figures import IterationClock, TokenGaps
 from ifbbench.report.lanes import draw_lanes
-from ifbbench.report.load import load_run
 from ifbbench.report.style import MAX_BINS, TimeBins, styled
 from ifbbench.report.timeline import draw_timeline
+from ifbbench.rundir.reader import load_run
 from tests.report.example_runs import (
     DOCUMENTATION,
     PHASES,

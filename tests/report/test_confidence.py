@@ -15,11 +15,22 @@ def lines(latencies: list[float], gap_s: float, outcome: str = "completed") -> l
     found = []
     for index, latency in enumerate(latencies):
         line: dict[str, Any] = dict.fromkeys(("queue_time_s", "ttft_s", "tpot_s", "e2e_s", "end_s"))
-        line |= {"index": index, "arrival_s": index * gap_s, "outcome": outcome, "prompt_len": 10, "output_len": 5,
-                 "reused_tokens": 0}  # fmt: skip
+        line |= {
+            "index": index,
+            "arrival_s": index * gap_s,
+            "outcome": outcome,
+            "prompt_len": 10,
+            "output_len": 5,
+            "reused_tokens": 0,
+        }
         if outcome == "completed":
-            line |= {"queue_time_s": 0.0, "ttft_s": latency / 2, "tpot_s": latency / 8, "e2e_s": latency,
-                     "end_s": index * gap_s + latency}  # fmt: skip
+            line |= {
+                "queue_time_s": 0.0,
+                "ttft_s": latency / 2,
+                "tpot_s": latency / 8,
+                "e2e_s": latency,
+                "end_s": index * gap_s + latency,
+            }
         found.append(line)
     return found
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.planning.point_table import read_sweep
+from ifbbench.studies.point_table import read_sweep
 from tests.attack.commands import Outcomes
 
 SETTINGS = ("trace.jsonl", "--device", "sim:h100-sxm", "--model", "tiny", "--quiet", "--slo", "ttft=1s")
@@ -21,20 +21,48 @@ RUN = ("run", *SETTINGS, "--policy", "max_utilization", "--max_tokens_in_paged_k
 SWEEP = ("sweep", *SETTINGS, "--over", "max_batch_size=2,4", "--processes", "1", "--output", "damaged")
 REMOVED = object()
 # The values that JSON has no Python value for are texts here, until they are written.
-VALUES: tuple[Any, ...] = (REMOVED, None, "\x1b]0;title\x07", [1], {}, True, float("nan"), "@1e400@", -1, 2**70,
-                           "@nested@")  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    REMOVED,
+    None,
+    "\x1b]0;title\x07",
+    [1],
+    {},
+    True,
+    float("nan"),
+    "@1e400@",
+    -1,
+    2**70,
+    "@nested@",
+)
 TEXTS = ("text", "nan", "1e400", "-1", str(2**70), "[1]", "True", "9" * 5000, "\x1b]0;title\x07")
 READ_RUN = (
-    "report damaged", "report damaged --json", "why damaged", "why damaged --json", "why damaged --request 3",
-    "why damaged --iteration 5", "compare run damaged", "watch damaged --once", "export damaged",
-    "export damaged --format perfetto", "dataset info damaged", "config show --config damaged",
-    "run --config damaged --quiet --output again --overwrite", "plot damaged --html", "plot damaged --only ttft",
+    "report damaged",
+    "report damaged --json",
+    "why damaged",
+    "why damaged --json",
+    "why damaged --request 3",
+    "why damaged --iteration 5",
+    "compare run damaged",
+    "watch damaged --once",
+    "export damaged",
+    "export damaged --format perfetto",
+    "dataset info damaged",
+    "config show --config damaged",
+    "run --config damaged --quiet --output again --overwrite",
+    "plot damaged --html",
+    "plot damaged --only ttft",
     "calibrate --from damaged --device sim:h100-sxm --model tiny --output profile.toml --overwrite",
     "explain-step llama-3.1-8b --device sim:h100-sxm --generation 4x100 --config damaged",
     "report damaged --output-csv a --report-json b --request-json c --iteration-log d --result-json e --overwrite",
-)  # fmt: skip
-READ_TABLE = ("report damaged", "report damaged --json", "plot damaged --html", "plot damaged", " ".join(SWEEP),
-              " ".join((*SWEEP, "--overwrite")))  # fmt: skip
+)
+READ_TABLE = (
+    "report damaged",
+    "report damaged --json",
+    "plot damaged --html",
+    "plot damaged",
+    " ".join(SWEEP),
+    " ".join((*SWEEP, "--overwrite")),
+)
 READ_POINTS = (" ".join(SWEEP), " ".join((*SWEEP, "--overwrite")))
 READ_KEYS = ("config show --config damaged", "sweep --config damaged --quiet --output again --overwrite")
 READ_REPEATS = ("report damaged", "report damaged --json", "compare damaged repeats")
@@ -55,8 +83,16 @@ class Damage(NamedTuple):
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run, one with the executor's statistics, a sweep and repeats."""
     folder = tmp_path_factory.mktemp("results")
-    rows = [{"request_id": number, "arrival_s": number / 100, "prompt_len": 30 + number, "output_len": 6,
-             "class": "ab"[number % 2]} for number in range(12)]  # fmt: skip
+    rows = [
+        {
+            "request_id": number,
+            "arrival_s": number / 100,
+            "prompt_len": 30 + number,
+            "output_len": 6,
+            "class": "ab"[number % 2],
+        }
+        for number in range(12)
+    ]
     (folder / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     outcomes = Outcomes("preparation")
     with pytest.MonkeyPatch.context() as patch:
@@ -105,8 +141,11 @@ def _written(document: Any) -> str:
 
 def damages(results: Path, draw: random.Random, share: float) -> Iterator[Damage]:
     """This share of all damages."""
-    objects = [("run", "run.json", READ_RUN), ("run", "summary.json", READ_RUN),
-               ("repeats", "summary.json", READ_REPEATS)]  # fmt: skip
+    objects = [
+        ("run", "run.json", READ_RUN),
+        ("run", "summary.json", READ_RUN),
+        ("repeats", "summary.json", READ_REPEATS),
+    ]
     for source, file, commands in objects:
         document = json.loads((results / source / file).read_text())
         for path in paths_in(document):
@@ -114,8 +153,10 @@ def damages(results: Path, draw: random.Random, share: float) -> Iterator[Damage
                 if draw.random() < share:
                     yield Damage(source, file, f"{path} {value}", changed(document, path, value), commands)
     names = ("requests.jsonl", "iterations.jsonl", "spans.jsonl", "trace.jsonl")
-    lines = [*((source, name, READ_RUN) for source in ("run", "executor") for name in names),
-             ("sweep", "points.jsonl", READ_POINTS)]  # fmt: skip
+    lines = [
+        *((source, name, READ_RUN) for source in ("run", "executor") for name in names),
+        ("sweep", "points.jsonl", READ_POINTS),
+    ]
     for source, file, commands in lines:
         rows, seen = (results / source / file).read_text().splitlines(), set()
         for number, row in enumerate(rows):
@@ -174,16 +215,17 @@ def test_damaged_results_are_named(count: int, results: Path, tmp_path: Path, mo
     assert not outcomes.problems, "\n\n".join([outcomes.report(), *outcomes.problems[:5]])
 
 
-@pytest.mark.parametrize(("column", "text", "expected"), [
-    ("ttft_s.p99", "fast", "ttft_s.p99 is 'fast'; expected a finite number."),
-    ("ttft_s.p99", "nan", "ttft_s.p99 is 'nan'; expected a finite number."),
-    ("slo.ttft.met", "perhaps", "slo.ttft.met is 'perhaps'; expected true or false."),
-    ("max_batch_size", "-1", "--max_batch_size is '-1'; expected an integer of at least 1"),
-    ("type", "none", "--type is 'none'; expected one of"),
-])  # fmt: skip
-def test_a_cell_of_another_type_is_named(
-    column: str, text: str, expected: str, results: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("column", "text", "expected"),
+    [
+        ("ttft_s.p99", "fast", "ttft_s.p99 is 'fast'; expected a finite number."),
+        ("ttft_s.p99", "nan", "ttft_s.p99 is 'nan'; expected a finite number."),
+        ("slo.ttft.met", "perhaps", "slo.ttft.met is 'perhaps'; expected true or false."),
+        ("max_batch_size", "-1", "--max_batch_size is '-1'; expected an integer of at least 1"),
+        ("type", "none", "--type is 'none'; expected one of"),
+    ],
+)
+def test_a_cell_of_another_type_is_named(column: str, text: str, expected: str, results: Path, tmp_path: Path) -> None:
     table = list(csv.reader(io.StringIO((results / "sweep" / "sweep.csv").read_text())))
     table[2][table[0].index(column)] = text
     (tmp_path / "sweep.csv").write_text(as_csv(table))

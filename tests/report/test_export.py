@@ -12,8 +12,8 @@ import ifbbench
 from ifbbench.cli.main import main
 from ifbbench.report.export import TABLES
 from ifbbench.workload.formats import write_trace
-from tests.recording.virtual_run import Interrupted, limits, run, trace_of
 from tests.report.example_runs import finish, write_documentation_run
+from tests.rundir.virtual_run import Interrupted, limits, run, trace_of
 
 TRACE = trace_of([(0.0, 40, 20)] * 40)
 
@@ -48,8 +48,9 @@ def test_a_killed_run_has_figures_of_what_was_done(tmp_path: Path) -> None:
 def test_a_compressed_run_is_the_same(tmp_path: Path) -> None:
     run(TRACE, limits(), tmp_path / "plain")
     run(TRACE, limits(), tmp_path / "packed", recording_format="jsonl.gz")
-    plain, packed = (ifbbench.load_run(with_trace(tmp_path / name, suffix)) for name, suffix in
-                     (("plain", ""), ("packed", ".gz")))  # fmt: skip
+    plain, packed = (
+        ifbbench.load_run(with_trace(tmp_path / name, suffix)) for name, suffix in (("plain", ""), ("packed", ".gz"))
+    )
     for name in TABLES:
         pd.testing.assert_frame_equal(getattr(plain, name), getattr(packed, name))
 

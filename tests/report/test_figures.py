@@ -16,7 +16,7 @@ from ifbbench.report.figures import (
     token_iterations,
     write_benchmark_csv,
 )
-from ifbbench.report.load import RunData, load_run
+from ifbbench.rundir.reader import RunData, load_run
 from tests.report.example_runs import timeline, write_documentation_run, write_large_run, write_run
 
 # The columns as gptManagerBenchmark writes them.
@@ -80,11 +80,20 @@ def run_of_four(directory: Path, streaming: bool = True) -> RunData:
     (directory / "run.json").write_text(json.dumps({"name": "four", "config": {"streaming": streaming}}))
     sizes = [(1, None), (11, 0.15), (26, 0.1), (12, 0.25)]
     rows: list[dict[str, object]] = [
-        {"request_id": str(number), "index": number, "arrival_s": float(number // 2), "prompt_len": 10,
-         "output_len": length, "ttft_s": 0.5, "tpot_s": tpot, "e2e_s": number + 1.0,
-         "end_s": number // 2 + number + 1.0, "outcome": "completed"}
+        {
+            "request_id": str(number),
+            "index": number,
+            "arrival_s": float(number // 2),
+            "prompt_len": 10,
+            "output_len": length,
+            "ttft_s": 0.5,
+            "tpot_s": tpot,
+            "e2e_s": number + 1.0,
+            "end_s": number // 2 + number + 1.0,
+            "outcome": "completed",
+        }
         for number, (length, tpot) in enumerate(sizes)
-    ]  # fmt: skip
+    ]
     rows.append({"request_id": "4", "index": 4, "arrival_s": 0.0, "outcome": "failed", "error": "too long"})
     (directory / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_run(directory)
@@ -110,8 +119,10 @@ def test_figures_of_tokens_are_given_for_streaming_runs_only(tmp_path: Path) -> 
 def test_lines_have_two_decimals(tmp_path: Path) -> None:
     lines = benchmark_lines(run_of_four(tmp_path / "four"))
     assert lines[:3] == [
-        "[BENCHMARK] num_samples 4", "[BENCHMARK] num_error_samples 1", "[BENCHMARK] total_latency(ms) 5000.00"
-    ]  # fmt: skip
+        "[BENCHMARK] num_samples 4",
+        "[BENCHMARK] num_error_samples 1",
+        "[BENCHMARK] total_latency(ms) 5000.00",
+    ]
     assert "[BENCHMARK] avg_inter_token_latency(ms) 166.67" in lines
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ifbbench.errors import InputError
 from ifbbench.report.figures import figures
-from ifbbench.report.load import find_runs, load_run
+from ifbbench.rundir.reader import find_runs, load_run
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
-from ifbbench.recording.run_directory import hardware
-from ifbbench.report.load import RunData, load_run
+from ifbbench.report.compat.trtllm_bench import percentiles, report, write_requests
+from ifbbench.report.compat.vllm_bench import result
 from ifbbench.report.outputs import write_outputs
-from ifbbench.report.trtllm_bench import percentiles, report, write_requests
-from ifbbench.report.vllm_bench import result
+from ifbbench.rundir.reader import RunData, load_run
+from ifbbench.rundir.run_directory import hardware
+from ifbbench.settings.config import RunConfig
 from tests.report.example_runs import finish, timeline, write_documentation_run, write_run
 
 PERCENTILES = ["p50", "p90", "p95", "p99", "minimum", "maximum", "average"]
@@ -44,11 +44,24 @@ REPORT = {
     ],
 }  # fmt: skip
 REQUEST = [
-    "id", "num_input_tokens", "error_tokens", "start_timestamp", "first_token_timestamp", "end_timestamp",
-    "decode_iteration", "num_total_output_tokens", "num_generated_tokens", "generation_time", "time_to_first_token",
-    "intertoken_latency", "end_to_end_latency", "output_token_throughput", "generation_token_throughput", "output",
+    "id",
+    "num_input_tokens",
+    "error_tokens",
+    "start_timestamp",
+    "first_token_timestamp",
+    "end_timestamp",
+    "decode_iteration",
+    "num_total_output_tokens",
+    "num_generated_tokens",
+    "generation_time",
+    "time_to_first_token",
+    "intertoken_latency",
+    "end_to_end_latency",
+    "output_token_throughput",
+    "generation_token_throughput",
+    "output",
     "output_tokens",
-]  # fmt: skip
+]
 RESULT = [
     "date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate",
     "burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens",
@@ -57,8 +70,17 @@ RESULT = [
     *(f"{statistic}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for statistic in ("mean", "median", "std",
                                                                                             "p99")),
 ]  # fmt: skip
-DETAILS = ["input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",
-           "errors"]  # fmt: skip
+DETAILS = [
+    "input_lens",
+    "output_lens",
+    "ttfts",
+    "itls",
+    "latencies",
+    "start_times",
+    "queue_times",
+    "generated_texts",
+    "errors",
+]
 # One of the requests has one token.
 ROWS = ("a C5 G1 G2 G3 .", "b . C4 G1 G2 G3", "c . . C6 . .")
 
@@ -140,8 +162,12 @@ def test_figures_of_the_result_are_those_of_its_formulas(run: RunData) -> None:
     known, done = result(run, detailed=True), run.completed
     assert (known["num_prompts"], known["completed"], known["failed"]) == (4, 3, 1)
     gaps = [gap * 1000 for gaps in known["itls"] for gap in gaps]
-    for name, values in (("ttft", done["ttft_s"] * 1000), ("tpot", done["tpot_s"].dropna() * 1000), ("itl", gaps),
-                         ("e2el", done["e2e_s"] * 1000)):  # fmt: skip
+    for name, values in (
+        ("ttft", done["ttft_s"] * 1000),
+        ("tpot", done["tpot_s"].dropna() * 1000),
+        ("itl", gaps),
+        ("e2el", done["e2e_s"] * 1000),
+    ):
         expected = [np.mean(values), np.median(values), np.std(values), np.percentile(values, 99)]
         found = [known[f"{statistic}_{name}_ms"] for statistic in ("mean", "median", "std", "p99")]
         assert found == pytest.approx(expected), name

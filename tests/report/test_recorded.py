@@ -11,18 +11,23 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from ifbbench.report.compat.vllm_bench import result
 from ifbbench.report.figures import inter_token_gaps
-from ifbbench.report.load import RunData, load_run
 from ifbbench.report.recorded import recorded_figures, steady_figures
-from ifbbench.report.vllm_bench import result
+from ifbbench.rundir.reader import RunData, load_run
+from ifbbench.settings.config import RunConfig
 from tests.report.test_tables import printed
 
 SETTINGS: dict[str, Any] = {
-    "device": "sim:h100-sxm", "model": "llama-3.1-8b", "max_batch_size": 8, "max_num_tokens": 256,
-    "enable_chunked_context": True, "max_seq_len": 2048, "slo": "ttft=300ms,e2e.p50=1s",
-}  # fmt: skip
+    "device": "sim:h100-sxm",
+    "model": "llama-3.1-8b",
+    "max_batch_size": 8,
+    "max_num_tokens": 256,
+    "enable_chunked_context": True,
+    "max_seq_len": 2048,
+    "slo": "ttft=300ms,e2e.p50=1s",
+}
 
 
 def recorded(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> RunData:
@@ -34,8 +39,15 @@ def recorded(tmp_path: Path, rows: list[dict[str, Any]], **changes: Any) -> RunD
 def closed_loop(count: int) -> list[dict[str, Any]]:
     """Requests of two classes, the first eight of which ramp up and the last eight drain."""
     draw = np.random.default_rng(1)
-    return [{"arrival_s": 0.0, "prompt_len": int(draw.integers(50, 400)), "output_len": int(draw.integers(20, 80)),
-             "class": draw.choice(["chat", "code"])} for _ in range(count)]  # fmt: skip
+    return [
+        {
+            "arrival_s": 0.0,
+            "prompt_len": int(draw.integers(50, 400)),
+            "output_len": int(draw.integers(20, 80)),
+            "class": draw.choice(["chat", "code"]),
+        }
+        for _ in range(count)
+    ]
 
 
 def equal(found: Any, expected: Any, where: str = "") -> None:

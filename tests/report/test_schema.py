@@ -12,10 +12,10 @@ from jsonschema import Draft202012Validator
 
 from ifbbench.cli.main import main
 from ifbbench.compressed import read_pieces
-from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
-from ifbbench.report.schema import FILES, schema_of, schemas
-from tests.recording.virtual_run import Interrupted, limits, run, trace_of
+from ifbbench.rundir.schema import FILES, schema_of, schemas
+from ifbbench.settings.config import RunConfig
+from tests.rundir.virtual_run import Interrupted, limits, run, trace_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 ROWS: list[dict[str, Any]] = [
@@ -72,9 +72,13 @@ def test_files_of_a_run_are_valid(kind: str, tmp_path: Path) -> None:
     rows = [{"request_id": 10 + index, "arrival_s": 0.001 * index, **row} for index, row in enumerate(ROWS)]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     common: dict[str, Any] = {
-        "device": "null", "time_scale": 0, "cpu_threads": 1, "max_seq_len": 128, "tokens_per_block": 8,
+        "device": "null",
+        "time_scale": 0,
+        "cpu_threads": 1,
+        "max_seq_len": 128,
+        "tokens_per_block": 8,
         "max_tokens_in_paged_kvcache": 512,
-    }  # fmt: skip
+    }
     config = RunConfig(**(common | KINDS[kind]), output=str(tmp_path / "run"))
     summary = run_trace(str(tmp_path / "trace.jsonl"), config).summary
     assert summary["requests"]["failed"] == 1

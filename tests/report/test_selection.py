@@ -7,9 +7,9 @@ import pytest
 from ifbbench.errors import InputError
 from ifbbench.report.cells import timeline_cells
 from ifbbench.report.charts import Output
-from ifbbench.report.load import load_run
 from ifbbench.report.overlay import OVERLAYS, draw_schedules, plot_overlay, run_labels
 from ifbbench.report.selection import select
+from ifbbench.rundir.reader import load_run
 from tests.report.example_runs import DOCUMENTATION, write_documentation_run, write_large_run
 
 
@@ -21,9 +21,10 @@ def test_a_window_has_the_cells_of_its_iterations(tmp_path: Path) -> None:
     assert timeline_cells(part).to_numpy().tolist() == wanted.to_numpy().tolist()
     assert part.iterations["iteration_counter"].tolist() == [2, 3, 4, 5]
     assert part.requests["request_id"].tolist() == ["1", "3", "4"]
-    assert part.spans["produced"].fillna(0).sum() == sum(
-        cell[0] == "G" for request in "134" for cell in DOCUMENTATION[request][2:6]
-    ) + 2  # the tokens at the ends of R7 and C1
+    assert (
+        part.spans["produced"].fillna(0).sum()
+        == sum(cell[0] == "G" for request in "134" for cell in DOCUMENTATION[request][2:6]) + 2
+    )  # the tokens at the ends of R7 and C1
 
 
 def test_a_range_of_requests_takes_no_time_for_those_that_are_not(tmp_path: Path) -> None:
@@ -47,11 +48,14 @@ def test_times_choose_the_iterations_that_they_are_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("begin", "end", "requests", "problem"),
     [
-        ("1.5", None, None, "--from 1.5: not valid"), ("x", None, None, "--from x: not valid"),
-        ("99s", None, None, "--from 99s: outside of the run"), ("7", "3", None, "no iteration is between"),
-        (None, None, "77", "'77' is not a request"), (None, None, "70-80", "no request of the run"),
+        ("1.5", None, None, "--from 1.5: not valid"),
+        ("x", None, None, "--from x: not valid"),
+        ("99s", None, None, "--from 99s: outside of the run"),
+        ("7", "3", None, "no iteration is between"),
+        (None, None, "77", "'77' is not a request"),
+        (None, None, "70-80", "no request of the run"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_in_the_run_is_an_error(
     begin: str | None, end: str | None, requests: str | None, problem: str, tmp_path: Path
 ) -> None:

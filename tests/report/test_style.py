@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from ifbbench.report import colours
 from ifbbench.report.cells import draw_cells
 from ifbbench.report.charts import CHARTS
-from ifbbench.report.load import RunData, load_run
 from ifbbench.report.overlay import draw_overlay, draw_schedules
 from ifbbench.report.style import WIDTH, line_styles, round_ticks, styled
 from ifbbench.report.sweep_charts import draw_sweep
 from ifbbench.report.sweep_maps import draw_heat_maps, draw_limits, draw_pareto
+from ifbbench.rundir.reader import RunData, load_run
 from tests.report.example_runs import write_documentation_run, write_large_run
 
 Row = dict[str, Any]
@@ -61,10 +61,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
 def test_every_colour_means_one_thing() -> None:
     phases = {name: colour for name, colour in colours.PHASE_COLOURS.items() if name != "paused"}
     groups = {
-        "limits": colours.LIMIT_COLOURS.values(), "others": colours.OTHER_LIMITS, "phases": phases.values(),
-        "series": colours.SERIES, "p50": colours.PERCENTILES[:1], "marks": (colours.LIMIT, colours.PAUSE),
+        "limits": colours.LIMIT_COLOURS.values(),
+        "others": colours.OTHER_LIMITS,
+        "phases": phases.values(),
+        "series": colours.SERIES,
+        "p50": colours.PERCENTILES[:1],
+        "marks": (colours.LIMIT, colours.PAUSE),
         "text": (colours.INK, colours.MUTED, colours.GRID, colours.FAINT),
-    }  # fmt: skip
+    }
     roles = [(role, to_hex(colour)) for role, group in groups.items() for colour in group]
     assert [(one, other) for one, other in combinations(roles, 2) if one[1] == other[1]] == []
     # A paused request has one colour, as a phase and as a cause of waiting.
@@ -91,9 +95,11 @@ def test_recomputation_has_one_colour_in_all_charts(tmp_path: Path) -> None:
         assert recompute in faces
         keys = [legend for legend in (figure.axes[0].get_legend(), *figure.legends) if legend is not None]
         (key,) = [
-            handle for legend in keys for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+            handle
+            for legend in keys
+            for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
             if text.get_text().startswith("recompute")
-        ]  # fmt: skip
+        ]
         assert to_hex(key.get_facecolor()) == recompute  # type: ignore[union-attr]
 
 
@@ -118,10 +124,14 @@ def test_the_texts_of_ticks_do_not_touch_in_charts_of_runs(name: str, run: RunDa
 def test_the_texts_of_ticks_do_not_touch_in_other_charts(run: RunData, tmp_path: Path) -> None:
     with styled():
         figures = [
-            draw_cells(load_run(write_documentation_run(tmp_path / "docs"))), draw_overlay([run, run]),
-            draw_schedules([run, run]), draw_sweep(sweep_rows(), "rate"), draw_limits(sweep_rows(), ["rate"]),
-            draw_pareto(sweep_rows(), ["rate"]), draw_heat_maps(sweep_rows(), ["batch", "policy"]),
-        ]  # fmt: skip
+            draw_cells(load_run(write_documentation_run(tmp_path / "docs"))),
+            draw_overlay([run, run]),
+            draw_schedules([run, run]),
+            draw_sweep(sweep_rows(), "rate"),
+            draw_limits(sweep_rows(), ["rate"]),
+            draw_pareto(sweep_rows(), ["rate"]),
+            draw_heat_maps(sweep_rows(), ["batch", "policy"]),
+        ]
     assert [labels_that_touch(figure) for figure in figures] == [[]] * len(figures)
 
 
@@ -162,11 +172,22 @@ def test_ticks_of_counts_are_whole() -> None:
 
 def sweep_rows() -> list[Row]:
     return [
-        {"batch": batch, "policy": policy, "rate": rate, "output_throughput_tokens_per_s": 100.0 + 30 * batch,
-         "ttft_s.p50": 0.1, "ttft_s.p99": 1 / batch, "tpot_s.p50": 0.01, "tpot_s.p99": 0.01 * batch,
-         "requests.failed": 0, "bound_by_time.batch_size": 1 / batch, "bound_by_time.none": 1 - 1 / batch}
-        for batch, rate in ((1, 0.005), (2, 0.006), (4, 0.0065), (8, 0.01), (9, 0.5)) for policy in ("a", "b")
-    ]  # fmt: skip
+        {
+            "batch": batch,
+            "policy": policy,
+            "rate": rate,
+            "output_throughput_tokens_per_s": 100.0 + 30 * batch,
+            "ttft_s.p50": 0.1,
+            "ttft_s.p99": 1 / batch,
+            "tpot_s.p50": 0.01,
+            "tpot_s.p99": 0.01 * batch,
+            "requests.failed": 0,
+            "bound_by_time.batch_size": 1 / batch,
+            "bound_by_time.none": 1 - 1 / batch,
+        }
+        for batch, rate in ((1, 0.005), (2, 0.006), (4, 0.0065), (8, 0.01), (9, 0.5))
+        for policy in ("a", "b")
+    ]
 
 
 def test_equal_lines_are_all_seen() -> None:
@@ -185,8 +206,11 @@ def test_equal_lines_are_all_seen() -> None:
 
 def test_lines_that_are_equal_in_everything_are_one_with_all_names() -> None:
     with styled():
-        figure = draw_sweep([*sweep_rows(), *[row | {"policy": "c", "ttft_s.p99": 9.0} for row in sweep_rows()[::2]]],
-                            "batch", ["batch", "policy"])  # fmt: skip
+        figure = draw_sweep(
+            [*sweep_rows(), *[row | {"policy": "c", "ttft_s.p99": 9.0} for row in sweep_rows()[::2]]],
+            "batch",
+            ["batch", "policy"],
+        )
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["a and b (equal)", "c"]
     assert all(len(axes.lines) == 2 for axes in figure.axes)

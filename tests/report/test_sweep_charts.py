@@ -50,8 +50,10 @@ def test_sweep_shows_what_was_reused_in_a_panel_of_its_own() -> None:
 def test_sweep_marks_the_points_that_meet_the_objectives(capsys: pytest.CaptureFixture[str]) -> None:
     figures = {"output_throughput_tokens_per_s": 90.0, "ttft_s.p50": 0.1, "ttft_s.p99": 0.4, "error": ""}
     met = {8: (True, 0), 16: (False, 0), 32: (True, 1), 64: (None, 0)}  # None: repeats differ
-    rows = [{"pool": size, "slo.ttft.met": one, "slo.e2e.p99.met": True, "requests.failed": failed, **figures}
-            for size, (one, failed) in met.items()]  # fmt: skip
+    rows = [
+        {"pool": size, "slo.ttft.met": one, "slo.e2e.p99.met": True, "requests.failed": failed, **figures}
+        for size, (one, failed) in met.items()
+    ]
     assert [meets_objectives(row) for row in rows] == [True, False, False, False]
     assert meets_objectives(figures) is None
     print_sweep(rows, ["pool"], Console(width=120))
@@ -73,18 +75,32 @@ def test_sweep_without_reuse_has_no_such_panel(hit_rates: dict[Any, float | None
 
 def rows_of_grid() -> list[dict[str, Any]]:
     return [
-        {"batch": batch, "policy": policy, "output_throughput_tokens_per_s": 100.0 * batch + place, "ttft_s.p50": 0.1,
-         "ttft_s.p99": 1 / batch, "tpot_s.p50": 0.01, "tpot_s.p99": 0.01 * batch, "requests.failed": 0,
-         "bound_by_time.batch_size": 1 / batch, "bound_by_time.none": 1 - 1 / batch}
-        for batch in (8, 2, 4) for place, policy in enumerate(("a", "b"))
-    ]  # fmt: skip
+        {
+            "batch": batch,
+            "policy": policy,
+            "output_throughput_tokens_per_s": 100.0 * batch + place,
+            "ttft_s.p50": 0.1,
+            "ttft_s.p99": 1 / batch,
+            "tpot_s.p50": 0.01,
+            "tpot_s.p99": 0.01 * batch,
+            "requests.failed": 0,
+            "bound_by_time.batch_size": 1 / batch,
+            "bound_by_time.none": 1 - 1 / batch,
+        }
+        for batch in (8, 2, 4)
+        for place, policy in enumerate(("a", "b"))
+    ]
 
 
 def test_two_settings_have_a_chart_each_heat_maps_and_limits(tmp_path: Path) -> None:
     files = plot_sweep(rows_of_grid(), ["batch", "policy"], tmp_path)
     assert [path.name for path in files if path.suffix == ".png"] == [
-        "sweep-batch.png", "sweep-policy.png", "heat_map.png", "limits.png", "pareto.png",
-    ]  # fmt: skip
+        "sweep-batch.png",
+        "sweep-policy.png",
+        "heat_map.png",
+        "limits.png",
+        "pareto.png",
+    ]
     assert all(path.stat().st_size > 1000 for path in files)
 
 
@@ -102,8 +118,11 @@ def test_a_line_for_each_value_of_the_other_setting() -> None:
 
 
 def test_many_lines_have_a_median() -> None:
-    rows = [{"batch": batch, "seed": seed, "output_throughput_tokens_per_s": 10.0 * batch + seed}
-            for batch in (1, 2) for seed in range(7)]  # fmt: skip
+    rows = [
+        {"batch": batch, "seed": seed, "output_throughput_tokens_per_s": 10.0 * batch + seed}
+        for batch in (1, 2)
+        for seed in range(7)
+    ]
     with styled():
         figure = draw_sweep(rows, "batch", ["batch", "seed"])
     lines = figure.axes[0].lines

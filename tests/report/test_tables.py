@@ -10,10 +10,10 @@ from rich.console import Console
 
 from ifbbench.report import bar, count, percent, plain_table, print_fitting, significant, time_unit
 from ifbbench.report.figures import figures
-from ifbbench.report.load import RunData, load_run
 from ifbbench.report.profile import profile_figures, profile_sentence
 from ifbbench.report.sweep_table import print_sweep
 from ifbbench.report.tables import BATCHING_TYPES, bound_sentence, print_report
+from ifbbench.rundir.reader import RunData, load_run
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run, write_run
 
 
@@ -154,8 +154,13 @@ def test_sweep_marks_the_best_and_keeps_failed_points(capsys: pytest.CaptureFixt
 
 
 def test_sweep_says_what_bound_each_point(capsys: pytest.CaptureFixture[str]) -> None:
-    limits = {"bound_by_time.kv_blocks": 0.25, "bound_by_time.num_tokens": 0.05, "bound_by_time.none": 0.7,
-              "waiting_by_limit.kv_blocks": 9.0, "waiting_by_limit.none": 1.0}  # fmt: skip
+    limits = {
+        "bound_by_time.kv_blocks": 0.25,
+        "bound_by_time.num_tokens": 0.05,
+        "bound_by_time.none": 0.7,
+        "waiting_by_limit.kv_blocks": 9.0,
+        "waiting_by_limit.none": 1.0,
+    }
     print_sweep([{"pool": 1, **limits, "ttft_s.p50": 0.2, "ttft_s.p99": 4.0}], ["pool"], Console(width=120))
     out = capsys.readouterr().out
     assert "1 KV 25 % KV 90 %" in " ".join(out.split())
@@ -198,12 +203,20 @@ def test_sweep_marks_no_equal_values_and_no_point_with_failed_requests(capsys: p
 
 def test_numbers_as_people_read_them() -> None:
     assert [significant(value) for value in (0, 1234.5, 12.34, 0.01234, None, float("nan"))] == [
-        "0", "1,234", "12.3", "0.0123", "–", "–"
-    ]  # fmt: skip
+        "0",
+        "1,234",
+        "12.3",
+        "0.0123",
+        "–",
+        "–",
+    ]
     assert [percent(value) for value in (0, 0.001, 0.5, 0.999, 1)] == ["0 %", "<1 %", "50 %", ">99 %", "100 %"]
     assert [percent(value, 1) for value in (0.0001, 0.1234, 0.9999, 12.5)] == [
-        "<0.1 %", "12.3 %", ">99.9 %", "1,250.0 %"
-    ]  # fmt: skip
+        "<0.1 %",
+        "12.3 %",
+        ">99.9 %",
+        "1,250.0 %",
+    ]
 
 
 @pytest.mark.parametrize("value", [-0.000000126, -1e-16, -0.0, 1e-9])
@@ -226,8 +239,15 @@ def profiled_run(directory: Path, device: str) -> RunData:
     path = directory / "iterations.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
-        row["ifbbench"] |= {"schedule_ms": 1.0, "prepare_ms": 0.5, "launch_ms": 0.25, "collect_ms": 4.0,
-                            "device_busy_ms": 5.0, "flops": 1e6, "bytes": 2e6}  # fmt: skip
+        row["ifbbench"] |= {
+            "schedule_ms": 1.0,
+            "prepare_ms": 0.5,
+            "launch_ms": 0.25,
+            "collect_ms": 4.0,
+            "device_busy_ms": 5.0,
+            "flops": 1e6,
+            "bytes": 2e6,
+        }
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = json.loads((directory / "run.json").read_text())
     run["device_limits"] = {"flops_per_s": 4e8, "bytes_per_s": 1e9}

@@ -40,9 +40,7 @@ class ServerProcess:
 def server_process(*options: str) -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "ifbbench", "serve", *options, "--port", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     with announced(process, r" at (http://\S+);") as (found, text):
         yield ServerProcess(process, found[1], text)
 
@@ -85,7 +83,7 @@ class Stream:
 
 async def stream_completion(
     port: int, body: dict[str, Any], *, leave_after: int | None = None, pause_s: float = 0.0
-) -> Stream:  # fmt: skip
+) -> Stream:
     """Stream one completion. leave_after: close the connection after so many chunks. pause_s: wait before each read."""
     content = json.dumps({"stream": True, **body}).encode()
     seen = Stream(start_s=time.perf_counter())

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ifbbench.api.adapters import adapter_names
-from ifbbench.config import RunConfig
+from ifbbench.build.adapters import adapter_names
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 from tests.serving.clients import ServerProcess, server_process
 
 MODELS = ["tiny", "lora-0", "lora-1"]
@@ -32,8 +32,10 @@ def test_adapters_are_models(tmp_path: Path) -> None:
     with server_process(*options, "--record", str(recorded)) as server, ThreadPoolExecutor(6) as threads:
         listed = ask(server, "models")["data"]
         assert [(model["id"], model["parent"]) for model in listed] == [
-            ("tiny", None), ("lora-0", "tiny"), ("lora-1", "tiny"),
-        ]  # fmt: skip
+            ("tiny", None),
+            ("lora-0", "tiny"),
+            ("lora-1", "tiny"),
+        ]
         assert ask(server, "models/lora-1")["id"] == "lora-1"
         answers = list(threads.map(lambda name: ask(server, "completions", model=name, **body), MODELS * 2))
         assert [answer["model"] for answer in answers] == MODELS * 2
@@ -47,10 +49,17 @@ def test_adapters_are_models(tmp_path: Path) -> None:
             assert raised.value.code == 404
             assert "this server has tiny, lora-0, lora-1" in json.load(raised.value)["error"]["message"]
         assert server.end()[0] == 0
-    run_trace(str(recorded), RunConfig(
-        device="cpu", max_seq_len=256, num_loras=2, time_scale=0.0, responses_json=str(responses),
-        output=str(tmp_path / "replayed"),
-    ))  # fmt: skip
+    run_trace(
+        str(recorded),
+        RunConfig(
+            device="cpu",
+            max_seq_len=256,
+            num_loras=2,
+            time_scale=0.0,
+            responses_json=str(responses),
+            output=str(tmp_path / "replayed"),
+        ),
+    )
     replayed = [row["response_tokens"] for row in json.loads(responses.read_text())]
     assert sorted(replayed) == sorted([*found, found[0]])
 
@@ -68,6 +77,8 @@ def test_adapters_in_files_have_the_names_of_their_folders(tmp_path: Path) -> No
 
 def test_a_model_is_not_named_like_an_adapter() -> None:
     options = ["--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--num_loras", "1"]
-    with pytest.raises(AssertionError, match="Error: --served_model_name: lora-0 is also the name of an adapter"), \
-            server_process(*options, "--served_model_name", "lora-0"):  # fmt: skip
+    with (
+        pytest.raises(AssertionError, match="Error: --served_model_name: lora-0 is also the name of an adapter"),
+        server_process(*options, "--served_model_name", "lora-0"),
+    ):
         pass

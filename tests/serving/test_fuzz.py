@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 import ifbbench.serving
-from ifbbench.config import RunConfig
 from ifbbench.serving import protocol
+from ifbbench.settings.config import RunConfig
 from tests.attack import hostile
 from tests.attack.servers import BODIES
 from tests.serving.clients import ServerProcess, server_process
@@ -128,10 +128,18 @@ def bodies_at_the_limits(size: int) -> list[tuple[str, str, bytes, set[int]]]:
         ("stop texts", text, filled(asked + b'"stop":[', b'"a"', b"]}", size), refused),
         ("stop tokens", text, filled(asked + b'"stop_token_ids":[', b"1", b"]}", size), refused),
         ("keys", text, asked + b",".join(b'"k%d":1' % one for one in range(size // 13)) + tail, refused),
-        ("keys without a value", text, asked + b",".join(b'"k%d":null' % one for one in range(size // 16)) + tail,
-         {200}),
-        ("biases", text, asked + b'"logit_bias":{' + b",".join(b'"%d":1' % one for one in range(size // 11)) + b"}}",
-         refused),
+        (
+            "keys without a value",
+            text,
+            asked + b",".join(b'"k%d":null' % one for one in range(size // 16)) + tail,
+            {200},
+        ),
+        (
+            "biases",
+            text,
+            asked + b'"logit_bias":{' + b",".join(b'"%d":1' % one for one in range(size // 11)) + b"}}",
+            refused,
+        ),
         ("the same bias", text, filled(asked + b'"logit_bias":{', b'"5":1', b"}}", size), {200}),
         ("depth", text, b"[" * (size // 2) + b"]" * (size // 2), refused),
         ("depth of a field", text, head + b"[" * 100_000 + b"]" * 100_000 + tail, refused),
@@ -153,12 +161,16 @@ def bodies_at_the_limits(size: int) -> list[tuple[str, str, bytes, set[int]]]:
         ("a long model", text, asked + b'"model":"' + b"n" * (size - 50) + b'"}', {404}),
         ("messages", chat, filled(said, b'{"role":"user","content":"a"}', b"]}", size), refused),
         ("messages of nothing", chat, filled(said, b"{}", b"]}", size), refused),
-        ("parts", chat, filled(said + b'{"role":"user","content":[', b'{"type":"text","text":"a"}', b"]}]}", size),
-         refused),
+        (
+            "parts",
+            chat,
+            filled(said + b'{"role":"user","content":[', b'{"type":"text","text":"a"}', b"]}]}", size),
+            refused,
+        ),
         ("a text to tokenize", "/tokenize", b'{"prompt":"' + b"a" * (size - 20) + b'"}', {200}),
         ("strings of tokens", "/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a" * (size - 50) + b'"}', {200}),
         ("tokens", "/detokenize", filled(b'{"tokens":[', b"240", b"]}", size), {200}),
-    ]  # fmt: skip
+    ]
 
 
 def request(path: str, content: bytes, method: str = "POST", headers: str = "") -> bytes:

@@ -111,19 +111,49 @@ def agree(name: str, endpoint: str, tmp_path: Path, measure: Callable[[str], tup
 def test_vllm_bench_serve(endpoint: str, tmp_path: Path, tokenizer: str) -> None:
     def measure(url: str) -> tuple[int, dict[str, float]]:
         tool(
-            "vllm", "bench", "serve", "--backend", "openai" if endpoint == TEXT else "openai-chat",
-            "--endpoint", f"/v1/{endpoint}", "--base-url", url, "--model", "llama-3.1-8b",
-            "--tokenizer", tokenizer, "--dataset-name", "random", "--random-input-len", str(PROMPT_LEN),
-            "--random-output-len", str(OUTPUT_LEN), "--num-prompts", str(REQUESTS), "--request-rate", str(RATE),
-            "--burstiness", "100", "--ignore-eos", "--disable-tqdm", "--percentile-metrics", "ttft,itl,e2el",
-            "--save-result", "--result-filename", "result.json", cwd=tmp_path, HF_HUB_OFFLINE="1",
+            "vllm",
+            "bench",
+            "serve",
+            "--backend",
+            "openai" if endpoint == TEXT else "openai-chat",
+            "--endpoint",
+            f"/v1/{endpoint}",
+            "--base-url",
+            url,
+            "--model",
+            "llama-3.1-8b",
+            "--tokenizer",
+            tokenizer,
+            "--dataset-name",
+            "random",
+            "--random-input-len",
+            str(PROMPT_LEN),
+            "--random-output-len",
+            str(OUTPUT_LEN),
+            "--num-prompts",
+            str(REQUESTS),
+            "--request-rate",
+            str(RATE),
+            "--burstiness",
+            "100",
+            "--ignore-eos",
+            "--disable-tqdm",
+            "--percentile-metrics",
+            "ttft,itl,e2el",
+            "--save-result",
+            "--result-filename",
+            "result.json",
+            cwd=tmp_path,
+            HF_HUB_OFFLINE="1",
             VLLM_NO_USAGE_STATS="1",
-        )  # fmt: skip
+        )
         found = json.loads((tmp_path / "result.json").read_text())
         means = {f"{name}_s": found[f"mean_{name}_ms"] / 1000 for name in ("ttft", "itl")}
         return found["completed"], {
-            **means, "e2e_s": found["mean_e2el_ms"] / 1000, "requests_per_s": found["request_throughput"],
-        }  # fmt: skip
+            **means,
+            "e2e_s": found["mean_e2el_ms"] / 1000,
+            "requests_per_s": found["request_throughput"],
+        }
 
     agree("vllm bench serve", endpoint, tmp_path, measure)
 
@@ -132,13 +162,41 @@ def test_vllm_bench_serve(endpoint: str, tmp_path: Path, tokenizer: str) -> None
 def test_aiperf(endpoint: str, tmp_path: Path, tokenizer: str) -> None:
     def measure(url: str) -> tuple[int, dict[str, float]]:
         tool(
-            "aiperf", "profile", "--model", "llama-3.1-8b", "--url", url, "--endpoint-type", endpoint.partition("/")[0],
-            "--streaming", "--tokenizer", tokenizer, "--synthetic-input-tokens-mean", str(PROMPT_LEN),
-            "--synthetic-input-tokens-stddev", "0", "--output-tokens-mean", str(OUTPUT_LEN),
-            "--output-tokens-stddev", "0", "--extra-inputs", "ignore_eos:true", "--request-rate", str(RATE),
-            "--arrival-pattern", "constant", "--request-count", str(REQUESTS), "--workers-max", "1", "--ui", "none",
-            "--artifact-dir", str(tmp_path / "aiperf"), cwd=tmp_path,
-        )  # fmt: skip
+            "aiperf",
+            "profile",
+            "--model",
+            "llama-3.1-8b",
+            "--url",
+            url,
+            "--endpoint-type",
+            endpoint.partition("/")[0],
+            "--streaming",
+            "--tokenizer",
+            tokenizer,
+            "--synthetic-input-tokens-mean",
+            str(PROMPT_LEN),
+            "--synthetic-input-tokens-stddev",
+            "0",
+            "--output-tokens-mean",
+            str(OUTPUT_LEN),
+            "--output-tokens-stddev",
+            "0",
+            "--extra-inputs",
+            "ignore_eos:true",
+            "--request-rate",
+            str(RATE),
+            "--arrival-pattern",
+            "constant",
+            "--request-count",
+            str(REQUESTS),
+            "--workers-max",
+            "1",
+            "--ui",
+            "none",
+            "--artifact-dir",
+            str(tmp_path / "aiperf"),
+            cwd=tmp_path,
+        )
         found = json.loads((tmp_path / "aiperf" / "profile_export_aiperf.json").read_text())
         names = {"ttft_s": "time_to_first_token", "itl_s": "inter_token_latency", "e2e_s": "request_latency"}
         means = {own: found[name]["avg"] / 1000 for own, name in names.items()}
@@ -151,23 +209,37 @@ def test_aiperf(endpoint: str, tmp_path: Path, tokenizer: str) -> None:
 def test_guidellm(endpoint: str, tmp_path: Path, tokenizer: str) -> None:
     def measure(url: str) -> tuple[int, dict[str, float]]:
         tool(
-            "guidellm", "run", "--disable-progress", "--disable-console",
-            "--backend", f"kind=openai_http,target={url},model=llama-3.1-8b,request_format=/v1/{endpoint}",
-            "--tokenizer", f"kind=hf_auto,model={tokenizer}",
-            "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_LEN},output_tokens={OUTPUT_LEN}",
-            "--profile", f"kind=constant,rate=[{RATE}]", "--constraint", f"kind=max_requests,count={REQUESTS}",
-            "--output", f"kind=json,path={tmp_path / 'guidellm.json'}", cwd=tmp_path, HF_HUB_OFFLINE="1",
+            "guidellm",
+            "run",
+            "--disable-progress",
+            "--disable-console",
+            "--backend",
+            f"kind=openai_http,target={url},model=llama-3.1-8b,request_format=/v1/{endpoint}",
+            "--tokenizer",
+            f"kind=hf_auto,model={tokenizer}",
+            "--data",
+            f"kind=synthetic_text,prompt_tokens={PROMPT_LEN},output_tokens={OUTPUT_LEN}",
+            "--profile",
+            f"kind=constant,rate=[{RATE}]",
+            "--constraint",
+            f"kind=max_requests,count={REQUESTS}",
+            "--output",
+            f"kind=json,path={tmp_path / 'guidellm.json'}",
+            cwd=tmp_path,
+            HF_HUB_OFFLINE="1",
             GUIDELLM__MAX_WORKER_PROCESSES="1",
-        )  # fmt: skip
+        )
         metrics = json.loads((tmp_path / "guidellm.json").read_text())["benchmarks"][0]["metrics"]
 
         def mean(name: str) -> float:
             return float(metrics[name]["successful"]["mean"])
 
         return metrics["request_totals"]["successful"], {
-            "ttft_s": mean("time_to_first_token_ms") / 1000, "itl_s": mean("inter_token_latency_ms") / 1000,
-            "e2e_s": mean("request_latency"), "requests_per_s": mean("requests_per_second"),
-        }  # fmt: skip
+            "ttft_s": mean("time_to_first_token_ms") / 1000,
+            "itl_s": mean("inter_token_latency_ms") / 1000,
+            "e2e_s": mean("request_latency"),
+            "requests_per_s": mean("requests_per_second"),
+        }
 
     agree("guidellm", endpoint, tmp_path, measure)
 
@@ -180,13 +252,27 @@ def test_locust(endpoint: str, tmp_path: Path) -> None:
         script = LOCUST_FILE.replace("ENDPOINT", endpoint).replace("BODY", repr(BODIES[endpoint] | ANSWERED))
         (tmp_path / "locustfile.py").write_text(script)
         printed = tool(
-            "locust", "--headless", "--users", str(RATE), "--spawn-rate", "1", "--run-time", f"{REQUESTS // RATE}s",
-            "--stop-timeout", "10", "--host", url, "--json", cwd=tmp_path,
-        )  # fmt: skip
+            "locust",
+            "--headless",
+            "--users",
+            str(RATE),
+            "--spawn-rate",
+            "1",
+            "--run-time",
+            f"{REQUESTS // RATE}s",
+            "--stop-timeout",
+            "10",
+            "--host",
+            url,
+            "--json",
+            cwd=tmp_path,
+        )
         found = {one["name"]: one for one in json.loads(printed)}
         assert found["http"]["num_failures"] == 0
-        means = {name: found[name]["total_response_time"] / found[name]["num_requests"] / 1000
-                 for name in ("ttft_s", "itl_s", "e2e_s")}  # fmt: skip
+        means = {
+            name: found[name]["total_response_time"] / found[name]["num_requests"] / 1000
+            for name in ("ttft_s", "itl_s", "e2e_s")
+        }
         return found["e2e_s"]["num_requests"], means
 
     agree("locust", endpoint, tmp_path, measure)
@@ -218,13 +304,37 @@ def test_openai(endpoint: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_schemathesis(mode: str, tmp_path: Path) -> None:
     """Bodies made from the OpenAPI description: those that it allows are accepted, and none is a defect."""
-    options = ["--device", "cpu", "--model", "tiny", "--cpu_threads", "1", "--max_seq_len", "512",
-               "--default_max_tokens", "8"]  # fmt: skip
+    options = [
+        "--device",
+        "cpu",
+        "--model",
+        "tiny",
+        "--cpu_threads",
+        "1",
+        "--max_seq_len",
+        "512",
+        "--default_max_tokens",
+        "8",
+    ]
     exchanges = tmp_path / "exchanges.har"
     with server_process(*options) as server:
         checks = "not_a_server_error,status_code_conformance,content_type_conformance"
-        tool("schemathesis", "run", f"{server.url}/openapi.json", "--checks", checks, "--max-examples", "60", "--mode",
-             mode, "--report", "har", "--report-har-path", str(exchanges), cwd=tmp_path)  # fmt: skip
+        tool(
+            "schemathesis",
+            "run",
+            f"{server.url}/openapi.json",
+            "--checks",
+            checks,
+            "--max-examples",
+            "60",
+            "--mode",
+            mode,
+            "--report",
+            "har",
+            "--report-har-path",
+            str(exchanges),
+            cwd=tmp_path,
+        )
         _, printed = server.end()
     assert "Traceback" not in printed
     entries = json.loads(exchanges.read_text())["log"]["entries"]

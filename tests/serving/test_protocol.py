@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.serving import app as app_module
 from ifbbench.serving.config import ServerConfig
@@ -24,6 +23,7 @@ from ifbbench.serving.protocol import (
     read_long_body,
 )
 from ifbbench.serving.server import endpoints_of, running_service, serving_engine
+from ifbbench.settings.config import RunConfig
 
 SIMULATED = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", max_queue_size=100)
 

@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 from tests.serving.clients import ServerProcess, server_process
 
 KEY = "secret"
@@ -26,8 +26,24 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(recorded: Path) -> Iterator[ServerProcess]:
-    options = ["--device", "cpu", "--model", "tiny", "--max_beam_width", "3", "--max_seq_len", "512", "--api_key", KEY,
-               "--max_body_bytes", "100000", "--record", str(recorded), "--cpu_threads", "1"]  # fmt: skip
+    options = [
+        "--device",
+        "cpu",
+        "--model",
+        "tiny",
+        "--max_beam_width",
+        "3",
+        "--max_seq_len",
+        "512",
+        "--api_key",
+        KEY,
+        "--max_body_bytes",
+        "100000",
+        "--record",
+        str(recorded),
+        "--cpu_threads",
+        "1",
+    ]
     with server_process(*options) as running:
         yield running
 
@@ -67,8 +83,10 @@ def test_a_completion_has_its_tokens_text_and_usage(client: openai.OpenAI) -> No
     assert choice.text
     assert choice.finish_reason == "length"
     assert answer.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {
-        "prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17,
-    }  # fmt: skip
+        "prompt_tokens": 5,
+        "completion_tokens": 12,
+        "total_tokens": 17,
+    }
 
 
 def test_a_stream_has_the_same_tokens_one_by_one(client: openai.OpenAI) -> None:
@@ -147,7 +165,8 @@ def test_log_probabilities_of_the_prompt(client: openai.OpenAI) -> None:
         first, *places = choice.prompt_logprobs
         assert first is None
         assert [place[str(token)]["logprob"] for place, token in zip(places, prompt[1:], strict=True)] == pytest.approx(
-            found.token_logprobs[1 : len(prompt)], abs=1e-4)  # fmt: skip
+            found.token_logprobs[1 : len(prompt)], abs=1e-4
+        )
         assert all(sorted(one["rank"] for one in place.values())[:2] == [1, 2] for place in places)
         assert places[-1][str(prompt[-1])]["rank"] == 1, "greedy took it"
     messages: Any = [{"role": "user", "content": "hi"}]
@@ -289,9 +308,19 @@ def test_the_recording_replays_to_the_same_tokens(
     assert summary["requests"]["failed"] == 0
 
     responses = tmp_path / "responses.json"
-    run_trace(str(recorded), RunConfig(
-        device="cpu", model="tiny", max_seq_len=512, max_beam_width=3, responses_json=str(responses),
-        output=str(tmp_path / "replayed"), time_scale=0.0, quiet=True, cpu_threads=1,
-    ))  # fmt: skip
+    run_trace(
+        str(recorded),
+        RunConfig(
+            device="cpu",
+            model="tiny",
+            max_seq_len=512,
+            max_beam_width=3,
+            responses_json=str(responses),
+            output=str(tmp_path / "replayed"),
+            time_scale=0.0,
+            quiet=True,
+            cpu_threads=1,
+        ),
+    )
     replayed = [row["response_tokens"] for row in json.loads(responses.read_text())]
     assert replayed[-len(served) :] == served

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from ifbbench.api.batch_manager import BatchManagerFailed
-from ifbbench.api.client import Tensors
-from ifbbench.api.engine import Engine
-from ifbbench.api.request import InferenceRequest
+from ifbbench.build.engine import Engine
 from ifbbench.clock import MAX_LAG_S, PacedClock
-from ifbbench.config import RunConfig
 from ifbbench.engine.batch import Batch, NullExecutor, StepOutputs
 from ifbbench.errors import InputError
+from ifbbench.serving.library.batch_manager import BatchManagerFailed
+from ifbbench.serving.library.client import Tensors
+from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.serving.server import serving_engine
 from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded, SyntheticTokens
 from ifbbench.serving.statistics import ABORT, ERROR, LENGTH, Histogram, LiveStatistics
+from ifbbench.settings.config import RunConfig
 
 PROMPT = InferenceRequest(0, [1, 2, 3], 6, exclude_input_from_output=True)
 NULL = RunConfig(device="null", max_batch_size=2, max_tokens_in_paged_kvcache=4096)

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from ifbbench.api.engine import build_engine, generate
-from ifbbench.config import RunConfig
+from ifbbench.build.engine import build_engine, generate
 from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
 from tests.replay.test_ranks import check_readable, is_alive
 from tests.serving.clients import ROOT, ServerProcess, announced, server_process, stream_completion
 
@@ -91,9 +91,19 @@ def check_server(directory: Path, expected: list[list[int]], leaving: int, **spl
     rows = [json.loads(line) for line in (recorded / "requests.jsonl").read_text().splitlines()]
     assert [row["outcome"] for row in rows].count("stopped") == leaving
     responses = directory / "responses.json"
-    run_trace(str(recorded), RunConfig(**SETTINGS | (split if leaving > 2 else {}) | {
-        "output": str(directory / "replayed"), "responses_json": str(responses), "time_scale": 0.0, "quiet": True,
-    }))  # fmt: skip
+    run_trace(
+        str(recorded),
+        RunConfig(
+            **SETTINGS
+            | (split if leaving > 2 else {})
+            | {
+                "output": str(directory / "replayed"),
+                "responses_json": str(responses),
+                "time_scale": 0.0,
+                "quiet": True,
+            }
+        ),
+    )
     replayed = [row["response_tokens"] for row in json.loads(responses.read_text())]
     assert all(tokens in replayed for tokens in expected)
 
@@ -114,13 +124,19 @@ def test_ranks_of_a_launcher(expected: list[list[int]]) -> None:
     sizes = ["--device", "cpu", "--tp_size", "2", "--max_seq_len", "512", "--port", "0"]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "ifbbench", "serve", *sizes], text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env=dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | {
-                f"OMPI_COMM_WORLD_{name}": str(value) for name, value in
-                (("RANK", rank), ("SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_SIZE", 2))
+            [sys.executable, "-m", "ifbbench", "serve", *sizes],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(os.environ)
+            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            | {
+                f"OMPI_COMM_WORLD_{name}": str(value)
+                for name, value in (("RANK", rank), ("SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_SIZE", 2))
             },
-        ) for rank in range(2)
-    ]  # fmt: skip
+        )
+        for rank in range(2)
+    ]
     with announced(processes[0], r" at (http://\S+);") as (found, text):
         server = ServerProcess(processes[0], found[1], text)
         assert complete(server, PROMPTS[2]) == expected[2]
@@ -187,10 +203,14 @@ def test_a_rank_that_is_killed_while_no_request_is_there(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "sign", "message"), [
-    (0, signal.SIGKILL, "rank 0 was killed by SIGKILL"), (0, signal.SIGSTOP, "rank 0 did not answer for 5 s"),
-    (1, signal.SIGSTOP, "rank 1 did not answer for 5 s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "sign", "message"),
+    [
+        (0, signal.SIGKILL, "rank 0 was killed by SIGKILL"),
+        (0, signal.SIGSTOP, "rank 0 did not answer for 5 s"),
+        (1, signal.SIGSTOP, "rank 1 did not answer for 5 s"),
+    ],
+)
 def test_other_ranks_that_die_or_hang(tmp_path: Path, rank: int, sign: signal.Signals, message: str) -> None:
     with busy(tmp_path / "run", "--rank_timeout", "5") as (server, pids):
         os.kill(pids[rank], sign)
@@ -204,9 +224,14 @@ def test_a_rank_that_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sign", "status"), [
-    (signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 0), (signal.SIGTERM, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sign", "status"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL),
+        (signal.SIGINT, 0),
+        (signal.SIGTERM, 0),
+    ],
+)
 def test_the_end_of_the_command_ends_all_ranks(tmp_path: Path, sign: signal.Signals, status: int) -> None:
     with busy(tmp_path / "run", "--drain_timeout", "1", is_partial=status != 0) as (server, _):
         assert server.end(sign)[0] == status
@@ -223,7 +248,9 @@ def test_a_simulated_device_needs_one_process(tmp_path: Path) -> None:
 
 
 def test_wrong_splits_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="3 devices cannot share 8 attention heads"), \
-            serving(tmp_path / "run", tp_size=3):  # fmt: skip
+    with (
+        pytest.raises(AssertionError, match="3 devices cannot share 8 attention heads"),
+        serving(tmp_path / "run", tp_size=3),
+    ):
         pass
     assert not (tmp_path / "run").exists()

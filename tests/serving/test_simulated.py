@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ifbbench.cli.main import main
 from ifbbench.clock import MAX_LAG_S
-from ifbbench.config import RunConfig
 from ifbbench.replay.run import run_trace
 from ifbbench.serving.config import ServerConfig
+from ifbbench.settings.config import RunConfig
 from tests.report.test_schema import check
 from tests.serving.clients import ServerProcess, Stream, server_process, stream_completion
 
@@ -73,8 +73,10 @@ async def several(server: ServerProcess, bodies: list[dict[str, Any]], **options
 
 def test_the_recording_replays_to_the_same_requests_and_metrics_agree_with_it(tmp_path: Path) -> None:
     recorded = tmp_path / "recorded"
-    bodies = [{"prompt": [1] * (40 + 30 * index), "max_tokens": 5 + index, "stream_options": {"include_usage": True}}
-              for index in range(24)]  # fmt: skip
+    bodies = [
+        {"prompt": [1] * (40 + 30 * index), "max_tokens": 5 + index, "stream_options": {"include_usage": True}}
+        for index in range(24)
+    ]
     with server_process(*MODEL, "--max_batch_size", "8", "--record", str(recorded)) as server:
         streams = asyncio.run(several(server, bodies))
         assert [stream.tokens for stream in streams] == [5 + index for index in range(24)]
@@ -143,8 +145,15 @@ def test_a_replay_of_the_recording_has_the_times_of_the_server(tmp_path: Path) -
 def test_a_run_against_the_server_has_the_figures_of_a_run_without_one(tmp_path: Path) -> None:
     draw = random.Random(4)
     trace = tmp_path / "trace.jsonl"
-    rows = [{"request_id": index, "arrival_s": index / 20, "prompt_len": draw.randint(20, 2000),
-             "output_len": draw.randint(20, 200)} for index in range(200)]  # fmt: skip
+    rows = [
+        {
+            "request_id": index,
+            "arrival_s": index / 20,
+            "prompt_len": draw.randint(20, 2000),
+            "output_len": draw.randint(20, 200),
+        }
+        for index in range(200)
+    ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     alone = run_trace(str(trace), SIMULATED.with_values(output=str(tmp_path / "alone"))).summary
     recorded, client = tmp_path / "recorded", tmp_path / "client"
@@ -253,8 +262,13 @@ def test_sigterm_answers_what_was_accepted(tmp_path: Path) -> None:
     assert stream.tokens == len(stream.text) == 150
     assert not json.loads((recorded / "summary.json").read_text())["partial"]
     (row,) = lines(recorded / "trace.jsonl")
-    assert row == {"request_id": 0, "arrival_s": row["arrival_s"], "prompt_len": 3, "max_new_tokens": 150,
-                   "output_len": 150}  # fmt: skip
+    assert row == {
+        "request_id": 0,
+        "arrival_s": row["arrival_s"],
+        "prompt_len": 3,
+        "max_new_tokens": 150,
+        "output_len": 150,
+    }
 
 
 def test_a_killed_server_leaves_a_readable_run(tmp_path: Path) -> None:
@@ -271,9 +285,11 @@ def test_a_killed_server_leaves_a_readable_run(tmp_path: Path) -> None:
     assert not (recorded / "summary.json").exists()
     replayed, charts = tmp_path / "replayed", tmp_path / "charts"
     for command in (
-        ["report", str(recorded)], ["plot", str(recorded), "--only", "timeline,latency", "--output", str(charts)],
-        ["run", str(recorded), *MODEL, "--output", str(replayed)], ["compare", str(recorded), str(replayed)],
-    ):  # fmt: skip
+        ["report", str(recorded)],
+        ["plot", str(recorded), "--only", "timeline,latency", "--output", str(charts)],
+        ["run", str(recorded), *MODEL, "--output", str(replayed)],
+        ["compare", str(recorded), str(replayed)],
+    ):
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, result.output
         assert "Traceback" not in result.output

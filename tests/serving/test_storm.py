@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from ifbbench.clock import NO_PROGRESS
-from ifbbench.config import RunConfig
 from ifbbench.serving.config import ServerConfig
 from ifbbench.serving.server import serve
+from ifbbench.settings.config import RunConfig
 from tests.serving.clients import server_process, stream_completion
 from tests.serving.test_simulated import MODEL, lines, scrape, wait_until_idle
 
@@ -32,9 +32,10 @@ async def client(port: int, draw: random.Random, seconds: float, seen: Counter[s
     while loop.time() < end:
         kind = draw.choices(["reads", "leaves", "slow", "malformed", "oversized"], [60, 20, 10, 5, 5])[0]
         body: dict[str, Any] = {
-            "prompt": [draw.randrange(200) for _ in range(draw.randint(1, 800))], "max_tokens": draw.randint(1, 200),
+            "prompt": [draw.randrange(200) for _ in range(draw.randint(1, 800))],
+            "max_tokens": draw.randint(1, 200),
             "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        }
         options: dict[str, Any] = {}
         if kind == "leaves":
             options["leave_after"] = draw.randint(0, 50)
@@ -89,8 +90,14 @@ def check(streams: int, seconds: float, recorded: Path) -> dict[str, Any]:
     summary = json.loads((recorded / "summary.json").read_text())
     done = [row for row in requests if row["outcome"] == "completed"]
     assert after["nv_llm_output_token_len_sum"] == summary["output_tokens"] == sum(row["output_len"] for row in done)
-    return {"requests": dict(seen), "outcomes": dict(outcomes), "memory": memory, "threads": threads, "files": files,
-            "request_throughput_per_s": summary["request_throughput_per_s"]}  # fmt: skip
+    return {
+        "requests": dict(seen),
+        "outcomes": dict(outcomes),
+        "memory": memory,
+        "threads": threads,
+        "files": files,
+        "request_throughput_per_s": summary["request_throughput_per_s"],
+    }
 
 
 @pytest.mark.slow
@@ -126,7 +133,11 @@ def test_no_task_is_left_when_clients_have_gone() -> None:
             loop.call_soon_threadsafe(signal.raise_signal, signal.SIGTERM)
 
     with ThreadPoolExecutor(1) as pool:
-        serve(RunConfig(device="sim:h100-sxm", model="llama-3.1-8b"), ServerConfig(port=0), NO_PROGRESS,
-              lambda url: numbers.append(pool.submit(clients, url, asyncio.get_running_loop())))  # fmt: skip
+        serve(
+            RunConfig(device="sim:h100-sxm", model="llama-3.1-8b"),
+            ServerConfig(port=0),
+            NO_PROGRESS,
+            lambda url: numbers.append(pool.submit(clients, url, asyncio.get_running_loop())),
+        )
     before, after = numbers[0].result()
     assert after == before

@@ -31,8 +31,10 @@ def test_a_chat_without_a_template_is_roles_and_contents() -> None:
 
 
 def test_the_template_of_a_model_directory_is_used(tmp_path: Path) -> None:
-    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" \
-               "{% if add_generation_prompt %}[assistant]{% endif %}"  # fmt: skip
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     config = {"chat_template": template, "bos_token": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = ChatTemplate.of(tmp_path)

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ifbbench.api.engine import build_engine, generate
-from ifbbench.api.request_tensors import TENSORS
-from ifbbench.config import RunConfig
+from ifbbench.build.engine import build_engine, generate
 from ifbbench.replay.run import run_trace
+from ifbbench.serving.library.request_tensors import TENSORS
 from ifbbench.serving.triton_repository import OTHER_TYPES
+from ifbbench.settings.config import RunConfig
 from tests.replay.test_ranks import check_readable
 from tests.serving.test_serving_ranks import check_ended
 from tests.serving.triton_clients import MODEL, Stream, Triton, inputs, scrape, start, triton, wait_for
@@ -187,8 +187,9 @@ def test_without_decoupled_mode_http_infers() -> None:
 
 def test_recorded_traffic_of_a_simulated_device(tmp_path: Path) -> None:
     recorded = tmp_path / "recorded"
-    with triton(*SIMULATED, "--max_batch_size", "8", "--max_queue_size", "8", "--record", str(recorded),
-                "--drain_timeout", "4") as server:
+    with triton(
+        *SIMULATED, "--max_batch_size", "8", "--max_queue_size", "8", "--record", str(recorded), "--drain_timeout", "4"
+    ) as server:
         stream = Stream(server)
         for index in range(6):
             stream.send([1] * (40 + index), 5 + index, str(index), streaming=True)
@@ -317,14 +318,26 @@ def test_two_ranks(tmp_path: Path, expected: list[int]) -> None:
     assert len(set(pids)) == 2
     check_ended(pids)
     responses = tmp_path / "responses.json"
-    run_trace(str(recorded), RunConfig(device="cpu", max_beam_width=4, output=str(tmp_path / "replayed"),
-                                       time_scale=0.0, responses_json=str(responses)))  # fmt: skip
+    run_trace(
+        str(recorded),
+        RunConfig(
+            device="cpu",
+            max_beam_width=4,
+            output=str(tmp_path / "replayed"),
+            time_scale=0.0,
+            responses_json=str(responses),
+        ),
+    )
     assert json.loads(responses.read_text())[0]["response_tokens"] == expected
 
 
-@pytest.mark.parametrize(("rank", "message"), [
-    (0, "the model's process in Triton has died"), (1, "rank 1 was killed by SIGKILL, perhaps for lack of memory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (0, "the model's process in Triton has died"),
+        (1, "rank 1 was killed by SIGKILL, perhaps for lack of memory"),
+    ],
+)
 def test_a_rank_that_is_killed_ends_triton(tmp_path: Path, rank: int, message: str) -> None:
     recorded = tmp_path / "recorded"
     with triton(*TINY, "--tp_size", "2", "--record", str(recorded)) as server:
@@ -348,8 +361,9 @@ def test_ranks_that_cannot_share_the_model(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_be_made_is_explained() -> None:
-    process = start("--device", "sim:l4", "--model", "llama-3.3-70b", "--http_port", "0", "--grpc_port", "0",
-                    "--metrics_port", "0")  # fmt: skip
+    process = start(
+        "--device", "sim:l4", "--model", "llama-3.3-70b", "--http_port", "0", "--grpc_port", "0", "--metrics_port", "0"
+    )
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 2, printed
     assert "Error: the model does not fit" in printed

@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
 from ifbbench.serving.triton_repository import TritonConfig, model_config, read_parameters
 from ifbbench.serving.triton_server import reserved_ports, serve_triton
+from ifbbench.settings.config import RunConfig
 
 IP_LOCAL_PORT_RANGE = 51  # the ports from which the kernel chooses one for a socket
 # Of the model tensorrt_llm of tensorrtllm_backend: data type and dimensions.
@@ -32,10 +32,15 @@ INPUTS = {
     "lora_task_id": "UINT64 1", "lora_weights": "FP16 -1 -1", "lora_config": "INT32 -1 3",
 }  # fmt: skip
 OUTPUTS = {
-    "output_ids": "INT32 -1 -1", "sequence_length": "INT32 -1", "cum_log_probs": "FP32 -1",
-    "output_log_probs": "FP32 -1 -1", "context_logits": "FP32 -1 -1", "generation_logits": "FP32 -1 -1 -1",
-    "batch_index": "INT32 1", "sequence_index": "INT32 1",
-}  # fmt: skip
+    "output_ids": "INT32 -1 -1",
+    "sequence_length": "INT32 -1",
+    "cum_log_probs": "FP32 -1",
+    "output_log_probs": "FP32 -1 -1",
+    "context_logits": "FP32 -1 -1",
+    "generation_logits": "FP32 -1 -1 -1",
+    "batch_index": "INT32 1",
+    "sequence_index": "INT32 1",
+}
 
 
 def tensors(text: str) -> dict[str, str]:
@@ -55,9 +60,14 @@ def test_the_tensors_are_those_of_the_backend() -> None:
 
 def test_parameters_are_the_settings() -> None:
     config = RunConfig(
-        model='a "quoted" \\ name', max_batch_size=8, enable_chunked_context=False, slo="ttft=1s,e2e=20s",
-        max_attention_window="64,128", temperature=0.7, device="sim:h100-sxm",
-    )  # fmt: skip
+        model='a "quoted" \\ name',
+        max_batch_size=8,
+        enable_chunked_context=False,
+        slo="ttft=1s,e2e=20s",
+        max_attention_window="64,128",
+        temperature=0.7,
+        device="sim:h100-sxm",
+    )
     triton = TritonConfig(record="results/x", decoupled_mode=False, drain_timeout=2.5)
     text = model_config(config, triton)
     assert "decoupled: false" in text
@@ -76,8 +86,9 @@ def test_a_repository_for_a_triton_that_is_started_otherwise(tmp_path: Path) -> 
     result = CliRunner().invoke(main, ["triton", *options])
     assert result.exit_code == 0, result.output
     assert sorted(str(path.relative_to(repository)) for path in repository.rglob("*.*")) == [
-        "llm/1/model.py", "llm/config.pbtxt",
-    ]  # fmt: skip
+        "llm/1/model.py",
+        "llm/config.pbtxt",
+    ]
     assert 'key: "device", value { string_value: "sim:h100-sxm" }' in (repository / "llm/config.pbtxt").read_text()
     result = CliRunner().invoke(main, ["triton", "--model_repository", str(repository / "llm/config.pbtxt")])
     assert result.exit_code == 2

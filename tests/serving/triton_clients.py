@@ -70,10 +70,12 @@ def inputs(client: Any, prompt: Any, output_len: int, tensors: dict[str, Any]) -
     from tritonclient.utils import np_to_triton_dtype
 
     ids = np.atleast_2d(np.array(prompt, np.int32))
-    values = {"input_ids": ids, "input_lengths": np.full((len(ids), 1), ids.shape[1], np.int32),
-              "request_output_len": np.full((len(ids), 1), output_len, np.int32)}  # fmt: skip
-    values |= {name: np.full((len(ids), 1), value) if np.ndim(value) == 0 else value
-               for name, value in tensors.items()}  # fmt: skip
+    values = {
+        "input_ids": ids,
+        "input_lengths": np.full((len(ids), 1), ids.shape[1], np.int32),
+        "request_output_len": np.full((len(ids), 1), output_len, np.int32),
+    }
+    values |= {name: np.full((len(ids), 1), value) if np.ndim(value) == 0 else value for name, value in tensors.items()}
     made = []
     for name, array in values.items():
         made.append(client.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))

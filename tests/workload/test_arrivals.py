@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.arrivals import (
     AllAtOnce,
     Constant,
@@ -32,9 +32,15 @@ from ifbbench.workload.trace import TraceRequest, columns_of
 MANY = 40_000
 STEPS = ((0.0, 10.0), (20.0, 0.0), (30.0, 40.0))
 PROCESSES = [
-    Ramp(1.0, 9.0, 10.0), Ramp(0.0, 5.0, 3.0), Ramp(9.0, 1.0, 10.0, "exponential"), Ramp(4.0, 4.0, 1.0, "exponential"),
-    OnOff(20.0, 2.0, 3.0), OnOff(5.0, 0.3, 0.0, 0.5), Schedule(STEPS), Schedule(((0.0, 0.0), (2.0, 7.0)), 3.0),
-]  # fmt: skip
+    Ramp(1.0, 9.0, 10.0),
+    Ramp(0.0, 5.0, 3.0),
+    Ramp(9.0, 1.0, 10.0, "exponential"),
+    Ramp(4.0, 4.0, 1.0, "exponential"),
+    OnOff(20.0, 2.0, 3.0),
+    OnOff(5.0, 0.3, 0.0, 0.5),
+    Schedule(STEPS),
+    Schedule(((0.0, 0.0), (2.0, 7.0)), 3.0),
+]
 
 
 def drawn(process, count=MANY, seed=1):
@@ -56,11 +62,17 @@ def test_a_longer_series_starts_with_the_shorter(process, seed, count):
 @pytest.mark.parametrize(
     ("process", "mean"),
     [
-        (Constant(5.0), 5.0), (Poisson(5.0), 5.0), (Gamma(5.0, 3.0), 5.0), (Gamma(5.0, 0.2), 5.0),
-        (OnOff(20.0, 2.0, 3.0), 8.0), (OnOff(20.0, 2.0, 3.0, 0.2), 8.0), (Ramp(1.0, 5.0, 1.0), 5.0),
-        (Schedule(((0.0, 50.0), (1.0, 5.0))), 5.0), (Schedule(((0.0, 5.0),), 4.0), 5.0),
+        (Constant(5.0), 5.0),
+        (Poisson(5.0), 5.0),
+        (Gamma(5.0, 3.0), 5.0),
+        (Gamma(5.0, 0.2), 5.0),
+        (OnOff(20.0, 2.0, 3.0), 8.0),
+        (OnOff(20.0, 2.0, 3.0, 0.2), 8.0),
+        (Ramp(1.0, 5.0, 1.0), 5.0),
+        (Schedule(((0.0, 50.0), (1.0, 5.0))), 5.0),
+        (Schedule(((0.0, 5.0),), 4.0), 5.0),
     ],
-)  # fmt: skip
+)
 def test_the_mean_rate_is_the_rate_asked_for(process, mean):
     times = drawn(process)
     assert (len(times) - 1) / (times[-1] - times[0]) == pytest.approx(mean, rel=0.03)
@@ -246,8 +258,9 @@ def test_a_duration_without_requests(trace):
 
 
 def rows_after(*after):
-    return columns_of([TraceRequest(10 + index, float(index), 5, 5, 5, after=one, think_s=2.0)
-                       for index, one in enumerate(after)])  # fmt: skip
+    return columns_of(
+        [TraceRequest(10 + index, float(index), 5, 5, 5, after=one, think_s=2.0) for index, one in enumerate(after)]
+    )
 
 
 def test_the_first_request_of_each_session():

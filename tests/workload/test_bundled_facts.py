@@ -93,10 +93,14 @@ def test_quantiles_of_azure_conversation():
 @pytest.mark.parametrize(
     ("name", "sha256"),
     [
-        ("chat", "be4194f04f94"), ("code", "9cf2c46d0ba2"), ("long-context", "4b642e3febcd"),
-        ("mooncake-conversation", "b9ddc1d1b4b4"), ("multi-turn", "c26ab01db081"), ("shared-prefix", "585108137469"),
+        ("chat", "be4194f04f94"),
+        ("code", "9cf2c46d0ba2"),
+        ("long-context", "4b642e3febcd"),
+        ("mooncake-conversation", "b9ddc1d1b4b4"),
+        ("multi-turn", "c26ab01db081"),
+        ("shared-prefix", "585108137469"),
     ],
-)  # fmt: skip
+)
 def test_drawn_requests_stay_the_same(name, sha256):
     """Recorded results name a workload and a seed: what they draw must never change."""
     trace = draw_trace(spec_of(name), 3, "")

@@ -111,8 +111,19 @@ def test_columns_and_format_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_columns_and_standard_input(tmp_path: Path) -> None:
-    arguments = ["run", "-", "--columns", LENGTHS, "--device", "sim:h100-sxm", "--model", "llama-3.1-8b",
-                 "--output", str(tmp_path / "run"), "--quiet"]  # fmt: skip
+    arguments = [
+        "run",
+        "-",
+        "--columns",
+        LENGTHS,
+        "--device",
+        "sim:h100-sxm",
+        "--model",
+        "llama-3.1-8b",
+        "--output",
+        str(tmp_path / "run"),
+        "--quiet",
+    ]
     result = CliRunner().invoke(main, arguments, input="in,out\n50,6\n70,8\n")
     assert result.exit_code == 0, result.output
     assert len((tmp_path / "run" / "requests.jsonl").read_text().splitlines()) == 2
@@ -121,8 +132,10 @@ def test_the_command_line_takes_columns_and_standard_input(tmp_path: Path) -> No
 
 
 def test_fields_of_nested_objects(tmp_path: Path) -> None:
-    lines = [{"at": 5.5, "usage": {"input": 5, "output": {"text": 6}}, "usage.cached": 1},
-             {"at": 6, "usage": {"input": 7, "output": {"text": 8}}}]  # fmt: skip
+    lines = [
+        {"at": 5.5, "usage": {"input": 5, "output": {"text": 6}}, "usage.cached": 1},
+        {"at": 6, "usage": {"input": 7, "output": {"text": 8}}},
+    ]
     content = "\n".join(map(json.dumps, lines))
     trace = read(tmp_path, content, "prompt_len=usage.input,output_len=usage.output.text,arrival_s=at")
     assert [(one.arrival_s, one.prompt_len, one.output_len) for one in trace] == [(5.5, 5, 6), (6.0, 7, 8)]

@@ -14,8 +14,8 @@ import zstandard
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.reading import read_trace
 

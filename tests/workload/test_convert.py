@@ -82,14 +82,18 @@ def test_mooncake_keeps_lengths_arrivals_and_shared_blocks(tmp_path):
 
 
 def test_mooncake_again_is_equal_but_for_the_numbers_of_blocks(tmp_path):
-    requests = [with_prefix(TraceRequest(i, i / 8, 1300, 5, 5), [(40, 512), (9 + i % 2, 512), (70 + i, 276)])
-                for i in range(6)]  # fmt: skip
+    requests = [
+        with_prefix(TraceRequest(i, i / 8, 1300, 5, 5), [(40, 512), (9 + i % 2, 512), (70 + i, 276)]) for i in range(6)
+    ]
     first = text("mooncake", requests)
     (tmp_path / "a.jsonl").write_text(first)
     assert text("mooncake", read_trace(tmp_path / "a.jsonl")) == first
     assert json.loads(first.splitlines()[0]) == {
-        "timestamp": 0, "input_length": 1300, "output_length": 5, "hash_ids": [0, 1, 2],
-    }  # fmt: skip
+        "timestamp": 0,
+        "input_length": 1300,
+        "output_length": 5,
+        "hash_ids": [0, 1, 2],
+    }
 
 
 blocks = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 300, PREFIX_BLOCK])), max_size=4)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.config import RunConfig
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import bundled_path, load_trace
 from ifbbench.workload.reading import read_trace
 
@@ -255,9 +255,10 @@ def test_convert_by_suffix_and_by_name(trace, tmp_path):
     assert (tmp_path / "a.csv").read_text().startswith("num_prefill_tokens,num_decode_tokens,arrived_at\n")
     assert [r.prompt_len for r in read_trace(tmp_path / "a.json")] == [r.prompt_len for r in read_trace(trace)]
     assert list(read_trace(tmp_path / "a.jsonl.gz")) == list(read_trace(trace))
-    assert "lengths cannot express max_new_tokens: left out of 40 requests" in dataset(
-        f"convert {trace} --to lengths -o", tmp_path / "b.csv"
-    ).output  # fmt: skip
+    assert (
+        "lengths cannot express max_new_tokens: left out of 40 requests"
+        in dataset(f"convert {trace} --to lengths -o", tmp_path / "b.csv").output
+    )
 
 
 def test_convert_to_standard_output(trace):

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import bundled_names, load_trace
 from ifbbench.workload.reading import read_trace

@@ -34,12 +34,20 @@ LENGTHS = {
     "vllm_dataset.jsonl": ("output_tokens",),
 }
 TIMES = {
-    "ifbbench.jsonl": "arrival_s", "table.csv": "arrival_s", "azure_2023.csv": "TIMESTAMP",
-    "azure_2024.csv": "TIMESTAMP", "burstgpt.csv": "Timestamp", "vidur.csv": "arrived_at",
-    "mooncake.jsonl": "timestamp", "bailian.jsonl": "timestamp",
-    "gptmanager.json": "delay", "vllm_result.json": "start_times", "guidellm.json": "request_start_time",
-    "aiperf.jsonl": "timestamp", "genai_perf.jsonl": "timestamp",
-}  # fmt: skip
+    "ifbbench.jsonl": "arrival_s",
+    "table.csv": "arrival_s",
+    "azure_2023.csv": "TIMESTAMP",
+    "azure_2024.csv": "TIMESTAMP",
+    "burstgpt.csv": "Timestamp",
+    "vidur.csv": "arrived_at",
+    "mooncake.jsonl": "timestamp",
+    "bailian.jsonl": "timestamp",
+    "gptmanager.json": "delay",
+    "vllm_result.json": "start_times",
+    "guidellm.json": "request_start_time",
+    "aiperf.jsonl": "timestamp",
+    "genai_perf.jsonl": "timestamp",
+}
 BAD_LENGTHS = [0, -1, -(2**40), 2**31, 1.5, "many", True, float("nan"), [3], {"a": 1}, 10**400]
 LONG_LINES = (b"x" * 10_000_000, b'{"a": "' + b"x" * 10_000_000 + b'"}', b"1," * 5_000_000)
 BAD_TIMES = [-1, "soon", True, float("nan"), float("inf"), [3], {"a": 1}]
@@ -208,10 +216,12 @@ def test_rows_out_of_order_are_sorted(tmp_path: Path) -> None:
         ('{"prompt_len": 5, "output_len": 6, "prompt_len": 7}\n', r"file, line 1: the key 'prompt_len' is there twice"),
         ('{"prompt_len" :5,"output_len":6,"prompt_len" :7}\n', r"file, line 1: the key 'prompt_len' is there twice"),
         ('[{"input_ids": [1], "output_len": 6, "output_len": 7}]', r"file, samples\[0\]: the key .output_len. is"),
-        ('{"messages": [{"role": "user", "content": "a", "content": "b"}], "output_length": 3}',
-         r"file, line 1: the key 'content' is there twice"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "content": "b"}], "output_length": 3}',
+            r"file, line 1: the key 'content' is there twice",
+        ),
     ],
-)  # fmt: skip
+)
 def test_names_that_are_there_twice(content: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(content)
     with pytest.raises(InputError, match=complaint):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.prompts import MAX_PREFIX_ID, runs_of, with_prefix

@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 from tests.workload.sample_files import NAMES, SAMPLES, read_or_refused, rows_of
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.integers(0, 9) | st.floats() | st.text(max_size=6)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(0, 9)
+    | st.floats()
+    | st.text(max_size=6)
     | st.sampled_from(["0", "1", "-1", "1e9", "nan", 2**63, -(2**63)])
     | st.sampled_from(["2024-05-10 00:00:00", "9999-12-31 23:59:59-23:59", "0001-01-01 00:00:00+23:59"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
-)  # fmt: skip
+)
 UNCHECKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 slow_machine = settings(deadline=None, suppress_health_check=UNCHECKED)
 
@@ -30,8 +35,24 @@ def change_row(draw: Any, row: dict[str, Any]) -> Any:
     if what == "remove":
         return {name: value for name, value in row.items() if name != key}
     if what == "add":
-        others = ["arrival_s", "delay", "timestamp", "hash_ids", "prompt", "messages", "turns", "task_id", "session_id",
-                  "request_id", "prefix_ids", "prefix_lens", "stop_ids", "beam_width", "priority", "class"]  # fmt: skip
+        others = [
+            "arrival_s",
+            "delay",
+            "timestamp",
+            "hash_ids",
+            "prompt",
+            "messages",
+            "turns",
+            "task_id",
+            "session_id",
+            "request_id",
+            "prefix_ids",
+            "prefix_lens",
+            "stop_ids",
+            "beam_width",
+            "priority",
+            "class",
+        ]
         return row | {draw(st.sampled_from(others) | st.text(max_size=6)): draw(values)}
     inner = row[key]
     if what == "inner" and isinstance(inner, dict):

@@ -18,13 +18,20 @@ AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("a.jsonl", '{"timestamp": 0, "input_length": 3}', "unknown trace format "
-         "(rows with input_length, timestamp). The nearest format is mooncake; missing: output_length."),
+        (
+            "a.jsonl",
+            '{"timestamp": 0, "input_length": 3}',
+            "unknown trace format "
+            "(rows with input_length, timestamp). The nearest format is mooncake; missing: output_length.",
+        ),
         ("a.csv", "a,b\n1,2\n", "unknown trace format (rows with a, b)"),
         ("a.json", '{"rows": []}', "unknown trace format (rows with rows). Known formats: ifbbench, "),
         ("a.json", '{\n"rows": []}', "unknown trace format (an object with rows)"),
-        ("a.json", '[{"conversations": []}]', "holds no request: conversations without an answer are left "
-         "out, and all 1 are such."),
+        (
+            "a.json",
+            '[{"conversations": []}]',
+            "holds no request: conversations without an answer are left out, and all 1 are such.",
+        ),
         ("a.json", '{"samples": 3}', "unknown trace format (no list of samples)"),
         ("a.json", "{\n\n!}", "unknown trace format (not valid JSON: Expecting property name enclosed"),
         ("a.jsonl", "", "holds no request: it has no rows."),

@@ -32,8 +32,10 @@ def conversations(requests):
     return list(found.values())
 
 
-@pytest.mark.parametrize("changes", [{"sessions": Sessions(Fixed(4), FixedTime(1))},
-                                     {"shared_prefix": SharedPrefix(1, Fixed(2**31 - 1), 1.0)}])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [{"sessions": Sessions(Fixed(4), FixedTime(1))}, {"shared_prefix": SharedPrefix(1, Fixed(2**31 - 1), 1.0)}],
+)
 def test_prompts_that_share_more_than_can_be_named_are_refused(changes):
     with pytest.raises(InputError, match=r"conversation has [0-9,]+ tokens; expected at most 16,777,216"):
         drawn(replace(SPEC, **({"output_len": Fixed(2**23), "sessions": None} | changes)))
@@ -76,8 +78,15 @@ def test_turns_and_think_times_are_as_asked_for():
 def test_arrivals_of_a_small_example():
     requests = drawn(replace(TURNS_OF_3, arrival=AllAtOnce(), num_requests=8))
     assert [(request.arrival_s, request.request_id) for request in requests] == [
-        (0, 0), (0, 3), (0, 6), (10, 1), (10, 4), (10, 7), (20, 2), (20, 5),
-    ]  # fmt: skip
+        (0, 0),
+        (0, 3),
+        (0, 6),
+        (10, 1),
+        (10, 4),
+        (10, 7),
+        (20, 2),
+        (20, 5),
+    ]
 
 
 def test_a_longer_drawing_begins_with_the_same_conversations():

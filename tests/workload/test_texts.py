@@ -84,8 +84,11 @@ def test_rows_without_an_output_length(tmp_path: Path) -> None:
 
 def test_messages_are_joined_by_role_and_content() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}, {"type": "text", "text": "b"}]
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts},
-                {"role": "assistant", "content": None}]  # fmt: skip
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+    ]
     assert chat_text(messages, "messages") == "system\nBe brief.\nuser\na\nb\nassistant\n\n"
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ifbbench.config import RunConfig
 from ifbbench.errors import InputError
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.prompts import check_vocabulary
@@ -45,10 +45,18 @@ with_more = st.one_of(
 traces = st.lists(numbers_only | with_more, min_size=1, max_size=10, unique_by=lambda request: request.request_id)
 
 
-@given(requests=traces, settings=st.fixed_dictionaries({
-    "time_scale": st.sampled_from([1.0, 0.3, 0.0]), "reserve": st.sampled_from(["trace", "actual", "factor:1.3"]),
-    "max_prompt_len": st.sampled_from([None, 1, 3, 600]), "max_num_samples": st.sampled_from([None, 2]),
-}), suffix=st.sampled_from(["jsonl", "jsonl.gz"]))  # fmt: skip
+@given(
+    requests=traces,
+    settings=st.fixed_dictionaries(
+        {
+            "time_scale": st.sampled_from([1.0, 0.3, 0.0]),
+            "reserve": st.sampled_from(["trace", "actual", "factor:1.3"]),
+            "max_prompt_len": st.sampled_from([None, 1, 3, 600]),
+            "max_num_samples": st.sampled_from([None, 2]),
+        }
+    ),
+    suffix=st.sampled_from(["jsonl", "jsonl.gz"]),
+)
 def test_a_trace_read_row_by_row_is_the_list_it_was_written_from(tmp_path_factory, requests, settings, suffix):
     path = tmp_path_factory.mktemp("trace") / f"some.{suffix}"
     write_trace(requests, path)

@@ -1,0 +1,129 @@
+"""`ifbbench run --endpoint` and `vllm bench serve` against the same server, in turns: do they measure the same?
+
+Both send prompts of the same length at constant intervals, and stream. The server runs already; `vllm` is on the PATH.
+
+Run: `python -m benchmarks.foreign_clients --url URL --tokenizer DIRECTORY [--chat] [--turns 5] [--requests 40]
+[--rate 2] [--prompt_len 256] [--output_len 64]`. Prints the means of each turn in milliseconds as a table, and of all.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from statistics import fmean
+
+from ifbbench.replay.run import run_trace
+from ifbbench.settings.config import RunConfig
+
+NAMES = {"ttft_s": "ttft", "itl_s": "itl", "e2e_s": "e2el"}
+Means = dict[str, float]
+
+
+def own_client(folder: Path, given: argparse.Namespace) -> Means:
+    """Means in milliseconds, measured by `run --endpoint`."""
+    trace = folder / "trace.jsonl"
+    rows = (
+        {
+            "request_id": index,
+            "arrival_s": index / given.rate,
+            "prompt_len": given.prompt_len,
+            "output_len": given.output_len,
+            "max_new_tokens": given.output_len,
+        }
+        for index in range(given.requests)
+    )
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = RunConfig(
+        endpoint=given.url,
+        endpoint_type="openai-chat" if given.chat else "openai",
+        output=str(folder / "run"),
+        tokenizer=given.tokenizer if given.chat else None,
+        endpoint_vocab_size=given.vocab_size,
+        warm_up=0,
+    )
+    summary = run_trace(str(trace), config).summary
+    assert summary["requests"]["completed"] == given.requests, summary["requests"]
+    return {name: summary[name]["mean"] * 1000 for name in NAMES}
+
+
+def vllm_client(folder: Path, given: argparse.Namespace) -> Means:
+    """Means in milliseconds, measured by `vllm bench serve`."""
+    api = ["openai-chat", "/v1/chat/completions"] if given.chat else ["openai", "/v1/completions"]
+    command = [
+        "vllm",
+        "bench",
+        "serve",
+        "--backend",
+        api[0],
+        "--endpoint",
+        api[1],
+        "--base-url",
+        given.url,
+        "--tokenizer",
+        given.tokenizer,
+        "--dataset-name",
+        "random",
+        "--random-input-len",
+        str(given.prompt_len),
+        "--random-output-len",
+        str(given.output_len),
+        "--num-prompts",
+        str(given.requests),
+        "--request-rate",
+        str(given.rate),
+        "--burstiness",
+        "1000",
+        "--ignore-eos",
+        "--disable-tqdm",
+        "--percentile-metrics",
+        "ttft,itl,e2el",
+        "--save-result",
+        "--result-filename",
+        "result.json",
+        "--model",
+        given.model,
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | offline
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True, timeout=600)
+    found = json.loads((folder / "result.json").read_text())
+    assert found["completed"] == given.requests, found["completed"]
+    return {own: found[f"mean_{name}_ms"] for own, name in NAMES.items()}
+
+
+def measure(given: argparse.Namespace) -> None:
+    seen: list[tuple[Means, Means]] = []
+    print("| turn | TTFT ms | | ITL ms | | E2E ms | |\n|---|---:|---:|---:|---:|---:|---:|")
+    for turn in range(given.turns):
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+            if turn % 2:  # neither is always the first
+                theirs = vllm_client(Path(other), given)
+                ours = own_client(Path(one), given)
+            else:
+                ours = own_client(Path(one), given)
+                theirs = vllm_client(Path(other), given)
+        seen.append((ours, theirs))
+        print(row(str(turn + 1), ours, theirs), flush=True)
+    print(row("mean", *({name: fmean(one[of][name] for one in seen) for name in NAMES} for of in (0, 1))))
+
+
+def row(name: str, ours: Means, theirs: Means) -> str:
+    cells = [f"{ours[key]:.2f} / {theirs[key]:.2f} | {(ours[key] / theirs[key] - 1) * 100:+.1f} %" for key in NAMES]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--model", required=True, help="name of the served model")
+    parser.add_argument("--tokenizer", required=True, help="directory of its tokenizer")
+    parser.add_argument("--vocab_size", type=int, default=256, help="prompts have token ids below it")
+    parser.add_argument("--chat", action="store_true", help="chats in the place of completions")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--rate", type=float, default=2.0)
+    parser.add_argument("--prompt_len", type=int, default=256)
+    parser.add_argument("--output_len", type=int, default=64)
+    measure(parser.parse_args())

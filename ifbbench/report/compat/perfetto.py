@@ -1,0 +1,281 @@
+"""A run as a trace for ui.perfetto.dev: iterations, a track for each request, flows of pauses, and counters.
+
+The file has Perfetto's own format, a sequence of protobuf TracePackets. Field numbers are those of
+protos/perfetto/trace in Perfetto's repository.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
+from ifbbench.analysis.rows import Id, Span
+from ifbbench.files import new_file
+from ifbbench.report.client_side import load_gauges
+from ifbbench.report.limits import limit_name, waits_for, window_name
+from ifbbench.rundir.reader import cumulated
+
+FILE = "trace.perfetto-trace"
+NANOSECONDS = 1e9
+# Types of a TrackEvent.
+BEGIN, END, INSTANT, COUNTER = 1, 2, 3, 4
+# Track ids: the processes, the iterations, then counters, and requests from FIRST_REQUEST on.
+ENGINE, REQUESTS, ITERATIONS, FIRST_COUNTER, FIRST_REQUEST = 1, 2, 3, 10, 1000
+COUNTERS = (
+    "KV blocks used",
+    "tokens in the batch",
+    "context requests",
+    "generation requests",
+    "requests waiting",
+    "requests queued",
+)
+NAMES = (
+    "iteration",
+    "context",
+    "generation",
+    "recompute",
+    "paused",
+    "waiting",
+    "skipped",
+    "gets the blocks",
+    "not sent yet",
+    "until the first token",
+    "failed",
+)
+CLIENT_NAMES = {"waiting": "not sent yet", "context": "until the first token", "generation": "generation"}
+NOTES = ("iteration", "last iteration", "tokens", "for", "bound by", "first left out", "prompt tokens", "output tokens")
+NAME_IDS = {name: number for number, name in enumerate(NAMES, start=1)}
+NOTE_IDS = {name: number for number, name in enumerate(NOTES, start=1)}
+# Sequence flags: the interned names begin, and are used.
+CLEARED, NEEDED = 1, 2
+PACKETS_AT_ONCE = 1 << 16
+
+
+def write_trace(run: RecordedRun, into: Path) -> Path:
+    """Write the trace into a directory; returns the file. InputError if it cannot be written."""
+    path = into / FILE
+    with new_file(path, overwrite=True) as file:
+        packets = _client_packets(run) if run.data.endpoint else _packets(run)
+        while gathered := b"".join(islice(packets, PACKETS_AT_ONCE)):
+            file.write(gathered)
+    return path
+
+
+def _packets(run: RecordedRun) -> Iterator[bytes]:
+    yield _names()
+    engine, requests = _number(1, 1) + _text(6, "engine"), _number(1, 2) + _text(6, "requests")
+    yield _track(ENGINE, "", _part(3, engine))
+    yield _track(REQUESTS, "", _part(3, requests) + _number(11, 3))  # children in the order of their rank
+    yield _track(ITERATIONS, "iterations", _number(5, ENGINE))
+    windows = [f"KV blocks used, {window_name(size)}" for size in run.iterations.blocks_of_window]
+    for place, name in enumerate((*COUNTERS, *windows)):
+        yield _track(FIRST_COUNTER + place, name, _number(5, ENGINE) + _part(8, _number(3, 2)))  # unit: a count
+    yield from _iterations(run)
+    yield from _counters(run)
+    yield from _requests(run)
+
+
+def _client_packets(run: RecordedRun) -> Iterator[bytes]:
+    """Of a run against an endpoint: requests in flight, gauges of the server, and what the client saw of requests."""
+    yield _names()
+    process = _number(1, 1) + _text(6, f"endpoint {(run.data.endpoint or {}).get('url')}")
+    yield _track(ENGINE, "", _part(3, process))
+    yield _track(REQUESTS, "", _part(3, _number(1, 2) + _text(6, "requests")) + _number(11, 3))
+    sent = run.data.spans[run.data.spans["phase"] != "waiting"].groupby("request_id")
+    changes = [*((time_s, 1) for time_s in sent["start_s"].min()), *((time_s, -1) for time_s in sent["end_s"].max())]
+    times_s, steps = np.array(sorted(changes), float).reshape(-1, 2).T
+    gauges = {"requests in flight": (times_s, np.cumsum(steps)), **load_gauges(run.data)}
+    for place, (name, (at_s, values)) in enumerate(gauges.items()):
+        yield _track(FIRST_COUNTER + place, name, _number(5, ENGINE) + _part(8, _number(3, 2)))
+        for time_ns, value in zip(_nanoseconds(at_s), values.tolist(), strict=True):
+            double = _varint(44 << 3 | 1) + struct.pack("<d", value)
+            yield _event(time_ns, COUNTER, FIRST_COUNTER + place, double)
+    spans = run.data.spans.groupby("request_id")
+    for place, (request_id, row) in enumerate(run.row_of.items()):
+        track = FIRST_REQUEST + place
+        yield _track(track, f"request {request_id}", _number(5, REQUESTS) + _number(12, place))
+        own = spans.get_group(str(request_id)) if str(request_id) in spans.groups else run.data.spans[:0]
+        for phase, start, end, tokens in own[["phase", "start_s", "end_s", "tokens"]].itertuples(index=False):
+            first, last = _nanoseconds(np.array([start, end]))
+            yield _event(first, BEGIN, track, _number(10, NAME_IDS[CLIENT_NAMES[phase]]) + _note("tokens", int(tokens)))
+            yield _event(last, END, track)
+        if row.get("error"):
+            at_s = np.array([row["arrival_s"] if row.get("sent_s") is None else row["sent_s"]])
+            yield _event(
+                _nanoseconds(at_s)[0], INSTANT, track, _number(10, NAME_IDS["failed"]) + _note("for", row["error"])
+            )
+
+
+# Messages.
+
+
+def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return _SMALL[value]
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
+_SMALL = [bytes([value]) for value in range(0x80)]
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _part(field: int, content: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(content)) + content
+
+
+def _text(field: int, text: str) -> bytes:
+    return _part(field, text.encode())
+
+
+def _fixed(field: int, value: int) -> bytes:
+    return _varint(field << 3 | 1) + value.to_bytes(8, "little")
+
+
+_SEQUENCE = _number(10, 1)
+_TAIL = _SEQUENCE + _number(13, NEEDED)
+_TIME, _EVENT, _TRACK = _varint(8 << 3), _varint(11 << 3 | 2), _varint(11 << 3)
+
+
+def _names() -> bytes:
+    """The packet with the names of events and of their notes, which later ones refer to by number."""
+    content = b"".join(
+        _part(field, _number(1, number) + _text(2, name))
+        for field, names in ((2, NAME_IDS), (3, NOTE_IDS))
+        for name, number in names.items()
+    )
+    return _part(1, _SEQUENCE + _number(13, CLEARED) + _part(12, content))
+
+
+def _track(uuid: int, name: str, content: bytes) -> bytes:
+    return _part(1, _SEQUENCE + _part(60, _number(1, uuid) + (_text(2, name) if name else b"") + content))
+
+
+def _event(time_ns: int, kind: int, track: int, content: bytes = b"") -> bytes:
+    event = _number(9, kind) + _TRACK + _varint(track) + content
+    packet = _TIME + _varint(time_ns) + _EVENT + _varint(len(event)) + event + _TAIL
+    return b"\n" + _varint(len(packet)) + packet
+
+
+def _note(name: str, value: int | str) -> bytes:
+    content = _number(4, value) if isinstance(value, int) else _text(6, value)
+    return _part(4, _number(1, NOTE_IDS[name]) + content)
+
+
+# Events.
+
+
+def _nanoseconds(seconds: Floats) -> list[int]:
+    times: list[int] = np.round(np.maximum(seconds, 0.0) * NANOSECONDS).astype(np.int64).tolist()
+    return times
+
+
+def _iterations(run: RecordedRun) -> Iterator[bytes]:
+    iterations, name = run.iterations, _number(10, NAME_IDS["iteration"])
+    bound = [_note("bound by", limit_name(limit)) for limit in iterations.limits]
+    left_out = [_note("first left out", str(request)) for request, _ in iterations.left_out_pairs]
+    columns = (
+        _nanoseconds(iterations.start_s),
+        _nanoseconds(iterations.end_s),
+        iterations.number.tolist(),
+        iterations.limit.tolist(),
+        iterations.left_out.tolist(),
+        iterations.budget_used.tolist(),
+    )
+    for start, end, number, limit, first, tokens in zip(*columns, strict=True):
+        content = name + _note("iteration", number) + _note("tokens", tokens) + bound[limit]
+        yield _event(start, BEGIN, ITERATIONS, content + (left_out[first] if first != NO_REQUEST else b""))
+        yield _event(end, END, ITERATIONS)
+
+
+def _counters(run: RecordedRun) -> Iterator[bytes]:
+    """A value where a counter changes."""
+    iterations = run.iterations
+    context, generation = batch_composition(run)
+    used_blocks = [iterations.used_blocks, *(used for used, _ in iterations.blocks_of_window.values())]
+    blocks, *of_windows = (np.nan_to_num(used).astype(np.int64) for used in used_blocks)
+    series = (blocks, iterations.budget_used, context, generation, iterations.waiting, iterations.queued, *of_windows)
+    times = np.array(_nanoseconds(iterations.start_s))
+    for place, values in enumerate(series):
+        changes = np.flatnonzero(np.diff(values, prepend=NO_REQUEST))
+        for time_ns, value in zip(times[changes].tolist(), values[changes].tolist(), strict=True):
+            yield _event(time_ns, COUNTER, FIRST_COUNTER + place, _number(30, value))
+        yield _event(_nanoseconds(iterations.end_s[-1:])[0], COUNTER, FIRST_COUNTER + place, _number(30, 0))
+
+
+def batch_composition(run: RecordedRun) -> tuple[Integers, Integers]:
+    """Requests in the context phase, recomputation included, and in the generation phase of each iteration."""
+    spans = [span for spans in run.spans.values() for span in spans]
+    last = max([int(run.iterations.number[-1]), *(span.last for span in spans)])
+    counts = []
+    for phases in (("context", "recompute"), ("generation",)):
+        chosen = [span for span in spans if span.phase in phases]
+        steps, every = np.zeros(last + 1 + run.data.num_micro_batches, np.int64), run.data.num_micro_batches
+        np.add.at(steps, _integers(span.first for span in chosen), 1)
+        np.add.at(steps, _integers(span.last + every for span in chosen), -1)
+        counts.append(cumulated(steps, every)[run.iterations.number])
+    return counts[0], counts[1]
+
+
+def _integers(values: Iterable[int]) -> NDArray[np.int64]:
+    return np.fromiter(values, np.int64)
+
+
+def _requests(run: RecordedRun) -> Iterator[bytes]:
+    ids = list(dict.fromkeys([*run.trace, *run.spans]))
+    track = {request_id: FIRST_REQUEST + place for place, request_id in enumerate(ids)}
+    pause_number = 0
+    for place, request_id in enumerate(ids):
+        spans, row = run.spans.get(request_id, []), run.row_of.get(request_id, {})
+        yield _track(track[request_id], f"request {request_id}", _number(5, REQUESTS) + _number(12, place))
+        if not spans:
+            continue
+        bounds = _bounds(run, spans, row.get("end_s"))
+        lengths = b"".join(_note(f"{name} tokens", int(row[f"{name}_len"])) for name in ("prompt", "output") if row)
+        for span, start, end in zip(spans, bounds, bounds[1:], strict=False):
+            content = _number(10, NAME_IDS[span.phase]) + _note("iteration", span.first)
+            content += _note("last iteration", span.last)
+            if span.tokens:
+                content += _note("tokens", span.tokens)
+            if span.cause is not None:
+                content += _note("for", _cause(span))
+            if span is spans[0]:
+                content += lengths
+            flow = b""
+            if span.phase == "paused" and span.cause in track:
+                pause_number += 1
+                flow = _fixed(47, pause_number)
+            yield _event(start, BEGIN, track[request_id], content + flow)
+            yield _event(end, END, track[request_id])
+            if flow and span.cause is not None:
+                yield _event(
+                    start,
+                    INSTANT,
+                    track[span.cause],
+                    _number(10, NAME_IDS["gets the blocks"])
+                    + _note("for", f"request {request_id} is paused")
+                    + _fixed(48, pause_number),
+                )
+
+
+def _bounds(run: RecordedRun, spans: list[Span], end_s: float | None) -> list[int]:
+    """When each span begins, and the last one ends: a span lasts until the next one begins."""
+    starts = np.interp([span.first for span in spans], run.iterations.number, run.iterations.start_s)
+    end = run.iterations.end_of(spans[-1].last) if end_s is None else float(end_s)
+    return _nanoseconds(np.maximum.accumulate(np.append(starts, end)))
+
+
+def _cause(span: Span) -> str:
+    cause: Id | None = span.cause
+    return f"request {cause}" if span.phase == "paused" else waits_for(None if cause is None else str(cause))

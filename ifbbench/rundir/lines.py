@@ -1,0 +1,349 @@
+"""The files of JSON lines in a run directory: what each line holds, how it is encoded and written.
+
+msgspec encodes a line in half the time that filling in a template takes, into a buffer in a third of it.
+Optional fields are left out where they are UNSET. `trace.jsonl` is in `ifbbench.workload`, which also reads it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from msgspec import UNSET, Raw
+from msgspec.json import Encoder, decode
+
+from ifbbench.compressed import open_to_write
+from ifbbench.engine.records import INFLIGHT_FIELDS, CacheState, IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.request import Request
+from ifbbench.engine.step_profile import StepProfile
+from ifbbench.files import restored
+from ifbbench.rundir.line_types import (
+    ExecutorLine,
+    InflightLine,
+    IterationDetails,
+    KvCacheIterationStats,
+    LeftOutRequest,
+    PausedRequest,
+    RequestLine,
+    SpecDecodingStats,
+    StaticLine,
+    executor_line,
+)
+
+SHARE_DIGITS: Final = 6
+SHARE_UNITS: Final = 1_000_000
+BYTES_AT_ONCE = 1 << 16
+
+_ENCODER: Final = Encoder()
+encode = _ENCODER.encode
+
+
+def number(value: float) -> Any:
+    """`value`, to be encoded as `repr` writes it. msgspec does so too, but for floats below 1e-4 and from 1e16 on
+    (0.00001, 1e16): these become their text, which only `encode` may use."""
+    return value if 1e-4 <= value < 1e16 or not value else Raw(repr(value).encode())
+
+
+class Phase:
+    """What a request does in an iteration."""
+
+    WAITING: Final = "waiting"
+    CONTEXT: Final = "context"
+    RECOMPUTE: Final = "recompute"
+    GENERATION: Final = "generation"
+    SKIPPED: Final = "skipped"
+    PAUSED: Final = "paused"
+
+
+RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
+
+
+def request_line(
+    request: Request,
+    arrival_s: float,
+    output_len: int,
+    outcome: str,
+    error: str | None = None,
+    times_s: Sequence[Any] = (None,) * 7,
+    attribution_s: dict[str, Any] | None = None,
+) -> RequestLine:
+    """The line of a request. times_s: `queue_time_s` to `end_s` of RequestLine; these and attribution_s are numbers to
+    be encoded (see `number`)."""
+    # A pause appends output tokens to the prompt and lowers max_new_tokens by them.
+    requested = request.max_new_tokens + request.prompt_len - request.original_prompt_len
+    queue, ttft, tpot, e2e, scheduled, first, end = times_s
+    return RequestLine(
+        request.request_id,
+        request.index,
+        number(arrival_s),
+        request.original_prompt_len,
+        output_len,
+        queue,
+        ttft,
+        tpot,
+        e2e,
+        scheduled,
+        first,
+        end,
+        requested,
+        request.pauses,
+        request.recomputed_tokens,
+        request.reused_tokens if outcome == "completed" else 0,
+        attribution_s or {},
+        outcome,
+        error,
+    )
+
+
+def share_of(value: float) -> Any:
+    """`value`, from 0 to 1, rounded to `SHARE_DIGITS` as `round` does it, but quickly; to be encoded (see `number`)."""
+    scaled = value * SHARE_UNITS + 0.5
+    units = int(scaled)
+    # The product is exact to 1e-9: only halves, or what is as near to them, depend on more.
+    if 1e-6 < scaled - units < 1 - 1e-6:
+        return number(units / SHARE_UNITS)
+    return number(round(value, SHARE_DIGITS))
+
+
+class JsonLinesWriter:
+    """A file of JSON lines, compressed if the path ends in .gz. About `BYTES_AT_ONCE` of the latest lines and the
+    buffer of the file are in memory; after `flush` or `close` all lines can be read.
+
+    was_removed: whether the file had been removed when it was closed, which then has written it again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer = open_to_write(path)
+        self.was_removed = False
+        self._lines = bytearray()
+        self._is_whole = True  # whether no write has failed; after one that has, a line could follow half of another
+
+    def add(self, line: Any) -> None:
+        """Append a line, which is encoded; nothing for None."""
+        if line is not None:
+            _ENCODER.encode_into(line, self._lines, -1)
+            self._end_line()
+
+    def write(self, lines: Iterable[bytes]) -> None:
+        """Append encoded lines, each without its line end."""
+        for line in lines:
+            self._lines += line
+            self._end_line()
+
+    def flush(self) -> None:
+        """Make every line readable."""
+        self._write_gathered()
+        self._writer.flush()
+
+    def close(self) -> None:
+        """End the file; every line is readable."""
+        with closing(self._writer):
+            self.flush()
+            self.was_removed = restored(self._path, self._writer.fileno())
+
+    def _end_line(self) -> None:
+        self._lines += b"\n"
+        if len(self._lines) >= BYTES_AT_ONCE:
+            self._write_gathered()
+
+    def _write_gathered(self) -> None:
+        if self._lines and self._is_whole:
+            self._is_whole = False
+            self._writer.write(self._lines)
+            self._is_whole = True
+            self._lines.clear()
+
+
+Line: TypeAlias = InflightLine | StaticLine | ExecutorLine
+
+
+def is_thinned_out(iteration: int, every: int, bound_by: str, before: str) -> bool:
+    """Whether thinned statistics leave out an iteration that pauses no request and is not the last. before: what bound
+    the iteration before it."""
+    return iteration % every > 0 and bound_by == before
+
+
+def thinned(lines: Iterable[bytes], every: int) -> Iterator[bytes]:
+    """Those of the lines of all iterations that IterationLines makes of every so many."""
+    before, latest = "", None
+    for line in lines:
+        row = decode(line)
+        details = row["ifbbench"]
+        number = row["iter"] if "iter" in row else row["Iteration Counter"]
+        latest = None
+        if not details["paused"] and is_thinned_out(number, every, details["bound_by"], before):
+            latest = line
+        else:
+            yield line
+        before = details["bound_by"]
+    if latest is not None:
+        yield latest
+
+
+class IterationLines:
+    """Makes the lines of `iterations.jsonl`.
+
+    statistics: makes the batch manager's fields. every: thinned, to the lines of every so many iterations, and of those
+    that pause a request, are bound by another limit than the one before, or are the last. profile: adds where the time
+    of each iteration went. as_executor: in the form of ExecutorLine. delivered_s: of each iteration so far, when its
+    tokens reach the clients; None where they do so at its end.
+    """
+
+    def __init__(
+        self,
+        statistics: IterationStatistics,
+        every: int = 1,
+        profile: StepProfile | None = None,
+        as_executor: bool = False,
+        delivered_s: Sequence[float] | None = None,
+    ) -> None:
+        self._statistics = statistics
+        self._line_type = InflightLine if statistics.names[-1] == INFLIGHT_FIELDS[-1] else StaticLine
+        self._profile = profile
+        self._as_executor = as_executor
+        self._delivered_s = delivered_s
+        self._every = every
+        self._bound_by = ""
+        # The latest iterations, if the last of them was left out.
+        self._latest: IterationRecord | Stretch | None = None
+
+    def whole(self, record: IterationRecord, bound_by: str) -> Line:
+        """The line of a static batch."""
+        self._bound_by = bound_by
+        return self._complete(record)
+
+    def record(self, record: IterationRecord, bound_by: str) -> Line | None:
+        """The line of one iteration; None if it is left out. bound_by: its limit."""
+        before, self._bound_by = self._bound_by, bound_by
+        if not record.paused and is_thinned_out(record.iteration, self._every, bound_by, before):
+            self._latest = record
+            return None
+        self._latest = None
+        return self._complete(record)
+
+    def write_stretch(self, stretch: Stretch, bound_by: str, writer: JsonLinesWriter) -> None:
+        """Write the lines of all iterations of a stretch, equal to those of `record`: one line, of which only the
+        fields that differ are set again. Numbers of Python, because stretches are often so short that arrays are
+        slower."""
+        first, cache, every = stretch.first, stretch.first.cache, self._every
+        changed, self._bound_by = bound_by != self._bound_by, bound_by
+        size, held, filled = cache.tokens_per_block or 0, cache.held_tokens, cache.filled_tokens
+        used, total, new = cache.used_blocks or 0, cache.allocated_total or 0, cache.allocated_new or 0
+        free, has_windows = (cache.max_blocks or 0) - used, len(cache.windows) > 0
+        line = self._line(first)
+        details = line.ifbbench
+        for index, start_s in enumerate(stretch.start_s):
+            iteration = first.iteration + index
+            if iteration % every and not (changed and not index):  # see `is_thinned_out`
+                continue
+            submit_s, end_s = stretch.submit_s[index], stretch.end_s[index]
+            more, tokens = stretch.more_blocks[index], stretch.more_tokens[index]
+            line.timestamp = self._statistics.format_timestamp(stretch.epoch_s + start_s)
+            line.iteration_counter = iteration
+            line.free_kv_cache_blocks = free - more
+            line.used_kv_cache_blocks = used + more
+            line.allocated_total_kv_cache_blocks = total + more
+            line.allocated_new_kv_cache_blocks = new + stretch.more_new[index]
+            if has_windows:
+                details.kv_cache_iteration_stats = _of_windows(stretch.cache(index))
+            details.start_s, details.latency_ms = number(start_s), number((end_s - start_s) * 1000)
+            details.host_ms = number((submit_s - start_s) * 1000)
+            details.device_ms = number((end_s - submit_s) * 1000)
+            if self._delivered_s is not None:
+                details.delivery_ms = number((self._delivered_s[iteration] - end_s) * 1000)
+            details.kv_fragmentation = share_of(max(0.0, 1.0 - (filled + tokens) / (held + more * size)))
+            if self._as_executor:
+                completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
+                writer.add(executor_line(line, completed))
+            else:
+                writer.add(line)
+        left_out = stretch.last_iteration % every and (stretch.length > 1 or not changed)
+        self._latest = stretch if left_out else None
+
+    def last(self) -> Line | None:
+        """The line of the last iteration so far, if it was left out."""
+        if self._latest is None:
+            return None
+        record = deque(self._latest.records(), 1)[0] if isinstance(self._latest, Stretch) else self._latest
+        return self._complete(record)
+
+    def _complete(self, record: IterationRecord) -> Line:
+        line = self._line(record)
+        return executor_line(line, len(record.finished)) if self._as_executor else line
+
+    def _line(self, record: IterationRecord) -> InflightLine | StaticLine:
+        return self._line_type(*self._statistics.values(record), self._details(record))  # type: ignore[call-arg,arg-type]
+
+    def _details(self, record: IterationRecord) -> IterationDetails:
+        start_s, submit_s, end_s, left_out = record.start_s, record.submit_s, record.end_s, record.left_out
+        scheduled = len(record.context)
+        if record.steps is None:
+            scheduled += record.num_generation + record.idle
+        cache = record.cache
+        details = IterationDetails(
+            number(start_s),
+            number((end_s - start_s) * 1000),
+            number((submit_s - start_s) * 1000),
+            number((end_s - submit_s) * 1000),
+            UNSET,
+            UNSET,
+            UNSET,
+            UNSET,
+            UNSET,
+            UNSET,
+            UNSET,
+            UNSET,
+            UNSET,
+            record.queued,
+            record.queued + record.active - record.in_flight - scheduled,
+            self._bound_by,
+            None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
+            [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused]
+            if record.paused
+            else [],
+            record.recomputed,
+            record.budget_used,
+            record.padding or UNSET,
+            cache.missed,
+            share_of(cache.fragmentation),
+        )
+        if cache.windows:
+            details.kv_cache_iteration_stats = _of_windows(cache)
+        if record.steps is not None:
+            details.first_step, details.last_step = record.steps
+            return details
+        if self._delivered_s is not None:
+            details.delivery_ms = number((self._delivered_s[record.iteration] - end_s) * 1000)
+        if record.loads:
+            details.lora_loads = [load.task_id for load in record.loads]
+        if (drafts := record.drafts) is not None:
+            details.spec_decoding = SpecDecodingStats(
+                drafts.drafted,
+                drafts.accepted,
+                drafts.requests,
+                number(drafts.acceptance_length),
+                number(drafts.draft_s * 1000),
+                number(drafts.draft_s / (end_s - start_s) if end_s > start_s else 0.0),
+            )
+        if record.context_end_s is not None:
+            details.context_pass_ms = number((record.context_end_s - submit_s) * 1000)
+            details.generation_pass_ms = number((end_s - record.context_end_s) * 1000)
+        if self._profile is not None:
+            step = self._profile.take(record.iteration)
+            details.schedule_ms = number((submit_s - start_s - step.prepare_s - step.launch_s) * 1000)
+            details.prepare_ms, details.launch_ms = number(step.prepare_s * 1000), number(step.launch_s * 1000)
+            details.collect_ms, details.device_busy_ms = number(step.collect_s * 1000), number(step.device_s * 1000)
+            details.flops, details.bytes = number(step.flops), number(step.bytes)
+        return details
+
+
+def _of_windows(cache: CacheState) -> dict[str, KvCacheIterationStats]:
+    """The blocks of each attention window, by its tokens."""
+    return {
+        str(window.size): KvCacheIterationStats(
+            window.max_blocks, window.max_blocks - window.used_blocks, window.used_blocks
+        )
+        for window in cache.windows
+    }

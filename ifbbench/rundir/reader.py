@@ -1,0 +1,406 @@
+"""The reader of run directories: files of JSON lines as tables, of finished, killed and thinned runs."""
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, get_args
+
+import numpy as np
+import pandas as pd
+from msgspec import UnsetType
+from msgspec.structs import fields
+from numpy.typing import NDArray
+
+from ifbbench.compressed import DamagedFile, content_path, read_pieces
+from ifbbench.engine.config import BatchingType, Overlap
+from ifbbench.errors import InputError
+from ifbbench.files import is_part
+from ifbbench.report.limits import fullest_window
+from ifbbench.rundir.checking import as_object, check_line, read_object
+from ifbbench.rundir.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
+from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
+
+Floats = NDArray[np.float64]
+
+ITERATION_FIELDS = {"batch_manager": ("Iteration Counter", "ifbbench"), "trtllm": ("iter", "ifbbench")}
+SPAN_FIELDS = ("request_id", "phase", "first_iteration", "last_iteration", "tokens")
+REQUEST_FIELDS = ("request_id", "outcome")
+# Columns that are in the tables of all runs; further ones where the lines have them.
+ITERATION_COLUMNS = (
+    *(
+        field.name
+        for line in (InflightLine, IterationDetails)
+        for field in fields(line)
+        if field.name not in ("ifbbench", "first_left_out") and UnsetType not in get_args(field.type)
+    ),
+    "first_left_out_request",
+    "first_left_out_reason",
+    "pauses",
+)
+SPAN_COLUMNS = SpanLine.__struct_fields__
+CLIENT_SPAN_COLUMNS = ("start_s", "end_s")  # of a run against an endpoint
+REQUEST_COLUMNS = tuple(
+    field.name
+    for field in fields(RequestLine)
+    if field.name != "attribution_s" and UnsetType not in get_args(field.type)
+)
+# The prefix of columns of each of several attention windows.
+KV_STATISTICS = "kv_cache_iteration_stats"
+NOT_NUMBERS = frozenset(
+    {
+        "timestamp",
+        "request_id",
+        "outcome",
+        "error",
+        "bound_by",
+        "first_left_out_request",
+        "first_left_out_reason",
+        "paused",
+        "phase",
+        "cause",
+        "chunks",
+        "steps",
+    }
+)
+# Columns of `iterations` that are unknown of the iterations that thinned statistics leave out.
+UNKNOWN_WHERE_THINNED = (
+    "host_ms",
+    "device_ms",
+    "tokens_recomputed",
+    "padding_tokens",
+    "context_pass_ms",
+    "generation_pass_ms",
+    "empty_generation_slots",
+    "paused",
+)
+
+Parsed = TypeVar("Parsed")
+# Integers and, from the first other number on, floats take eight bytes each; anything else is an object.
+_Column: TypeAlias = "list[Any] | array[Any]"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run directory. run: run.json. summary: summary.json, None where the run was killed.
+
+    Tables are read when they are first used. Request ids are texts in them.
+    """
+
+    path: Path
+    run: dict[str, Any]
+    summary: dict[str, Any] | None
+
+    @property
+    def partial(self) -> bool:
+        """Whether the run did not reach its end, so that figures cover only a part of it."""
+        return self.summary is None or bool(self.run.get("partial") or self.summary.get("partial"))
+
+    @property
+    def name(self) -> str:
+        """The run's name; its directory's where run.json has none."""
+        return str(self.run.get("name") or self.path.resolve().name)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Setting name to resolved value."""
+        return dict(self.run.get("config") or {})
+
+    @property
+    def endpoint(self) -> dict[str, Any] | None:
+        """The server of a run against an endpoint, which has no iterations; None of other runs."""
+        return self.run.get("endpoint")
+
+    @property
+    def has_only_summary(self) -> bool:
+        """Whether `--recording summary` left out iterations and spans; a client that measures a server records both."""
+        return self.config.get("recording") == "summary" and self.endpoint is None
+
+    @property
+    def recorded_every(self) -> int:
+        """One of how many iterations is recorded; more than 1 where statistics were thinned."""
+        return int(self.config.get("iteration_stats_every") or 1)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Parts that the requests were divided into; each ran in one of so many iterations."""
+        return micro_batches_of(self.config)
+
+    @cached_property
+    def windows(self) -> list[str]:
+        """The tokens of each of several attention windows; empty with one window, and where older versions recorded
+        the sum of their blocks only."""
+        names = [name.split(".") for name in map(str, self.iterations) if name.startswith(f"{KV_STATISTICS}.")]
+        return list(dict.fromkeys(size for _, size, _ in names))
+
+    def window_blocks(self, size: str) -> tuple[Floats, int]:
+        """The blocks of an attention window that are in use, [iterations], and the size of its pool."""
+        used, pool = (
+            self.iterations[f"{KV_STATISTICS}.{size}.primary{which}NumBlocks"].to_numpy(dtype=float)
+            for which in ("Used", "Max")
+        )
+        return used, int(np.nanmax(pool))
+
+    def blocks_of_fullest(self) -> tuple[Floats, int, str]:
+        """As `window_blocks` of the attention window that is fullest at its peak, and its tokens; of the whole cache,
+        and an empty text, where there are not several windows."""
+        if not self.windows:
+            table = self.iterations
+            pool = table["max_kv_cache_blocks"].max()
+            used = table["used_kv_cache_blocks"].to_numpy(dtype=float)
+            return used, 0 if np.isnan(pool) else int(pool), ""
+        blocks = {size: self.window_blocks(size) for size in self.windows}
+        size = fullest_window({size: (float(np.nanmax(used)), pool) for size, (used, pool) in blocks.items()})
+        return *blocks[size], size
+
+    @cached_property
+    def iterations(self) -> pd.DataFrame:
+        """A row an iteration, in order. Those that thinned statistics leave out are filled in: see `_filled`.
+
+        Fields are in snake_case, those under "ifbbench" beside them; `pauses`: number of requests that were paused.
+        """
+        required = ITERATION_FIELDS[self.config.get("iteration_stats_format") or "batch_manager"]
+        rows = map(_flat_iteration, read_lines(find_iterations(self.path), required))
+        recorded = _table_of(rows, ITERATION_COLUMNS)
+        recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
+        return _filled(recorded, self.spans, self.num_micro_batches) if self.recorded_every > 1 else recorded
+
+    @cached_property
+    def spans(self) -> pd.DataFrame:
+        """A row a span, by request and first iteration; of a killed run also those open when it was last flushed.
+
+        Against an endpoint, the columns of iterations have seconds."""
+        paths = (find_lines(self.path, "spans"), self.path / OPEN_SPANS)
+        columns = (*SPAN_COLUMNS, *CLIENT_SPAN_COLUMNS) if self.endpoint else SPAN_COLUMNS
+        table = _table_of(chain.from_iterable(read_lines(path, SPAN_FIELDS) for path in paths), columns)
+        table["request_id"] = table["request_id"].astype(str)
+        if self.endpoint:
+            table["first_iteration"], table["last_iteration"] = table["start_s"], table["end_s"]
+        # A span that was open at the flush may have been closed in it too.
+        table = table.drop_duplicates(["request_id", "first_iteration"])
+        return table.sort_values(["request_id", "first_iteration"], kind="stable", ignore_index=True)
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        """A row a request, by index in the trace; each part of `attribution_s` is a column."""
+        rows = map(_flat_request, read_lines(find_lines(self.path, "requests"), REQUEST_FIELDS))
+        table = _table_of(rows, REQUEST_COLUMNS)
+        table["request_id"] = table["request_id"].astype(str)
+        return table.sort_values("index", kind="stable", ignore_index=True)
+
+    @property
+    def completed(self) -> pd.DataFrame:
+        """The requests that have all their tokens: latencies cover these."""
+        return self.requests[self.requests["outcome"] == "completed"]
+
+
+def delivered_s(iterations: pd.DataFrame) -> Floats:
+    """When the tokens of each iteration reached their clients, in seconds: at its end, or when a serving process had
+    delivered them."""
+    latency_ms = iterations["latency_ms"]
+    if "delivery_ms" in iterations:
+        latency_ms = latency_ms + iterations["delivery_ms"].fillna(0.0)
+    return (iterations["start_s"] + latency_ms / 1000).to_numpy(dtype=float)
+
+
+def micro_batches_of(config: Mapping[str, Any]) -> int:
+    """Micro batches of a run with the resolved settings `config`; runs of former versions have one."""
+    stages = 1 if config.get("type") == BatchingType.V1 else int(config.get("pp_size") or 1)
+    return stages if stages > 1 else 2 if config.get("overlap") == Overlap.PARTITIONED else 1
+
+
+def load_run(path: Path) -> RunData:
+    """The one run directory at or below `path`. InputError if there are several or none, or (for a table: when it is
+    first used) if a file is bad, with file and line."""
+    found = find_runs(path)
+    if len(found) > 1:
+        names = ", ".join(str(item) for item in found[:3])
+        raise InputError(f"{path}: holds {len(found)} runs; expected one. Name one of them: {names}, ….")
+    summary = found[0] / "summary.json"
+    return RunData(found[0], read_object(found[0] / "run.json"), read_object(summary) if summary.exists() else None)
+
+
+def find_runs(path: Path) -> list[Path]:
+    """`path` itself if it is a run directory, otherwise all run directories below it, by name; InputError if none."""
+    if (path / "run.json").is_file():
+        return [path]
+    found = sorted(file.parent for file in path.rglob("run.json") if not is_part(file.parent)) if path.is_dir() else []
+    if not found:
+        problem = "holds no run" if path.is_dir() else "is not a directory"
+        raise InputError(
+            f"{path}: {problem}; expected a directory with run.json, or one above such directories. "
+            "`ifbbench run` writes them, by default below results/."
+        )
+    return found
+
+
+def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects in `path`, one a line, each with the fields `required`: see `parsed_lines`."""
+    return parsed_lines(path, lambda line_number, line: parse_line(path, line_number, line, required))
+
+
+def parsed_lines(path: Path, parse: Callable[[int, bytes], Parsed]) -> Iterator[Parsed]:
+    """What `parse` makes of the number and the text of each line of `path`; compressed if the name says so.
+
+    What a killed run was writing is left out: a last line without line end for which `parse` raises InputError, and the
+    rest of a compressed file that was cut off. Every other bad line raises it. A missing file is an empty one: the run
+    was killed before it wrote to it.
+    """
+    if not path.exists():
+        return
+    line_number, rest = 0, b""
+    try:
+        for piece in read_pieces(path):
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                line_number += 1
+                if line.strip():
+                    yield parse(line_number, line)
+    except EOFError:
+        pass  # cut off behind the last whole line
+    except DamagedFile as error:
+        raise InputError(f"{path}: {error}. Restore the file, or remove it to continue without it.") from error
+    if rest.strip():
+        with suppress(InputError):
+            yield parse(line_number + 1, rest)
+
+
+def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
+    """The JSON object in a line of `path`, checked; InputError if it is not one with the fields `required`."""
+    try:
+        row = as_object(line)
+        for name in required:
+            if name not in row:
+                raise ValueError(f"field {name!r} is missing")
+        check_line(content_path(path).name, row)
+    except (ValueError, RecursionError) as error:
+        expected = " with ".join(filter(None, ("a JSON object", ", ".join(required))))
+        raise InputError(
+            f"{path}, line {line_number}: {error}; expected {expected}. "
+            "Restore the file, or remove the line to continue without it."
+        ) from error
+    return row
+
+
+def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
+    details = row.pop("ifbbench")
+    left_out = details.pop("first_left_out", None) or {}
+    drafts, windows = (details.pop(name, None) or {} for name in ("spec_decoding", KV_STATISTICS))
+    flat: dict[str, Any] = documented_fields(row) | details
+    flat |= {f"spec_decoding.{name}": value for name, value in drafts.items()}
+    flat |= {f"{KV_STATISTICS}.{size}.{name}": value for size, of in windows.items() for name, value in of.items()}
+    flat["first_left_out_request"] = left_out.get("request_id")
+    flat["first_left_out_reason"] = left_out.get("reason")
+    flat["pauses"] = len(details.get("paused") or ())
+    return flat
+
+
+def _flat_request(row: dict[str, Any]) -> dict[str, Any]:
+    attribution = row.pop("attribution_s", None) or {}
+    return row | {f"attribution_s.{name}": seconds for name, seconds in attribution.items()}
+
+
+def _table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """`rows` with `columns` first, which are there even where no row has them.
+
+    The table is made column by column, for files that would not fit into memory as objects. Columns are numbers except
+    for NOT_NUMBERS; the type of one that is not among `columns` is that of its first value. Nulls in numbers (times of
+    a refused request, blocks of a contiguous cache) become NaN, which every mean leaves out.
+    """
+    table: dict[str, _Column] = {name: [] if name in NOT_NUMBERS else array("q") for name in columns}
+    texts: dict[str, str] = {}
+    count = 0
+    for row in rows:
+        for name, value in row.items():
+            column = table.get(name)
+            if column is None:
+                column = table[name] = array("q") if type(value) in (int, float) else []
+            if len(column) < count:
+                column = table[name] = _padded(column, count)
+            if type(value) is str:
+                value = texts.setdefault(value, value)  # equal texts are one object
+            try:
+                column.append(value)
+            except (TypeError, OverflowError):
+                column = table[name] = array("d", column)
+                column.append(math.nan if value is None else float(value))
+        count += 1
+    padded = ((name, _padded(column, count)) for name, column in table.items())
+    return pd.DataFrame({name: column if isinstance(column, list) else np.asarray(column) for name, column in padded})
+
+
+def _padded(column: _Column, length: int) -> _Column:
+    """`column` with NaN or None in the rows that it lacks."""
+    missing = length - len(column)
+    if missing and not isinstance(column, list):
+        column = column if column.typecode == "d" else array("d", column)
+        column.extend([math.nan] * missing)
+    elif missing:
+        column.extend([None] * missing)
+    return column
+
+
+def _filled(iterations: pd.DataFrame, spans: pd.DataFrame, every: int) -> pd.DataFrame:
+    """A row for each iteration, from the recorded ones of thinned statistics.
+
+    The batch of the others comes from `spans`, exactly; their times are interpolated. No request was paused in
+    them, and their limit was that of the iteration before, because others are always recorded. The KV cache and the
+    queue keep their last recorded state, and UNKNOWN_WHERE_THINNED is empty. every: number of micro batches.
+    """
+    if iterations.empty:
+        return iterations
+    recorded = iterations["iteration_counter"].to_numpy(dtype=np.int64)
+    last = int(max(recorded[-1], spans["last_iteration"].max() if len(spans) else 0))
+    numbers = np.arange(recorded[0], last + 1)
+    unknown = [name for name in UNKNOWN_WHERE_THINNED if name in iterations]
+    known = iterations.set_index("iteration_counter")
+    table = known.reindex(numbers, method="ffill")
+    table.loc[~np.isin(numbers, recorded), unknown] = None
+    table.loc[~np.isin(numbers, recorded), "pauses"] = 0
+    start_s = np.interp(numbers, recorded, known["start_s"])
+    end_s = np.interp(numbers, recorded, known["start_s"] + known["latency_ms"] / 1000)
+    tokens_a_step = (table["budget_used"] - table["total_context_tokens"]) / table["generation_requests"]
+    generating = spans[spans["phase"] == "generation"]
+    steps = covering(generating["first_iteration"], generating["last_iteration"], last, every)
+    requests, tokens, generation = (counts[recorded[0] :] for counts in (*_context(spans, last, every), steps))
+    return table.assign(
+        start_s=start_s,
+        latency_ms=(end_s - start_s) * 1000,
+        context_requests=requests,
+        total_context_tokens=tokens,
+        generation_requests=generation,
+        scheduled_requests=requests + generation,
+        # A step is as many tokens as a request has beams; requests of one run mostly have the same number.
+        budget_used=tokens + generation * tokens_a_step.ffill().fillna(1.0).to_numpy(dtype=float),
+    ).reset_index(names="iteration_counter")
+
+
+def _context(spans: pd.DataFrame, last: int, every: int) -> tuple[Floats, Floats]:
+    """Requests and tokens of the context phase in each iteration up to `last`."""
+    with_chunks = spans[spans["phase"].isin(["context", "recompute"])]
+    requests, tokens = np.zeros(last + 1), np.zeros(last + 1)
+    for first, chunks in zip(with_chunks["first_iteration"].tolist(), with_chunks["chunks"], strict=True):
+        requests[first : first + len(chunks) * every : every] += 1
+        tokens[first : first + len(chunks) * every : every] += chunks
+    return requests, tokens
+
+
+def covering(first: pd.Series, last: pd.Series, end: int, every: int = 1) -> Floats:
+    """How many of the stretches contain each iteration up to `end`: every so many iterations from `first` to `last`."""
+    steps = np.zeros(end + 1 + every)
+    np.add.at(steps, first.to_numpy(dtype=np.int64), 1)
+    np.add.at(steps, last.to_numpy(dtype=np.int64) + every, -1)
+    return np.asarray(cumulated(steps, every)[: end + 1], dtype=float)
+
+
+def cumulated(changes: NDArray[Any], every: int) -> NDArray[Any]:
+    """The sum of `changes` at each place and at every so many places before it."""
+    if every == 1:
+        return changes.cumsum()
+    whole = np.zeros(-(-len(changes) // every) * every, changes.dtype)
+    whole[: len(changes)] = changes
+    return whole.reshape(-1, every).cumsum(axis=0).ravel()[: len(changes)]

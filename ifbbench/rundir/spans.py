@@ -1,0 +1,363 @@
+"""The spans of waiting and running of each active request, made from iterations; only a change of them costs time."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from msgspec import UNSET
+
+from ifbbench.engine.batch import ContextChunk
+from ifbbench.engine.records import IterationRecord
+from ifbbench.engine.request import Request
+from ifbbench.rundir.drafts import steps_of, stretches_of
+from ifbbench.rundir.line_types import SpanLine
+from ifbbench.rundir.lines import RUNNING, JsonLinesWriter, Phase, encode
+from ifbbench.rundir.metrics import WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
+from ifbbench.schedulers.tensorrt_llm.policies.policy import Limit
+
+SecondsOf = Callable[[Request], float]
+HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"
+_BATCH_SIZE: Final = Limit.BATCH_SIZE.value
+_IN_QUEUE: Final = f"{WAITING_FOR}{_BATCH_SIZE}"
+_IN_LINE: Final = frozenset((_IN_QUEUE, f"{WAITING_FOR}{HEAD_OF_LINE}"))
+
+
+class Span:
+    """Consecutive iterations of a micro batch, from `first` on, in which one request does one thing.
+
+    cause, first_output: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these
+    phases, 1 (with draft tokens, or more) once they have yielded output tokens that were not there before. extra: of
+    generation with draft tokens: iterations that yielded several tokens, and how many beyond one.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        first: int,
+        cause: str | int | None = None,
+        first_output: int = 0,
+        chunks: list[int] | None = None,
+    ) -> None:
+        self.phase, self.first, self.cause = phase, first, cause
+        self.first_output, self.chunks, self.produced = first_output, chunks, 0
+        self.extra: list[tuple[int, int]] | None = None
+
+
+def tokens_of(span: Span, last: int, every: int) -> int:
+    """Output tokens of a generation span up to iteration `last`, with a step in each so many iterations."""
+    tokens = (last - span.first) // every + 1
+    return tokens if span.extra is None else tokens + sum(more for _, more in span.extra)
+
+
+class RequestTimeline:
+    """One request from its arrival to its end, in iterations.
+
+    closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
+    first_run: the first iteration in which it ran, -1 before.
+    token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
+    produced: the number of these tokens. every: the number of micro batches. While the request runs, it runs in each so
+        many iterations. head: of the line, for the attribution. is_written: whether lines are returned.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "closed",
+        "every",
+        "first_run",
+        "head",
+        "is_written",
+        "last_iteration",
+        "open",
+        "produced",
+        "request",
+        "token_iterations",
+    )
+
+    def __init__(
+        self, request: Request, arrival_s: float, head: HeadOfLine, every: int = 1, is_written: bool = True
+    ) -> None:
+        self.every, self.is_written = every, is_written
+        self.request = request
+        self.head = head
+        self.arrival_s = arrival_s
+        self.open: Span | None = None
+        self.closed: list[tuple[str, int]] = []
+        self.first_run = self.last_iteration = -1
+        self.token_iterations: list[tuple[int, int]] = []
+        self.produced = 0
+
+    def begin(self, span: Span) -> SpanLine | None:
+        """Close the open span and open `span`; returns the line of the closed one, None if it lasted no iteration."""
+        line = self.end(span.first - 1)
+        self.open = span
+        return line
+
+    def end(self, last: int, max_produced: int | None = None) -> SpanLine | None:
+        """Close the open span after iteration `last`; returns its line, None if it lasted no iteration.
+
+        max_produced: the maximum number of output tokens that it can have produced, where known."""
+        span, self.open = self.open, None
+        if span is None or last < span.first:
+            return None
+        phase = span.phase
+        if self.every > 1:
+            last = self._last_step(span, last)
+        produced = self._produced_in(span, last)
+        if max_produced is not None:
+            produced = max(0, min(produced, max_produced))
+        if phase == Phase.GENERATION and produced:
+            if span.extra is None:
+                self.token_iterations.append((last - (produced - 1) * self.every, last))
+            else:
+                self.token_iterations += stretches_of(span.first, steps_of(span.first, last, span.extra), produced)
+            self.produced += produced
+        self.closed.append((f"{WAITING_FOR}{span.cause}" if phase == Phase.WAITING else phase, span.first))
+        self.last_iteration = last
+        return self._line(span, last, produced) if self.is_written else None
+
+    def open_line(self, last: int) -> SpanLine | None:
+        """The line of the open span as if iteration `last` were its last; None if it is empty."""
+        span = self.open
+        if span is None or last < span.first:
+            return None
+        last = self._last_step(span, last)
+        return self._line(span, last, self._produced_in(span, last))
+
+    def prompt_complete(self, iteration: int, num_outputs: int) -> None:
+        """The last context chunk yielded a token in `iteration`, or with draft tokens several."""
+        assert self.open is not None
+        new = num_outputs - self.produced
+        if new > 0:
+            self.open.produced = new
+            self.token_iterations += [(iteration, iteration)] * new
+            self.produced += new
+
+    def add_extra(self, iteration: int, count: int) -> None:
+        """Generation yielded `count` tokens beyond one in `iteration`: draft tokens that were accepted."""
+        if self.open is not None and self.open.phase is Phase.GENERATION:
+            self.open.extra = self.open.extra or []
+            self.open.extra.append((iteration, count))
+
+    def attribution(self, starts: Sequence[float], end_s: float) -> dict[str, float]:
+        """Seconds by what the request did or waited for; they add up to its end-to-end latency.
+
+        A span lasts until the next one begins. Before the first, the request waits for an iteration to begin. In the
+        queue and behind the head of the line, it waits for the limit that holds the head."""
+        seconds: dict[str, float] = {}
+        name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
+        for next_name, first in self.closed:
+            until_s = starts[first]
+            if until_s < arrival_s:
+                until_s = arrival_s
+            if name not in _IN_LINE:
+                seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
+            elif until_s > begin_s:
+                for limit, part_s in self.head.split(begin_s, until_s).items():
+                    part = name if name == _IN_QUEUE and limit == Limit.BATCH_SIZE.value else f"{WAITING_BEHIND}{limit}"
+                    seconds[part] = seconds.get(part, 0.0) + part_s
+            name, begin_s = next_name, until_s
+        # The last span is one in which the request ran.
+        seconds[name] = seconds.get(name, 0.0) + end_s - begin_s
+        return seconds
+
+    def _last_step(self, span: Span, last: int) -> int:
+        """The last iteration up to `last` in which the request did what `span` says."""
+        if span.phase not in RUNNING:
+            return last
+        return last - (last - span.first) % self.every
+
+    def _produced_in(self, span: Span, last: int) -> int:
+        """Output tokens that the span produced for the first time: those that a pause dropped do not count again."""
+        if span.phase != Phase.GENERATION:
+            return span.produced
+        again = max(0, self.produced - span.first_output)
+        return max(0, tokens_of(span, last, self.every) - again)
+
+    def _line(self, span: Span, last: int, produced: int) -> SpanLine:
+        line = SpanLine(self.request.request_id, span.phase, span.first, last, 0, span.cause, UNSET, UNSET, UNSET)
+        if self.every > 1 and span.phase in RUNNING:
+            line.every = self.every
+        if span.phase == Phase.GENERATION:
+            line.tokens, line.produced = tokens_of(span, last, self.every), produced
+            line.first_output = span.first_output
+            if span.extra is not None:
+                line.steps = steps_of(span.first, last, span.extra)
+        elif span.chunks:
+            line.tokens, line.chunks, line.produced = sum(span.chunks), span.chunks, produced
+        return line
+
+
+class SpanTracker:
+    """Keeps the timeline of each active request and writes spans as they close.
+
+    arrival_s(request): its arrival by the trace, in seconds. held_until_s(request): until when the client held it back,
+    to limit the concurrency. writer: of `spans.jsonl`; without it, no lines are made. head: kept for attributions.
+    """
+
+    def __init__(self, arrival_s: SecondsOf, held_until_s: SecondsOf | None = None) -> None:
+        self.writer: JsonLinesWriter | None = None
+        self.head = HeadOfLine()
+        self._arrival_s = arrival_s
+        self._held_until_s = held_until_s or arrival_s
+        self._num_micro_batches = 1
+        # By request id: all active requests; those with a partly computed prompt, of each micro batch; generation
+        # requests that could run in the latest iteration and did not; those that were left out first.
+        self._timelines: dict[int, RequestTimeline] = {}
+        self._partial: defaultdict[int, dict[int, RequestTimeline]] = defaultdict(dict)
+        self._held: dict[int, RequestTimeline] = {}
+        self._blocked: dict[int, RequestTimeline] = {}
+
+    def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
+        """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
+        self._num_micro_batches = record.num_micro_batches
+        limit = "none" if record.left_out is None else record.left_out.limit
+        if limit != self.head.limit:
+            self.head.change(limit, record.start_s)
+        for request in record.activated:
+            if not request.has_left:
+                self._activate(request, record.iteration, starts)
+        if record.paused:
+            self._pause(record)
+        if record.held or self._held:
+            self._hold(record)
+        if record.drafts is not None:
+            for request, extra in record.drafts.extra:
+                self._timelines[request.request_id].add_extra(record.iteration, extra)
+        if record.context or self._partial.get(record.iteration % record.num_micro_batches):
+            self._run_context(record)
+        if record.blocked or self._blocked:
+            self._block(record)
+
+    def add_chunks(self, chunk: ContextChunk, count: int) -> None:
+        """`chunk` was the first of a stretch, in which its request ran `count` further ones of the same length."""
+        span = self._timelines[chunk.request.request_id].open
+        if span is not None and span.chunks is not None:
+            span.chunks += [chunk.length] * count
+
+    def end(self, request: Request, iteration: int) -> RequestTimeline:
+        """`request` is complete with `iteration`; returns its timeline."""
+        timeline = self._forget(request)
+        self._close(timeline.end(iteration))
+        return timeline
+
+    def drop(self, request: Request, iteration: int) -> None:
+        """`request` left before its end, the next iteration being `iteration`."""
+        timeline = self._timelines.get(request.request_id)
+        if timeline is not None and timeline.request is request:
+            self._forget(request)
+            # An iteration that failed produced no token, though it ran.
+            self._close(timeline.end(iteration - 1, max_produced=request.num_outputs - timeline.produced))
+
+    def open_lines(self, last_iteration: int) -> list[bytes]:
+        """The lines of all open spans, as if they ended with `last_iteration`."""
+        lines = [timeline.open_line(last_iteration) for timeline in self._timelines.values()]
+        return [encode(line) for line in lines if line is not None]
+
+    def close(self, last_iteration: int) -> None:
+        """Write all open spans: the run ends with `last_iteration`."""
+        for timeline in self._timelines.values():
+            self._close(timeline.end(last_iteration))
+
+    def _forget(self, request: Request) -> RequestTimeline:
+        self._stop_watching(request.request_id)
+        return self._timelines.pop(request.request_id)
+
+    def _stop_watching(self, request_id: int) -> None:
+        for group in (*self._partial.values(), self._held, self._blocked):
+            group.pop(request_id, None)
+
+    def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
+        timeline = self._timelines[request.request_id] = RequestTimeline(
+            request, self._arrival_s(request), self.head, self._num_micro_batches, self.writer is not None
+        )
+        held_until_s = self._held_until_s(request)
+        if iteration and starts[iteration - 1] >= timeline.arrival_s:
+            queued_from, held_from = bisect_left(starts, held_until_s), bisect_left(starts, timeline.arrival_s)
+            if held_until_s > timeline.arrival_s and held_from < queued_from:
+                timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
+            # While it was in the queue, all places of the batch were taken.
+            if queued_from < iteration:
+                self._begin(timeline, Span(Phase.WAITING, queued_from, _BATCH_SIZE))
+        self._begin(timeline, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
+
+    def _pause(self, record: IterationRecord) -> None:
+        for pause in record.paused:
+            victim = pause.victim
+            if victim.has_left:
+                continue
+            span = Span(Phase.PAUSED, record.iteration, pause.beneficiary.request_id)
+            self._begin(self._timelines[victim.request_id], span)
+            self._stop_watching(victim.request_id)
+
+    def _hold(self, record: IterationRecord) -> None:
+        """Generation requests that do not run are skipped until they run again."""
+        ids = [request.request_id for request in record.held if not request.has_left]
+        held = {request_id: self._timelines[request_id] for request_id in ids}
+        for request_id, timeline in self._held.items():
+            if request_id not in held:
+                assert timeline.open is not None
+                first_output = timeline.open.first_output
+                self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=first_output))
+        for request_id, timeline in held.items():
+            if request_id not in self._held:
+                first_output = timeline.request.num_outputs  # of the generation that follows
+                self._begin(timeline, Span(Phase.SKIPPED, record.iteration, first_output=first_output))
+        self._held = held
+
+    def _run_context(self, record: IterationRecord) -> None:
+        turn = record.iteration % record.num_micro_batches
+        partial_before, partial = self._partial[turn], dict[int, RequestTimeline]()
+        self._partial[turn] = partial
+        for chunk in record.context:
+            request = chunk.request
+            if request.has_left:
+                continue
+            timeline = self._timelines[request.request_id]
+            partial_before.pop(request.request_id, None)
+            phase = Phase.RECOMPUTE if request.pauses else Phase.CONTEXT
+            span = timeline.open
+            if span is None or span.phase != phase:
+                self._begin(timeline, span := Span(phase, record.iteration, chunks=[]))
+                if timeline.first_run < 0:
+                    timeline.first_run = record.iteration
+            assert span.chunks is not None
+            span.chunks.append(chunk.length)
+            if not chunk.is_last:
+                partial[request.request_id] = timeline
+                continue
+            timeline.prompt_complete(record.iteration, num_outputs := request.num_outputs)
+            if request not in record.finished:
+                next_step = record.iteration + record.num_micro_batches
+                self._begin(timeline, Span(Phase.GENERATION, next_step, first_output=num_outputs))
+        for timeline in partial_before.values():
+            self._begin(timeline, Span(Phase.WAITING, record.iteration, HEAD_OF_LINE))
+
+    def _block(self, record: IterationRecord) -> None:
+        """Set the cause of the requests that were left out first; all others wait for those before them."""
+        blocked = {}
+        for left_out in record.blocked:
+            if left_out.request.has_left:
+                continue
+            timeline = self._timelines[left_out.request.request_id]
+            if self._set_cause(timeline, left_out.limit, record.iteration):
+                blocked[left_out.request.request_id] = timeline
+        for request_id, timeline in self._blocked.items():
+            if request_id not in blocked:
+                self._set_cause(timeline, HEAD_OF_LINE, record.iteration)
+        self._blocked = blocked
+
+    def _set_cause(self, timeline: RequestTimeline, cause: str, iteration: int) -> bool:
+        """Set why a request waits; whether it does."""
+        if timeline.open is None or timeline.open.phase != Phase.WAITING:
+            return False
+        if timeline.open.cause != cause:
+            self._begin(timeline, Span(Phase.WAITING, iteration, str(cause)))
+        return True
+
+    def _begin(self, timeline: RequestTimeline, span: Span) -> None:
+        self._close(timeline.begin(span))
+
+    def _close(self, line: SpanLine | None) -> None:
+        if self.writer is not None:
+            self.writer.add(line)

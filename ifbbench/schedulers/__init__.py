@@ -1,0 +1,1 @@
+"""Schedulers: one package for each engine whose rules they follow."""

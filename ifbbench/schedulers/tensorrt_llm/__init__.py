@@ -1,0 +1,1 @@
+"""TensorRT-LLM's scheduler: admission, capacity policies and micro batches."""

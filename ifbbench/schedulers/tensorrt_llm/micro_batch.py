@@ -1,0 +1,263 @@
+"""The micro-batch scheduler: which of the fitting requests run now, within the batch size and the token budget."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from operator import attrgetter
+
+from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.request import Request
+from ifbbench.kv.attention_window import UNLIMITED, ceil_div
+from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision, LeftOut, Limit
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """unit: chunks are multiples of this many tokens, except the last chunk of a prompt, and the first one after reused
+        tokens (see `Request.set_prepopulated`).
+    max_context_length: maximum tokens of one chunk; None is no limit."""
+
+    unit: int
+    max_context_length: int | None = None
+
+
+class MicroBatchScheduler:
+    """Selects in order until the batch is full (TensorRT-LLM's `MicroBatchScheduler`).
+
+    With chunked context, generation takes its tokens first and the rest of the budget is divided into chunks. Without
+    it, the order alone decides, and the first request that does not fit ends the batch.
+
+    max_num_tokens: token budget of an iteration; None is no limit. chunking_policy: None is no chunked context.
+    num_micro_batches: with several, each has at most its share of the active requests, so that all are equally full.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_num_tokens: int | None = None,
+        chunking_policy: str | None = None,
+        chunk_limits: ChunkLimits | None = None,
+        num_micro_batches: int = 1,
+    ) -> None:
+        self.max_batch_size = max_batch_size
+        self.num_micro_batches = num_micro_batches
+        self.max_num_tokens = max_num_tokens
+        self.chunking_policy = chunking_policy
+        self.chunk_limits = chunk_limits or ChunkLimits(unit=1)
+        self._nothing = MicroBatch(self, max_batch_size)
+
+    def schedule(self, active: ActiveRequests, fitting: CapacityDecision) -> "MicroBatch":
+        """Decide for one iteration. Requests in flight in another micro batch are skipped."""
+        admitted, generation = fitting.admitted, active.generation_rows
+        if active.table.any_in_flight:
+            generation = active.ready(generation)
+            admitted = [request for request in admitted if not active.table.in_other_micro_batch(request.slot)]
+        tokens, max_requests = active.step_tokens(generation), self.max_batch_size
+        if self.num_micro_batches > 1:
+            max_requests = min(max_requests, ceil_div(len(active), self.num_micro_batches))
+        takes_all = not (fitting.held or fitting.paused or active.mixed_beam_widths)
+        if takes_all:
+            # Whether all generation requests run at any place in the order, so that only contexts are selected.
+            count, needed = len(generation), tokens
+            if admitted and not fitting.generation_first:
+                count += len(admitted)
+                if not self.chunking_policy:
+                    needed += sum(request.prompt_len + request.num_draft_tokens for request in admitted)
+            takes_all = count <= max_requests and (self.max_num_tokens is None or needed <= self.max_num_tokens)
+        if takes_all and not admitted:
+            return self._nothing
+        selection = MicroBatch(self, max_requests)
+        if takes_all:
+            selection.count, selection.tokens = len(generation), tokens
+            selection.add_contexts(admitted)
+        else:
+            removed = {request.slot for request in fitting.held}
+            removed.update(pause.victim.slot for pause in fitting.paused)
+            rows = [row for row in generation.tolist() if row not in removed]
+            requests = chain([active.by_slot[row] for row in rows], admitted)
+            selection.add(requests if fitting.generation_first else sorted(requests, key=attrgetter("order")))
+        return selection.finish()
+
+
+class MicroBatch:
+    """The selection of one iteration.
+
+    context: requests with a chunk to run, each with its `chunk` set, in batch order.
+    held: fitting generation requests that do not run; all other fitting ones do.
+    left_out: the first request that does not run or has its chunk cut, and why. One that is left for the next micro
+        batch, so that both have their share, is not left out.
+    """
+
+    def __init__(self, scheduler: MicroBatchScheduler, max_requests: int) -> None:
+        self.scheduler = scheduler
+        self.max_requests = max_requests
+        self.context: list[Request] = []
+        self.held: list[Request] = []
+        self.left_out: LeftOut | None = None
+        self.count = self.tokens = 0
+        self.beam_width: int | None = None
+        self.all_fit = True
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Select from `requests` until the batch is full; generation requests after that are held."""
+        rest = iter(requests)
+        for request in rest:
+            limit = self._select(request)
+            if limit is None:
+                continue
+            self._leave_out(request, limit)
+            if limit in (Limit.BATCH_SIZE, Limit.NUM_TOKENS):
+                break
+        self.held.extend(request for request in rest if not request.in_context)
+
+    def add_contexts(self, requests: list[Request]) -> None:
+        """As `add`, for context requests."""
+        if not self.scheduler.chunking_policy:
+            self.add(requests)
+            return
+        room = self.max_requests - self.count
+        self._select_for_chunks(requests[:room])
+        if len(requests) > room:
+            self._leave_out(requests[room], Limit.BATCH_SIZE)
+
+    def _select(self, request: Request) -> Limit | None:
+        """Add `request` to the batch, or return what keeps it out."""
+        if self.count >= self.max_requests:
+            return Limit.BATCH_SIZE
+        if request.in_context and self.scheduler.chunking_policy:
+            self._select_for_chunks([request])
+            return None
+        cost = request.prompt_len + request.num_draft_tokens if request.in_context else request.step_tokens
+        budget = self.scheduler.max_num_tokens
+        if budget is not None and self.tokens + cost > budget:
+            return Limit.NUM_TOKENS
+        if request.in_context:
+            request.set_chunk(request.remaining_context)
+            self.context.append(request)
+        elif self.beam_width in (None, request.beam_width):
+            self.beam_width = request.beam_width
+        else:
+            return Limit.BEAM_WIDTH
+        self.tokens += cost
+        self.count += 1
+        return None
+
+    def _select_for_chunks(self, requests: list[Request]) -> None:
+        """Add `requests`; their chunks are sized later. They count towards the batch size even if they get no chunk."""
+        self.count += len(requests)
+        self.context += requests
+
+    def _leave_out(self, request: Request, limit: Limit) -> None:
+        if not request.in_context:
+            self.held.append(request)
+        shares = limit is Limit.BATCH_SIZE and self.max_requests < self.scheduler.max_batch_size
+        if self.left_out is None and not shares:
+            self.left_out = LeftOut(request, limit)
+
+    def finish(self) -> "MicroBatch":
+        """Size the chunks and put the contexts in batch order."""
+        scheduler = self.scheduler
+        if scheduler.chunking_policy and self.context:
+            budget = scheduler.max_num_tokens
+            capacity = None if budget is None else budget - self.tokens
+            self.all_fit = self._take_whole(capacity)
+            if not self.all_fit:
+                waiting = self.context
+                self.context = size_chunks(waiting, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
+                cut = _first_cut(waiting, self.context)
+                if cut and (self.left_out is None or cut.order < self.left_out.request.order):
+                    self.left_out = LeftOut(cut, Limit.NUM_TOKENS)
+        if len(self.context) > 1:
+            # Prompts that stay incomplete before those on their last chunk, each by LoRA id (none first).
+            self.context.sort(
+                key=lambda request: (
+                    request.is_last_chunk and not self.all_fit,
+                    -1 if request.lora_task_id is None else request.lora_task_id,
+                )
+            )
+        return self
+
+    def _take_whole(self, capacity: int | None) -> bool:
+        """Give each context request all its remaining tokens, if these fit."""
+        total, longest = 0, self.scheduler.chunk_limits.max_context_length
+        for request in self.context:
+            request.chunk = request.prompt_len - request.position
+            cost = request.chunk + request.num_draft_tokens
+            total += cost
+            if (longest is not None and cost > longest) or (capacity is not None and total > capacity):
+                return False
+        return True
+
+
+def _first_cut(waiting: list[Request], selected: list[Request]) -> Request | None:
+    """The first of `waiting` that has no chunk, or not all of its tokens in it. selected: those with a chunk."""
+    for request, chosen in zip_longest(waiting, selected):
+        if request is not chosen or not request.is_last_chunk:
+            return request
+    return None
+
+
+# Chunk sizes (TensorRT-LLM's `MicroBatchScheduler::setCtxRequestsChunkSize`).
+
+
+def first_come_first_served(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> list[Request]:
+    """Give each request in turn as much as is left. One that gets nothing does not block those behind it: the short
+    rest of a prompt may use what is left over."""
+    left = UNLIMITED if capacity is None else capacity
+    longest = UNLIMITED if limits.max_context_length is None else limits.max_context_length
+    largest, selected = min(left, longest), list[Request]()
+    in_units = largest - largest % limits.unit
+    for request in requests:
+        remaining = request.prompt_len - request.position
+        request.chunk = size = remaining if remaining <= largest else in_units
+        if size:
+            selected.append(request)
+            left -= size
+            largest = min(left, longest)
+            in_units = largest - largest % limits.unit
+    return selected
+
+
+def equal_progress(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> list[Request]:
+    """Raise all chunks by one unit in turn, round after round, while the budget lasts."""
+    for request in requests:
+        request.set_chunk(0)
+    total, progress = 0, True
+    while progress and (capacity is None or total < capacity):
+        progress = False
+        for request in requests:
+            increment = min(limits.unit, request.remaining_context - request.chunk)
+            too_long = limits.max_context_length is not None and request.chunk + increment > limits.max_context_length
+            if increment == 0 or too_long or (capacity is not None and total + increment > capacity):
+                continue
+            request.set_chunk(request.chunk + increment)
+            total += increment
+            progress = True
+    return [request for request in requests if request.chunk]
+
+
+def size_chunks(requests: Sequence[Request], policy: str, capacity: int | None, limits: ChunkLimits) -> list[Request]:
+    """Set the chunk of each request, in order, to its share of `capacity` tokens (None is no limit); returns those that
+    get one."""
+    size = equal_progress if policy == "equal_progress" else first_come_first_served
+    selected = size(requests, capacity, limits)
+    if any(request.num_draft_tokens for request in selected):
+        _fit_draft_tokens(selected, capacity, limits)
+    return selected
+
+
+def _fit_draft_tokens(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
+    """Reduce the draft tokens of requests on their last chunk to the room that the chunk leaves in its unit, so that
+    drafts never start a new block. A chunk that fills its unit leaves no room."""
+    used = sum(request.chunk for request in requests)
+    for request in requests:
+        if not request.is_last_chunk or request.num_draft_tokens == 0:
+            continue
+        room = -request.chunk % limits.unit
+        if limits.max_context_length is not None:
+            room = min(room, limits.max_context_length - request.chunk)
+        if capacity is not None:
+            room = min(room, capacity - used)
+            used += room
+        if request.num_draft_tokens > room:
+            request.set_draft_tokens(room)

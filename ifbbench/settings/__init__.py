@@ -1,0 +1,1 @@
+"""Each setting once: its name, default, unit, range and help text."""

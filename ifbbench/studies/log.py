@@ -1,0 +1,96 @@
+"""A log as calibration uses it: measured iterations and load tests, and the work of a batch from its counts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from ifbbench.simulated.step_work import StepWork
+from ifbbench.studies.fit import Observation
+from ifbbench.studies.measure import Sample
+
+# A batch with so many tokens less than the budget counts as full: chunks are multiples of a block.
+SLACK = 64
+# Iterations begin in less than this share of their latencies if those of two overlap.
+OVERLAPPING = 0.75
+
+
+@dataclass(slots=True)
+class Log:
+    """What was read from one file or run directory.
+
+    samples: iterations, and whether the seconds of each include the host's time. observations: of several iterations
+    together. facts: what the log says about model and engine, by name. overlaps: whether iterations were submitted
+    before the one before had ended; None if unknown. notes: what limits its use, in sentences.
+    """
+
+    path: Path
+    format: str = ""
+    sha256: str = ""
+    samples: list[tuple[Sample, bool]] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    overlaps: bool | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def overlap_of_periods(periods: Iterable[tuple[float, float]]) -> bool | None:
+    """Whether iterations began before the one before had ended, from the seconds to the start of the next one and the
+    latency of each; None if there are none."""
+    ratios = [period_s / latency_s for period_s, latency_s in periods if latency_s > 0]
+    return median(ratios) < OVERLAPPING if ratios else None
+
+
+class BatchCounts(NamedTuple):
+    """Counts of a batch. cached_tokens: tokens of the context requests that were computed before."""
+
+    context_requests: int
+    context_tokens: int
+    generation_requests: int
+    cached_tokens: int = 0
+
+
+class BatchTracker:
+    """The work of successive batches of which only counts are known, from what their requests have computed before.
+
+    budget: the maximum number of tokens in a batch. After a batch that fills it, one request may have computed only a
+    part of its prompt. Requests that end are taken to be as long as the mean of all, prompts of one batch as equally
+    long.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._before = BatchCounts(0, 0, 0)
+        # Keys of the generation requests of the last batch, and of the prompt that was incomplete before it.
+        self._keys = 0.0
+        self._partial = 0.0
+
+    def correct(self, tokens: int) -> None:
+        """All requests of the last batch have `tokens` in the KV cache."""
+        self._keys = max(tokens - self._partial - self._before.context_tokens, float(self._before.generation_requests))
+
+    def work(self, batch: BatchCounts, kv_tokens: int | None = None) -> StepWork:
+        """The work of the next batch. kv_tokens: keys that its generation requests read, where known."""
+        contexts, tokens, generating, cached = batch
+        complete = self._end_prompts(batch)
+        requests = self._before.generation_requests + complete
+        if kv_tokens is None:
+            kv_tokens = round(self._keys * generating / requests if requests else 0.0) + generating
+        self._keys, self._before = float(kv_tokens if generating else 0), batch
+        start = cached or round(self._partial)
+        # The tokens before the chunks belong to the first of them.
+        length = tokens / contexts if contexts else 0.0
+        pairs = round(length * start + contexts * length * (length + 1) / 2)
+        return StepWork(tokens, contexts, pairs, tokens + start, generating, kv_tokens, generating + contexts)
+
+    def _end_prompts(self, batch: BatchCounts) -> int:
+        """Move the prompts that the last batch completed to the requests that generate, and return their number."""
+        contexts, tokens, generating, _ = self._before
+        computed, partial = self._partial + tokens, 0.0
+        is_full = tokens + generating >= self._budget - SLACK
+        if contexts and batch.context_requests and is_full and batch.generation_requests < generating + contexts:
+            partial = computed if contexts == 1 else tokens / contexts
+        self._partial = partial
+        self._keys += computed - partial
+        return contexts - (partial > 0)

@@ -1,0 +1,138 @@
+"""Independent tasks in parallel processes of this machine, forked from this one, so that tasks share what it has read.
+
+Unlike `concurrent.futures`, a process that is killed costs only its own task, which is run again; and no process
+outlives this one.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from ifbbench.clock import WallClock
+
+MAX_ATTEMPTS = 3
+REPORT_INTERVAL_S = 0.5
+
+RunTask = Callable[[int, Callable[[int], None]], Any]
+"""Runs the task of this number; the function that it is given takes how much of it is done, in steps of any size."""
+
+
+class Lost(Exception):
+    """The process of a task was killed, each of MAX_ATTEMPTS times."""
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_in_processes(
+    run_task: RunTask,
+    count: int,
+    processes: int,
+    on_steps: Callable[[int], None] = lambda steps: None,
+    known: Callable[[int], Any | None] = lambda number: None,
+) -> Generator[tuple[int, Any], None, None]:
+    """Run tasks 0 to `count` - 1; yields the number and the result of each as it ends: what `run_task` returned, or the
+    exception that it raised, or Lost. A result must be picklable.
+
+    on_steps: takes the sum of the steps of the tasks that are running, now and then. known: is asked before each task,
+    when all results so far were taken, for a result that makes it needless; None if there is none."""
+    attempts = [0] * count
+    waiting = list(range(count - 1, -1, -1))
+    workers: dict[Connection, _Worker] = {}
+
+    def begin(worker: _Worker) -> Generator[tuple[int, Any], None, None]:
+        """Let `worker` run the next task whose result is not known; yields the results that are."""
+        workers[worker.connection] = worker
+        while waiting:
+            number = waiting.pop()
+            if (result := known(number)) is None:
+                worker.begin(number)
+                return
+            yield number, result
+        del workers[worker.connection]
+        worker.stop()
+
+    try:
+        while waiting or workers:
+            while waiting and len(workers) < processes:
+                yield from begin(_Worker(run_task))
+            for connection in wait(list(workers)):
+                worker = workers[connection]  # type: ignore[index]
+                try:
+                    steps, result, is_result = worker.connection.recv()
+                except (EOFError, ConnectionError):
+                    del workers[worker.connection]
+                    worker.stop()
+                    attempts[worker.task] += 1
+                    if attempts[worker.task] < MAX_ATTEMPTS:
+                        waiting.append(worker.task)
+                    else:
+                        yield worker.task, Lost(f"its process was killed {MAX_ATTEMPTS} times (out of memory?)")
+                    continue
+                worker.steps = steps
+                on_steps(sum(one.steps for one in workers.values()))
+                if not is_result:
+                    continue
+                yield worker.task, result
+                yield from begin(worker)
+    finally:
+        for worker in workers.values():
+            worker.stop()
+
+
+class _Worker:
+    """A process that runs one task after another. steps: of its task, how much is done."""
+
+    def __init__(self, run_task: RunTask) -> None:
+        self.task, self.steps = -1, 0
+        context = get_context("fork")
+        self.connection, theirs = context.Pipe()
+        self._process: BaseProcess = context.Process(
+            target=_work, args=(run_task, theirs, self.connection, os.getpid()), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def begin(self, task: int) -> None:
+        """Run this task next."""
+        self.task, self.steps = task, 0
+        with suppress(BrokenPipeError):  # a process that was killed; `recv` notices it
+            self.connection.send(task)
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+def _work(run_task: RunTask, connection: Connection, parents: Connection, parent: int) -> None:
+    parents.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent, which stops the others
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    clock, reported_s = WallClock(), 0.0
+
+    def report(steps: int) -> None:
+        nonlocal reported_s
+        if clock.now() - reported_s < REPORT_INTERVAL_S:
+            return
+        reported_s = clock.now()
+        if os.getppid() != parent:  # it was killed; what this process does is for nothing, and writes files
+            os._exit(1)
+        connection.send((steps, None, False))
+
+    with suppress(EOFError, ConnectionError):
+        while True:
+            task = connection.recv()
+            try:
+                result = run_task(task, report)
+            except Exception as error:
+                result = error
+            connection.send((0, result, True))

@@ -1,0 +1,451 @@
+"""`ifbbench tune`: searches the settings with which a simulated device serves a trace best under its objectives.
+
+Pattern search: all changes of one setting that can matter run in parallel, the best ones are combined, and steps get
+smaller. It runs on the first requests of the trace, as many as show the concurrency of the whole; the finalists run the
+whole trace, and the search goes on around the best of them with what is left of MAX_WORK.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from ifbbench.clock import NO_PROGRESS, Progress
+from ifbbench.errors import InputError
+from ifbbench.settings.config import MAX_REPLICAS, RunConfig
+from ifbbench.studies.heuristics import TUNERS, trtllm_bench_limits
+from ifbbench.studies.tune_candidates import Candidate, Goal, Judge
+from ifbbench.studies.tune_rate import (
+    MAX_FACTOR,
+    find_max_rate,
+    find_replicas,
+    max_runs_for_rate,
+    max_runs_for_replicas,
+)
+from ifbbench.studies.tune_runs import Case, Runs
+from ifbbench.studies.tune_space import Settings, Space
+from ifbbench.workload.load import read_source
+from ifbbench.workload.trace import columns_of
+
+FIRST_REQUESTS = 250
+# A prefix: at least this share of the trace, and so many times the requests that run at once.
+MIN_PREFIX, PREFIX_SHARE, CONCURRENCY_FACTOR = 300, 1 / 12, 2
+# On such a prefix, the baseline's figure differs by less than this share from that on the whole trace.
+MAX_PREFIX_ERROR = 0.1
+# Work: simulated requests, as a share of those of an exhaustive grid, between limits in whole traces. The search on
+# prefixes takes at most a third.
+WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.07, 7.0, 20.0, 1 / 3
+# In the end, settings that have not been changed alone are, by this step and in so many runs.
+IMPORTANCE_STEP, IMPORTANCE_RUNS = 1.9, 3
+FINALISTS = 3
+# Further starts: shares of the requests that run at once without a limit, and token budgets.
+SPREAD_DIVISORS, SPREAD_TOKENS = (2, 4, 8), (512, 2048)
+PREFIX_STEPS, WHOLE_STEPS = (4.0, 2.0), (2.0, 2.0**0.5)
+# Where objectives are missed, or settings with so many times the best figure miss them: a grid of the two limits that
+# decide gaps and waiting, shares of the requests that run at once by token budgets, and further work in whole traces
+# around the nearest of its points.
+HELD_BACK = 1.05
+GRID_DIVISORS, GRID_TOKENS = (1, 2, 3, 4, 6, 8), (128, 256, 384, 512, 1024, 2048, 4096, 8192)
+NEAREST, NEAREST_STEPS, NEAREST_WORK = 3, (2.0**0.5, 2.0**0.25), 12.0
+# With max_rate, settings are compared at this many times the rate that the best ones so far reach.
+# ROUND_WORK: the share of the work that a round of comparing takes.
+PRESSURE, MIN_GAIN, MAX_ROUNDS, ROUND_WORK = 1.05, 1.01, 4, 0.4
+# A deployment that costs so many times the best so far, with the limits of trtllm-bench's rule, is not searched.
+COST_GPUS, FAR_OFF = 64, 1.3
+
+
+@dataclass
+class Tuning:
+    """What a search found. best: None if no setting runs. baselines: what users get without a search. importance: see
+    Judge. is_complete: it was not interrupted."""
+
+    goal: Goal
+    space: Space
+    runs: Runs
+    best: Candidate | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    baselines: list[Candidate] = field(default_factory=list)
+    importance: dict[str, dict[str, Any]] = field(default_factory=dict)
+    is_complete: bool = False
+
+
+OnBest = Callable[[Candidate], None]
+
+
+class Tuner:
+    """The search over one trace. max_gpus: of all replicas together. price: of a GPU hour. on_best: is called with
+    each new best candidate."""
+
+    def __init__(
+        self,
+        source: str | None,
+        base: RunConfig,
+        fixed: frozenset[str],
+        goal: Goal,
+        max_gpus: int | None = None,
+        price: float = 1.0,
+        progress: Progress = NO_PROGRESS,
+        on_best: OnBest = lambda best: None,
+    ) -> None:
+        if base.hardware is None:
+            raise InputError(f"--device {base.device}: tune simulates; give a hardware profile, such as sim:h100-sxm.")
+        self.base = base
+        self.runs = Runs(read_source(source, base, progress), base)
+        self.space = Space.of(base, fixed, self.runs.trace)
+        self.goal = Goal(goal.name, goal.objectives, self._refused())
+        if goal.name == "max_rate" and (self.runs.rate_per_s is None or base.concurrency is not None):
+            raise InputError(
+                "--goal max_rate: requests do not arrive at a rate of their own; give a trace with "
+                "arrival times or --request_rate, without --concurrency."
+            )
+        draws_rate = base.rate_schedule is not None or base.arrival not in (None, "recorded")
+        if goal.name == "max_rate" and base.request_rate is None and draws_rate:
+            raise InputError(
+                "--goal max_rate: --arrival and --rate_schedule have rates of their own, which do not "
+                "change; expected recorded arrivals, or --request_rate."
+            )
+        self.max_gpus = max_gpus or (COST_GPUS if goal.name == "cost" else self._least_gpus())
+        self.found = Tuning(self.goal, self.space, self.runs)
+        self._progress = progress
+        self._on_best = on_best
+        self._candidates: dict[Case, Candidate] = {}
+        self._stage_label = ""
+        # Simulated requests at the end of the stage, and of the stages after it, both at most.
+        self._stage_end = self._later_work = 0.0
+        self.judge = Judge(self.goal, self.runs, price)
+
+    def _refused(self) -> int:
+        """Requests too long for the model, whatever the settings."""
+        from ifbbench.models.named_models import load_model_config
+
+        longest = self.base.max_seq_len or load_model_config(self.base.model).max_position_embeddings
+        return sum(length >= longest for length in columns_of(self.runs.trace.requests).prompt_len)
+
+    def _least_gpus(self) -> int:
+        if self.base.tp_size * self.base.pp_size > 1:
+            return self.base.tp_size * self.base.pp_size
+        return min(self.space.tp_sizes(max_gpus=8))
+
+    # The search.
+
+    def run(self) -> Tuning:
+        """Search. A KeyboardInterrupt ends it with what was found so far."""
+        try:
+            self._search()
+            self.found.is_complete = True
+        except KeyboardInterrupt:
+            if self.found.best is None:
+                raise
+        self.found.candidates = sorted(self._candidates.values(), key=self.judge.key, reverse=True)
+        return self.found
+
+    def _search(self) -> None:
+        best = None
+        self._progress.stage("searching")
+        self.runs.on_work = self._update
+        deployments = [(tp, self._replicas(tp)) for tp in self.space.tp_sizes(self.max_gpus)]
+        of_load = [self._load_work(tp, MAX_ROUNDS) for tp, _ in deployments] if self.goal.needs_stable_queue else []
+        later = sum(of_load) if of_load else self.allowed_work
+        self._stage("first answer", FIRST_REQUESTS * sum(count for _, count in deployments), later)
+        starts = {tp: self._starts(tp) for tp, _ in deployments}
+        if self.base.enable_steady_state and (self.goal.name == "cost" or any(count > 1 for _, count in deployments)):
+            raise InputError(
+                "--enable_steady_state: the figures of several replicas are those of all their requests; "
+                "leave it out, or give --max-gpus for one replica with another goal."
+            )
+        for tp, replicas in deployments:
+            prefix = FIRST_REQUESTS * replicas if self.runs.total > FIRST_REQUESTS * replicas else None
+            first = self._evaluate([Case(point, prefix, replicas) for point in starts[tp]])
+            best = self.judge.best_of([best, *first])
+        if best is None:
+            raise InputError(f"no setting runs this trace: {self.runs.done[0].error}.")
+        self._announce(best)
+        of_baselines = 2 * (self._load_runs(deployments[0][0]) if of_load else 1) * self.runs.total
+        self._stage("baselines", of_baselines, later)
+        self._baselines(deployments, starts)
+        if self.goal.needs_stable_queue:
+            for index, (tp, replicas) in enumerate(deployments):
+                self._search_load(starts[tp], replicas, sum(of_load[index + 1 :]))
+            return
+        for index, (tp, replicas) in enumerate(deployments):
+            self._search_settings(starts[tp], replicas, len(deployments), len(deployments) - 1 - index)
+
+    def _replicas(self, tp: int) -> int:
+        return 1 if self.goal.name == "cost" else self._max_replicas(tp)
+
+    def _starts(self, tp: int) -> list[Settings]:
+        """The settings as they are, with the limits of trtllm-bench's rule, and at a small token budget."""
+        columns = columns_of(self.runs.trace.requests)
+        rule = trtllm_bench_limits(
+            self.base.with_values(tp_size=tp), fmean(columns.prompt_len), fmean(columns.output_len)
+        )
+        points = (
+            self.space.point(tp_size=tp, **rule),
+            self.space.point(tp_size=tp),
+            self.space.point(tp_size=tp, max_num_tokens=1024),
+        )
+        return list(dict.fromkeys(points))
+
+    def _baselines(self, deployments: Sequence[tuple[int, int]], starts: dict[int, list[Settings]]) -> None:
+        """Run what users get without a search on the whole trace, with the fewest GPUs for each replica."""
+        tp, replicas = deployments[0]
+        tuned = (*self.space.point(tp_size=tp), *TUNERS.items())
+        wanted = {"trtllm-bench rule": starts[tp][0], "dynamic tuning": tuned}
+        if self.goal.needs_stable_queue:
+            rule = self._at_full_load(starts[tp][0], replicas, None)
+            near = rule.rate.low if rule and rule.rate else 1.0
+            found = [rule, self._at_full_load(tuned, replicas, rule, near)]
+        else:
+            found = self._candidates_of([Case(point, None, replicas) for point in wanted.values()])
+        for name, one in zip(wanted, found, strict=True):
+            if one is not None:
+                self.found.baselines.append(replace(one, name=name))
+        self._announce(found[0])
+
+    def _search_settings(self, starts: list[Settings], replicas: int, deployments: int, later: int) -> None:
+        """Goodput or output throughput, of `replicas` that share the traffic. later: deployments after this one."""
+        work, left = self.runs.work, (self.allowed_work - self.runs.work) / deployments
+        importance = IMPORTANCE_RUNS * self.runs.total
+        after = importance + later * left
+        allowed, prefix = work + left, self._prefix(starts[0], replicas)
+        starts = [*starts, *self._spread(starts[0], replicas)]
+        if prefix is not None:
+            limit = work + PREFIX_WORK * left
+            self._stage(f"searching on the first {prefix:,} requests", limit - self.runs.work, allowed - limit + after)
+            self._descend([Case(point, prefix, replicas) for point in starts], PREFIX_STEPS, limit)
+            ranked = [one for one in self._candidates.values() if one.run.case.requests == prefix]
+            ranked = [one for one in ranked if one.run.case.replicas == replicas]
+            ranked.sort(key=self.judge.key, reverse=True)
+            finalists = [one.run.case.settings for one in ranked[:FINALISTS]]
+        else:
+            finalists = starts  # the whole trace is the only prefix
+        self._stage("searching on the whole trace", allowed - self.runs.work, after)
+        best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
+        if best is not None and self._is_held_back(best):
+            best = self.judge.best_of([best, self._search_nearest(starts[0], replicas, prefix, after)])
+        self._stage("trying settings alone", importance, later * left)
+        if best is not None and best == self.found.best:
+            known = self.judge.importance(best, self._candidates.values(), self.space)
+            moves = [
+                point
+                for name, point in self.space.moves(best.run.case.settings, best.summary, IMPORTANCE_STEP)
+                if known.get(name, {}).get("effect") is None
+            ]
+            others = self._evaluate([replace(best.run.case, settings=point) for point in moves[:IMPORTANCE_RUNS]])
+            best = self.judge.best_of([best, *others]) or best
+            self._announce(best)
+            self.found.importance = self.judge.importance(best, self._candidates.values(), self.space)
+
+    def _is_held_back(self, best: Candidate) -> bool:
+        """Whether `best` misses objectives, or settings that are clearly faster miss them."""
+        if self.goal.shortfalls(best.summary):
+            return True
+        return any(
+            one.score > HELD_BACK * best.score and self.goal.shortfalls(one.summary)
+            for one in self._candidates.values()
+            if one.run.case.replicas == best.run.case.replicas
+        )
+
+    def _search_nearest(self, point: Settings, replicas: int, prefix: int | None, later: float) -> Candidate | None:
+        """Search further where objectives with a statistic hold the best settings so far back: those that meet them may
+        be few, and in between limits that were tried. Candidates are compared by how much they miss."""
+        in_grid = len(GRID_DIVISORS) * len(GRID_TOKENS) * (prefix or self.runs.total)
+        work = in_grid + NEAREST_WORK * self.runs.total
+        self._stage("searching settings that meet the objectives", work, later)
+        (probe,) = self._candidates_of([Case(point, None, replicas)])
+        if probe is None:
+            return None
+        tp, peak = dict(point)["tp_size"], probe.summary["peak_scheduled_requests"]
+        found: list[Candidate] = []
+        for divisor in GRID_DIVISORS:  # from few limits to narrow ones, until settings meet the objectives
+            batch = {} if divisor == 1 else {"max_batch_size": max(peak // divisor, 1)}
+            points = dict.fromkeys(
+                self.space.point(tp_size=tp, max_num_tokens=tokens, **batch) for tokens in GRID_TOKENS
+            )
+            found += self._evaluate([Case(one, prefix, replicas) for one in points])
+            if any(not self.goal.shortfalls(one.summary) for one in found):
+                break
+        found.sort(key=self.judge.key, reverse=True)
+        nearest = [replace(one.run.case, requests=None) for one in found[:NEAREST]]
+        return self._descend(nearest, NEAREST_STEPS, self.runs.work + NEAREST_WORK * self.runs.total)
+
+    def _spread(self, point: Settings, replicas: int) -> list[Settings]:
+        """With objectives, smaller limits to start from too: where few requests meet them, small changes of large
+        limits show no direction."""
+        (probe,) = self._candidates_of([Case(point, None, replicas)])
+        if probe is None or not self.goal.objectives or self.judge.is_perfect(probe):
+            return []
+        tp, peak = dict(point)["tp_size"], probe.summary["peak_scheduled_requests"]
+        batches = dict.fromkeys(max(peak // divisor, 1) for divisor in SPREAD_DIVISORS)
+        return [
+            self.space.point(tp_size=tp, max_batch_size=batch, max_num_tokens=tokens)
+            for batch in batches
+            for tokens in SPREAD_TOKENS
+        ]
+
+    @property
+    def allowed_work(self) -> float:
+        """Simulated requests of the whole search."""
+        return min(max(WORK_SHARE * len(self.space.grid()), MIN_WORK), MAX_WORK) * self.runs.total
+
+    def _prefix(self, point: Settings, replicas: int) -> int | None:
+        """How many of the first requests show what the whole trace does; None if no small number of them does."""
+        (probe,) = self._candidates_of([Case(point, None, replicas)])
+        if probe is None:
+            return None
+        peak: int = probe.summary["peak_scheduled_requests"]
+        prefix = max(int(self.runs.total * PREFIX_SHARE), replicas * max(CONCURRENCY_FACTOR * peak, MIN_PREFIX))
+        while prefix <= self.runs.total / 2:
+            (part,) = self._candidates_of([Case(point, prefix, replicas)])
+            if part is not None and abs(part.score - probe.score) <= MAX_PREFIX_ERROR * abs(probe.score):
+                return prefix
+            prefix *= 2
+        return None
+
+    def _load_runs(self, tp: int, is_final: bool = False) -> int:
+        """How many runs the search for the highest rate, or the fewest replicas, makes at most."""
+        if self.goal.name == "max_rate":
+            return max_runs_for_rate(self.runs, is_final)
+        return 0 if is_final else max_runs_for_replicas(self._max_replicas(tp))
+
+    def _load_work(self, tp: int, rounds: int) -> float:
+        """Simulated requests of `_search_load`, at most, with so many rounds to go."""
+        of_a_round = self._load_runs(tp) * self.runs.total + ROUND_WORK * self.allowed_work
+        return rounds * of_a_round + self._load_runs(tp, is_final=True) * self.runs.total
+
+    def _search_load(self, starts: list[Settings], replicas: int, later: float) -> None:
+        """The highest rate, or the fewest replicas. Settings are compared under a little more load than the best ones
+        so far can take, by how much they miss; then the load that the best of them takes is found.
+
+        later: simulated requests of the search that follows, at most."""
+        is_rate, settings, full_load = self.goal.name == "max_rate", starts[0], replicas
+        best: Candidate | None = None
+        start, steps = 1.0, list(WHOLE_STEPS)
+        tp, of_comparing = dict(settings)["tp_size"], ROUND_WORK * self.allowed_work
+        for rounds in range(MAX_ROUNDS - 1, -1, -1):
+            after = self._load_work(tp, rounds) + later
+            label = "finding the highest rate" if is_rate else "finding the fewest replicas"
+            self._stage(label, self._load_runs(tp) * self.runs.total, of_comparing + after)
+            found = self._at_full_load(settings, replicas, best, start)
+            if best is not None and (found is None or found.score <= best.score * (MIN_GAIN if is_rate else 1)):
+                break
+            if found is not None and not is_rate and self._is_far_off(found):
+                return
+            best = found
+            if is_rate:  # below any rate that meets the objectives, settings are compared at the lowest one
+                factor = 1 / MAX_FACTOR if best is None or best.rate is None else best.rate.low * PRESSURE
+                case = Case(settings, None, replicas, rate=factor)
+            else:
+                most = self._max_replicas(dict(settings)["tp_size"])
+                full_load = most if best is None else best.run.case.replicas - 1
+                if not full_load:
+                    break
+                case = Case(settings, None, full_load)
+            cases = [replace(case, settings=point) for point in dict.fromkeys([settings, starts[0], starts[-1]])]
+            limit = self.runs.work + of_comparing
+            self._stage("comparing settings under pressure", of_comparing, after)
+            under_pressure = self._descend(cases, steps, limit, announce=best is None)
+            if under_pressure is None or under_pressure.run.case.settings == settings:
+                break
+            self.found.importance = self.judge.importance(under_pressure, self._candidates.values(), self.space)
+            settings, start, steps = under_pressure.run.case.settings, case.rate, [WHOLE_STEPS[-1]]
+        if is_rate and best is not None:
+            self._stage("confirming the highest rate", self._load_runs(tp, is_final=True) * self.runs.total, later)
+            near = best.rate.low if best.rate else 1.0
+            self._at_full_load(best.run.case.settings, replicas, best, near, is_final=True)
+
+    def _is_far_off(self, one: Candidate) -> bool:
+        """Whether the cost is so far above the best so far that no change of limits will make up for it."""
+        best = self.found.best
+        return best is not None and not self.goal.shortfalls(best.summary) and one.score < FAR_OFF * best.score
+
+    def _max_replicas(self, tp: int) -> int:
+        """Replicas that the GPUs are enough for, each with at least one session of the trace."""
+        return max(min(self.max_gpus // (tp * self.base.pp_size), self.runs.sessions, MAX_REPLICAS), 1)
+
+    def _at_full_load(
+        self,
+        settings: Settings,
+        replicas: int,
+        known: Candidate | None,
+        start: float = 1.0,
+        is_final: bool = False,
+    ) -> Candidate | None:
+        """The candidate of `settings` at the highest rate, or with the fewest replicas, that meets the objectives.
+
+        known: another one, whose number of replicas is near. start: a rate that is near."""
+        if self.goal.name == "cost":
+            near = known.run.case.replicas if known else 1
+            most = self._max_replicas(dict(settings)["tp_size"])
+            run = find_replicas(self.runs, self.goal, settings, most, near)
+            candidate = self.judge.candidate(run) if run is not None else None
+        else:
+            found = find_max_rate(self.runs, self.goal, settings, replicas, start, is_final)
+            candidate = self.judge.candidate(found.run, rate=found) if found.run is not None else None
+        if candidate is not None:
+            self._candidates[candidate.run.case] = candidate
+            self._announce(candidate)
+        return candidate
+
+    def _descend(
+        self, starts: Sequence[Case], steps: Sequence[float], max_work: float, announce: bool = True
+    ) -> Candidate | None:
+        """The best candidate that is found from `starts` on; no more runs begin once `max_work` requests have run."""
+        best = self.judge.best_of(self._evaluate(starts))
+        for step in steps:
+            while best is not None and self.runs.work < max_work and not self.judge.is_perfect(best):
+                if announce:
+                    self._announce(best)
+                case = best.run.case
+                moves = self.space.moves(case.settings, best.summary, step)
+                room = max(int(max_work - self.runs.work) // self._requests(case), 1)
+                moved = self._evaluate([replace(case, settings=point) for _, point in moves[:room]])
+                better = [one for one in moved if self.judge.key(one) > self.judge.key(best)]
+                if len(better) > 1:  # the best change of each setting, all at once
+                    joint = dict(case.settings)
+                    for one in sorted(better, key=self.judge.key):
+                        joint |= dict(set(one.run.case.settings) - set(case.settings))
+                    better += self._evaluate([replace(case, settings=tuple(joint.items()))])
+                if not better:
+                    break
+                best = self.judge.best_of([best, *better])
+        if best is not None and announce:
+            self._announce(best)
+        return best
+
+    # Candidates.
+
+    def _evaluate(self, cases: Sequence[Case]) -> list[Candidate]:
+        """The candidates of those cases that run."""
+        found = [one for one in self._candidates_of(cases) if one is not None]
+        self._candidates |= {one.run.case: one for one in found}
+        return found
+
+    def _stage(self, label: str, work: float, later: float) -> None:
+        """A stage of the search begins. work, later: simulated requests of it and of the stages after it, at most; so
+        progress shows about the longest time that the search may take. That for settings that meet the objectives is
+        counted from when it turns out to be needed."""
+        self._stage_label, self._stage_end, self._later_work = label, self.runs.work + work, later
+        self._update()
+
+    def _update(self) -> None:
+        best, work = self.found.best, self.runs.work
+        so_far = "" if best is None else f"best so far: {abs(best.score):,.4g} {self.goal.unit}"
+        total = round(max(self._stage_end, work) + self._later_work)
+        self._progress.update(work, max(total, 1), ", ".join(filter(None, (self._stage_label, so_far))))
+
+    def _candidates_of(self, cases: Sequence[Case]) -> list[Candidate | None]:
+        return [self.judge.candidate(run) for run in self.runs.run(cases)]
+
+    def _requests(self, case: Case) -> int:
+        """How many requests a run of `case` simulates."""
+        return min(case.requests or self.runs.total, self.runs.total)
+
+    def _announce(self, candidate: Candidate | None) -> None:
+        """Keep `candidate` if it is the best of those that ran so much of the trace, or ran more."""
+        best = self.found.best
+        if candidate is None or candidate == best:
+            return
+        if best is None or self.judge.evidence(candidate) > self.judge.evidence(best):
+            self.found.best = candidate
+            self._on_best(candidate)

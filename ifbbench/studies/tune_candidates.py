@@ -1,0 +1,177 @@
+"""The goal of a search, the candidates for it, and which of them is better, by how much and why."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ifbbench.errors import InputError
+from ifbbench.settings.objectives import Objective, parse_objectives
+from ifbbench.studies.tune_runs import Run, Runs
+from ifbbench.studies.tune_space import Space
+
+if TYPE_CHECKING:
+    from ifbbench.studies.tune_rate import MaxRate
+
+GOALS = {
+    "goodput": ("goodput_requests_per_s", "requests/s that meet the objectives"),
+    "output_throughput": ("output_throughput_tokens_per_s", "output tokens/s"),
+    "max_rate": ("max_rate_requests_per_s", "requests/s"),
+    "cost": ("cost_per_million_output_tokens", "per million output tokens"),
+}
+OVERLOAD = "overloaded"
+FAILED = "failed requests"
+# Scores that differ by less are equal; the shorter mean latency decides then.
+EQUAL_SHARE = 1e-3
+
+Summary = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """name: one of GOALS. objectives: of `--slo`. refused: requests that no setting of the search can run."""
+
+    name: str
+    objectives: tuple[Objective, ...]
+    refused: int = 0
+
+    @classmethod
+    def of(cls, name: str | None, slo: str | None) -> "Goal":
+        """The goal asked for; by default goodput if there is an objective of each request, else output throughput."""
+        objectives = parse_objectives(slo) if slo else ()
+        has_goodput = any(one.statistic is None for one in objectives)
+        if name == "goodput" and not has_goodput:
+            raise InputError(
+                "--goal goodput counts the requests that meet an objective of each request; give one, "
+                "such as --slo ttft=1s, or choose --goal output_throughput."
+            )
+        return cls(name or ("goodput" if has_goodput else "output_throughput"), objectives)
+
+    @property
+    def figure(self) -> str:
+        """The name of the figure that is maximised (or minimised: the cost)."""
+        return GOALS[self.name][0]
+
+    @property
+    def unit(self) -> str:
+        return GOALS[self.name][1]
+
+    @property
+    def needs_stable_queue(self) -> bool:
+        """Whether a queue that grows without bound is a failure."""
+        return self.name in ("max_rate", "cost")
+
+    def shortfalls(self, summary: Summary) -> dict[str, float]:
+        """What a run misses, each as the ratio of the value to its target, above 1. Goodput counts the requests that
+        miss an objective of each request itself."""
+        missed = {}
+        for one in self.objectives:
+            found = summary["slo"][one.name]
+            if not found["met"] and not (self.name == "goodput" and one.statistic is None):
+                missed[one.name] = found["value"] / one.target_s
+        requests = summary["requests"]
+        if (failed := requests["failed"] - self.refused) > 0:
+            missed[FAILED] = 1.0 + 100.0 * failed / requests["total"]
+        if self.needs_stable_queue and summary["overloaded"]:
+            offered = requests["completed"] / max(summary["duration_s"], 1e-9)
+            missed[OVERLOAD] = 1.0 + summary["queue_growth_requests_per_s"] / max(offered, 1e-9)
+        return missed
+
+    def rank(self, summary: Summary, score: float) -> tuple[float, float, float]:
+        """Larger is better: objectives first, then the score (a figure is equal within EQUAL_SHARE, a
+        cost is negative), then the mean latency."""
+        missed = sum(math.log(ratio) for ratio in self.shortfalls(summary).values())
+        level = score if score < 0 else round(math.log(score) / EQUAL_SHARE) if score else -math.inf
+        return -missed, level, -(summary["e2e_s"]["mean"] or math.inf)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings with the run that shows what they do.
+
+    name: of a baseline, else empty. gpus: of all replicas. score: the goal's figure, larger is better (a cost is
+    negative). rate: with the goal max_rate, what was found."""
+
+    run: Run
+    gpus: int
+    score: float
+    name: str = ""
+    rate: "MaxRate | None" = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.run.case.settings)
+
+    @property
+    def summary(self) -> Summary:
+        return self.run.summary
+
+
+class Judge:
+    """Compares candidates by `goal`. price: of a GPU hour."""
+
+    def __init__(self, goal: Goal, runs: Runs, price: float = 1.0) -> None:
+        self.goal = goal
+        self.runs = runs
+        self.price = price
+
+    def candidate(self, run: Run, rate: "MaxRate | None" = None) -> Candidate | None:
+        """The candidate of a run; None if it failed."""
+        case, summary = run.case, run.summary
+        if run.error:
+            return None
+        gpus = case.replicas * dict(case.settings)["tp_size"] * self.runs.base.pp_size
+        if self.goal.name == "cost":
+            tokens_per_s = summary["output_throughput_tokens_per_s"]
+            score = -gpus * self.price / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("-inf")
+        elif self.goal.name == "max_rate":
+            score = (self.runs.rate_per_s or 0.0) * (rate.low if rate else 0.0)
+        else:
+            score = summary[self.goal.figure]
+        return Candidate(run, gpus, score, rate=rate)
+
+    def key(self, one: Candidate) -> tuple[float, ...]:
+        """Larger is better."""
+        return self.goal.rank(one.summary, one.score)
+
+    def best_of(self, candidates: Sequence[Candidate | None]) -> Candidate | None:
+        return max((one for one in candidates if one is not None), key=self.key, default=None)
+
+    def is_perfect(self, one: Candidate) -> bool:
+        """Whether every request met its objective, which no other settings can improve."""
+        all_are_good = self.goal.name == "goodput" and one.summary["goodput_share"] == 1.0
+        return all_are_good and not self.goal.shortfalls(one.summary)
+
+    def evidence(self, one: Candidate) -> tuple[Any, ...]:
+        """Whether the figure of the goal was found, how much of the trace ran, and then how good it is."""
+        is_measured = one.rate is not None or self.goal.name != "max_rate"
+        is_final = one.rate is not None and one.rate.is_final
+        return is_measured, is_final, one.run.case.requests is None, self.key(one)
+
+    def importance(self, best: Candidate, candidates: Iterable[Candidate], space: Space) -> dict[str, dict[str, Any]]:
+        """For each setting the largest loss (`effect`) among the other values that ran (`values`), all else equal.
+        effect: None if no other value ran; 0 if none can change the schedule."""
+        case, mine = best.run.case, dict(best.run.case.settings)
+        can_matter = {name for name, _ in space.moves(case.settings, best.summary, 1.4)}
+        others = [one for one in candidates if replace(one.run.case, settings=case.settings) == case]
+        importance: dict[str, dict[str, Any]] = {}
+        for name in mine:
+            if name in space.fixed or name == "tp_size":
+                continue
+            values = {}
+            for one in others:
+                changed = {key for key, _ in set(one.run.case.settings) ^ set(case.settings)}
+                if changed == {name}:
+                    values[str(one.settings[name])] = self._loss(best, one)
+            unknown = None if name in can_matter or name == "context_chunking_policy" else 0.0
+            importance[name] = {"effect": max(values.values(), default=unknown), "values": values}
+        return importance
+
+    def _loss(self, best: Candidate, other: Candidate) -> float:
+        """What `other` loses: the share of the score, and 1 where it misses an objective that `best` meets."""
+        missed = self.goal.shortfalls(other.summary), self.goal.shortfalls(best.summary)
+        if self.goal.needs_stable_queue:  # compared under pressure, by what they miss
+            return max(missed[0].values(), default=1.0) / max(missed[1].values(), default=1.0) - 1.0
+        if missed[0] and not missed[1]:
+            return 1.0
+        return 1.0 - other.score / best.score if best.score else 0.0

@@ -1,0 +1,370 @@
+"""What `ifbbench tune` hands over: the answer as JSON, ready files for servers, a run directory and a picture."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from ifbbench.analysis.findings import Findings
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.compressed import STANDARD_INPUT
+from ifbbench.files import check_new_directory, replace_file
+from ifbbench.replay.run import run_trace
+from ifbbench.report import percent, time_unit
+from ifbbench.report.colours import LIMIT, MUTED, SERIES
+from ifbbench.report.confidence import RunSample
+from ifbbench.report.style import FORMATS, LIMIT_DASHES, round_ticks, save, styled, title
+from ifbbench.report.sweep_maps import pareto_front
+from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
+from ifbbench.rundir import run_directory
+from ifbbench.settings.config import SIDE_OUTPUTS, RunConfig
+from ifbbench.settings.names import usual_settings
+from ifbbench.simulated.engines import load_overhead
+from ifbbench.studies.sweep import check_free
+from ifbbench.studies.tune import Tuning
+from ifbbench.studies.tune_candidates import Candidate, Goal
+from ifbbench.studies.tune_certainty import at_risk, interval_of, intervals, is_undecided, next_best
+
+FIGURES = (
+    "request_throughput_per_s",
+    "output_throughput_tokens_per_s",
+    "goodput_requests_per_s",
+    "goodput_share",
+    "slo",
+    "overloaded",
+    "pauses",
+    "recomputed_tokens",
+    "prefix_hit_rate",
+    "peak_scheduled_requests",
+)
+RUN, ANSWER, PICTURE = "run", "tune.json", "pareto"
+SERVER_FILES, RUN_CONFIG = ("trtllm-serve.yaml", "gptManagerBenchmark.txt", "vllm.txt"), "run.yaml"
+LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
+STATISTICS = ("mean", "p50", "p90", "p99", "max")
+
+
+def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The object of `tune --json`. recorded: the runs of the best candidate, one for each replica. commands: the words
+    of the command of each replica."""
+    best, goal = tuning.best, tuning.goal
+    assert best is not None
+    ranked = [one for one in (*tuning.candidates, *tuning.baselines) if one.run.case.requests == best.run.case.requests]
+    runs = [RecordedRun.load(directory) for directory in recorded]
+    sample = RunSample(row for run in runs for row in run.row_of.values()) if len(runs) > 1 else None
+    sample = runs[0].sample if len(runs) == 1 else sample
+    found = intervals(tuning, sample) if sample else {}
+    lines = [shlex.join(words) for words in commands]
+    shown = {one.run.case: described(one, goal) for one in (*tuning.candidates, *tuning.baselines)}
+    return {
+        "goal": goal.name,
+        "slo": {one.name: one.target_s for one in goal.objectives},
+        "recommendation": {
+            **described(best, goal),
+            "intervals_95": found,
+            "interval_of": interval_of(sample) if sample else None,
+            "expected_error": best.summary.get("expected_error"),
+            "rate_from": rate_from(best, tuning.runs.base),
+            "at_risk": at_risk(best.summary, goal.objectives),
+            "next_best": next_best(best, tuning, found),
+            "command": "\n".join(lines),
+            "commands": lines,
+        },
+        "verdict": verdict(tuning),
+        "baselines": [
+            {"name": one.name, **described(one, goal), "is_undecided": is_undecided(best, one, goal)}
+            for one in tuning.baselines
+        ],
+        "candidates": [*shown.values()],
+        "pareto": [shown[one.run.case] for one in pareto(ranked, goal)],
+        "binding": binding(Findings(runs[0]), len(runs)) if runs else {},
+        "importance": tuning.importance,
+        "work": {
+            "simulated_requests": tuning.runs.work,
+            "trace_requests": tuning.runs.total,
+            "runs": len(tuning.runs.done),
+            "grid_points": len(tuning.space.grid()),
+            "grid_requests": len(tuning.space.grid()) * tuning.runs.total,
+            "complete": tuning.is_complete,
+        },
+    }
+
+
+def rate_from(best: Candidate, base: RunConfig) -> str | None:
+    """Where the arrivals of the highest rate come from; None with another goal."""
+    if best.rate is None:
+        return None
+    if base.request_rate is not None:
+        return "--request_rate"
+    changed = {True: ", compressed", False: ", stretched"}[best.rate.low > 1] if best.rate.low != 1 else ""
+    return f"recorded arrivals{changed}"
+
+
+def described(one: Candidate, goal: Goal) -> dict[str, Any]:
+    """A candidate: settings, figures of all replicas together, and what it misses. requests: None is all of them."""
+    summary, case = one.summary, one.run.case
+    figures: dict[str, Any] = {name: summary[name] for name in FIGURES if name in summary}
+    figures |= {name: {part: summary[name][part] for part in STATISTICS} for name in LATENCIES}
+    figures |= {"gpus": one.gpus, "replicas": case.replicas}
+    if goal.name == "max_rate":
+        figures["max_rate_requests_per_s"] = one.score if one.rate else None
+        if one.rate:
+            scale = one.score / one.rate.low if one.rate.low else 0.0
+            interval = one.rate.interval
+            figures["max_rate_interval"] = interval and [scale * factor for factor in interval]
+            figures["max_rate_by_seed"] = [scale * factor for factor in one.rate.by_seed]
+            figures["time_scale"] = 1 / one.rate.low if one.rate.low else None
+            figures["max_rate_failed_at_requests_per_s"] = None if one.rate.high is None else scale * one.rate.high
+    if goal.name == "cost":
+        figures["cost_per_million_output_tokens"] = -one.score
+    missed = goal.shortfalls(summary)
+    return {
+        "settings": one.settings,
+        "figures": figures,
+        "requests": case.requests,
+        "meets_slo": not missed,
+        "misses": missed,
+    }
+
+
+def verdict(tuning: Tuning) -> str:
+    """In one or two sentences: whether the objectives can be met, and whether the settings matter."""
+    best, goal = tuning.best, tuning.goal
+    assert best is not None
+    missed = goal.shortfalls(best.summary)
+    tried = [one for one in (*tuning.candidates, *tuning.baselines) if one.run.case.requests == best.run.case.requests]
+    if missed:
+        parts = [f"{name} is {100 * (ratio - 1):,.0f} % above its target" for name, ratio in missed.items()]
+        return f"No setting that was tried meets the objectives. The nearest misses them: {'; '.join(parts)}."
+    scores = [one.score for one in tried if not goal.shortfalls(one.summary)]
+    largest = max(map(abs, scores), default=0.0)
+    spread = (max(scores) - min(scores)) / largest if largest else 0.0
+    all_meet = len(scores) == len(tried) > 1 and (goal.name != "goodput" or best.summary["goodput_share"] == 1.0)
+    if goal.objectives and all_meet and spread < 0.01 and not goal.needs_stable_queue:
+        return (
+            "Every setting that was tried meets the objectives, with the same result: the traffic decides, not the "
+            "settings. --goal max_rate finds how much more traffic they take."
+        )
+    if goal.name == "goodput":
+        share = best.summary["goodput_share"]
+        if not share:
+            return "No request meets the objectives with any setting that was tried; " + _nearest(best, goal)
+        return f"{percent(share, 1)} of the requests meet every objective."
+    return "The objectives are met." if goal.objectives else "There are no objectives; the goal alone decides."
+
+
+def _nearest(best: Candidate, goal: Goal) -> str:
+    parts = [
+        f"the smallest {one.name} is {best.summary[one.latency]['min']:.4g} s, its target {one.target_s:.4g} s"
+        for one in goal.objectives
+        if one.statistic is None and best.summary[one.latency]["min"] is not None
+    ]
+    return "; ".join(parts) + "."
+
+
+def pareto(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
+    """Those that no other one beats in both output throughput and the latency of the picture, in order of latency."""
+    places = pareto_front([(latency(one, goal), throughput(one, goal)) for one in candidates])
+    return [candidates[place] for place in places]
+
+
+def throughput(one: Candidate, goal: Goal) -> float:
+    """Output tokens/s of all replicas; with the goal cost, of a GPU."""
+    tokens_per_s = float(one.summary["output_throughput_tokens_per_s"])
+    return tokens_per_s / one.gpus if goal.name == "cost" else tokens_per_s
+
+
+def latency(one: Candidate, goal: Goal) -> float:
+    """The latency of the first objective, else mean end-to-end latency, in seconds."""
+    first = goal.objectives[0] if goal.objectives else None
+    value = one.summary[first.latency][first.statistic or "p99"] if first else one.summary["e2e_s"]["mean"]
+    return float(value or 0.0)
+
+
+def binding(findings: Findings, replicas: int) -> dict[str, Any]:
+    """What bound the run of the best candidate, of several replicas the first one."""
+    text = findings.waiting_text if replicas == 1 else f"Replica 1 of {replicas}: {findings.waiting_text}"
+    return {"by_time": findings.by_time, "waiting_s": findings.waiting_s, "advice": text}
+
+
+# Files.
+
+
+def check(directory: Path, overwrite: bool) -> None:
+    """InputError if `directory` is not empty and `overwrite` is off, or a file or the run could not be written there at
+    the end of the search. Nothing is made: a search that is ended early leaves nothing behind."""
+    pictures = (f"{PICTURE}.{kind}" for kind in FORMATS)
+    check_new_directory(directory, "--output", (ANSWER, RUN_CONFIG, *SERVER_FILES, *pictures))
+    check_free(directory, overwrite)
+    run_directory.check(directory / RUN, overwrite=True)
+
+
+def record_best(tuning: Tuning, directory: Path, overwrite: bool) -> list[Path]:
+    """Run the best candidate again into `directory`/run, with everything recorded; of several replicas the first one
+    there, and the K-th into run-K. InputError if there is a run and `overwrite` is off."""
+    assert tuning.best is not None
+    case, runs = tuning.best.run.case, tuning.runs
+    runs.work += len(runs.trace_of(case)) if case.requests is None else case.requests
+    recorded = []
+    for number in range(1, case.replicas + 1):
+        path = directory / (RUN if number == 1 else f"{RUN}-{number}")
+        share: dict[str, Any] = {} if case.replicas == 1 else {"replica": f"{number}/{case.replicas}"}
+        run_trace(runs.trace_of(case), runs.config(case).with_values(output=str(path), overwrite=overwrite, **share))
+        recorded.append(path)
+    return recorded
+
+
+def settings_of_best(tuning: Tuning) -> dict[str, Any]:
+    """The settings with which `ifbbench run` replays the requests of the best candidate, without --replica: what was
+    asked for, in place of its defaults, what was found, and the rate."""
+    best, asked = tuning.best, tuning.runs.base
+    assert best is not None
+    usual = usual_settings({} if asked.engine_overhead is None else load_overhead(asked.engine_overhead).settings)
+    left_out = ("output", "overwrite", *SIDE_OUTPUTS, "quiet")
+    values = {name: value for name, value in asked.as_dict().items() if value != usual[name] and name not in left_out}
+    values |= {"model": asked.model, "device": asked.device} | best.settings
+    if best.run.case.requests is not None:  # of a search that was interrupted
+        values["max_num_samples"] = best.run.case.requests
+    if best.run.case.seed is not None:
+        values["seed"] = best.run.case.seed
+    if best.run.case.rate != 1.0 and asked.request_rate is not None:
+        values["request_rate"] = asked.request_rate * best.run.case.rate
+    elif best.run.case.rate != 1.0:
+        values["time_scale"] = asked.time_scale / best.run.case.rate
+    return values
+
+
+def write_run_config(tuning: Tuning, trace: str | None, directory: Path) -> Path:
+    """Write `run.yaml`: with it, `ifbbench run --config` replays the requests of the best candidate."""
+    import yaml
+
+    assert tuning.best is not None
+    replicas = tuning.best.run.case.replicas
+    head: dict[str, Any] = {} if trace in (None, STANDARD_INPUT) else {"trace": trace}
+    use = "# ifbbench run --config run.yaml\n"
+    if replicas > 1:
+        head |= {"replicas": replicas}
+        use = f"# For each K from 1 to {replicas}: ifbbench run --config run.yaml --replica K/{replicas}\n"
+    text = use + yaml.safe_dump(head | settings_of_best(tuning), sort_keys=False)
+    replace_file(directory / RUN_CONFIG, text)
+    return directory / RUN_CONFIG
+
+
+def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Path]:
+    """The settings for trtllm-serve, gptManagerBenchmark and vLLM."""
+    import yaml
+
+    chunked = settings["enable_chunked_context"]
+    # A trace of lengths alone cannot tell whether prompts share prefixes: then nothing is said about reuse, and each
+    # server keeps its default.
+    reuse = settings.get("enable_kv_cache_reuse")
+    cache = {"tokens_per_block": settings["tokens_per_block"]}
+    llm = {
+        "max_batch_size": settings["max_batch_size"],
+        "max_num_tokens": settings["max_num_tokens"],
+        "tensor_parallel_size": settings["tp_size"],
+        "enable_chunked_prefill": chunked,
+        "kv_cache_config": cache if reuse is None else {"enable_block_reuse": reuse} | cache,
+        "scheduler_config": {
+            "capacity_scheduler_policy": settings["policy"].upper(),
+            "context_chunking_policy": settings["context_chunking_policy"].upper(),
+        },
+    }
+    gpt_manager = [
+        f"--max_batch_size {settings['max_batch_size']}",
+        f"--max_num_tokens {settings['max_num_tokens']}",
+        f"--scheduler_policy {settings['policy']}",
+        f"--enable_chunked_context {str(chunked).lower()}",
+        *([] if reuse is None else [f"--enable_kv_cache_reuse {str(reuse).lower()}"]),
+    ]
+    no = {True: "", False: "no-"}
+    vllm = [
+        f"--max-num-seqs {settings['max_batch_size']}",
+        f"--max-num-batched-tokens {settings['max_num_tokens']}",
+        f"--tensor-parallel-size {settings['tp_size']}",
+        f"--block-size {settings['tokens_per_block']}",
+        f"--{no[chunked]}enable-chunked-prefill",
+        *([] if reuse is None else [f"--{no[reuse]}enable-prefix-caching"]),
+    ]
+    texts = (
+        "# trtllm-serve MODEL --extra_llm_api_options trtllm-serve.yaml\n" + yaml.safe_dump(llm),
+        " ".join(gpt_manager) + "\n",
+        " ".join(vllm) + "\n",
+    )
+    for name, text in zip(SERVER_FILES, texts, strict=True):
+        replace_file(directory / name, text)
+    return [directory / name for name in SERVER_FILES]
+
+
+def write_answer(content: Mapping[str, Any], directory: Path) -> Path:
+    path = directory / ANSWER
+    replace_file(path, json.dumps(content, indent=2) + "\n")
+    return path
+
+
+# The picture.
+
+
+class Point(NamedTuple):
+    """A candidate: its latency (s), throughput, and whether it meets the objectives."""
+
+    latency_s: float
+    tokens_per_s: float
+    meets: bool
+
+
+def plot_candidates(
+    points: Sequence[Point],
+    front: Sequence[Point],
+    named: dict[str, Point],
+    latency_name: str,
+    throughput_name: str,
+    target_s: float | None,
+    subtitle: str,
+    directory: Path,
+) -> Path:
+    """Write `pareto.png` (and .svg). front: in order of latency. named: points with a label. target_s: objective."""
+    unit, scale = time_unit([point.latency_s for point in points])
+    with styled():
+        figure = Figure(figsize=(7.2, 4.4))
+        axes = figure.add_subplot()
+        for meets, label, colour in ((False, "misses an objective", "#C4C4C4"), (True, "candidate", SERIES[0])):
+            some = [point for point in points if point.meets is meets]
+            axes.scatter(
+                [point.latency_s * scale for point in some],
+                [point.tokens_per_s for point in some],
+                s=22,
+                color=colour,
+                label=label if some else None,
+                linewidths=0,
+            )
+        line = [point.latency_s * scale for point in front], [point.tokens_per_s for point in front]
+        axes.plot(*line, color=SERIES[0], linewidth=1.2, label="Pareto front")
+        for number, (name, point) in enumerate(named.items()):
+            at = (point.latency_s * scale, point.tokens_per_s)
+            # Rings around the same point are of different size.
+            axes.scatter(
+                *at,
+                s=70 * (1 + 1.2 * number),
+                facecolors="none",
+                edgecolors=SERIES[number % 3 + 1],
+                linewidths=1.6,
+                label=name,
+            )
+        if target_s is not None:
+            axes.axvline(target_s * scale, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, label="objective")
+        axes.set_xlabel(f"{latency_name} ({unit})")
+        axes.set_ylabel(throughput_name)
+        axes.set_ylim(bottom=0)
+        known = [point.latency_s for point in points if point.latency_s > 0]
+        if known and max(known) > LOG_FROM_RATIO * min(known):
+            axes.set_xscale("log")
+        round_ticks(axes.xaxis)
+        axes.grid(axis="x", color="#E3E3E3")
+        round_ticks(axes.yaxis)
+        axes.tick_params(colors=MUTED)
+        axes.legend(loc="lower right")
+        title(axes, "Throughput against latency of the settings that were tried", subtitle)
+        return save(figure, directory, PICTURE)[0]

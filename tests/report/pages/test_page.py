@@ -1,0 +1,168 @@
+"""The run page in a browser: it opens without a network, shows the figures of the run, and tells what `why` tells."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.analysis.findings import Findings
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.cli.main import main
+from ifbbench.report.pages.page import write_page
+
+RUN = (
+    "run chat --device sim:h100-sxm --model llama-3.1-8b --max_num_samples 60 --request_rate 40 --max_batch_size 48 "
+    "--max_num_tokens 1024 --max_tokens_in_paged_kvcache 30000 --quiet --output"
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A run with pauses and one without."""
+    made = []
+    for policy in ("max_utilization", "guaranteed_no_evict"):
+        directory = tmp_path_factory.mktemp("runs") / policy
+        done = CliRunner().invoke(main, [*RUN.split(), str(directory), "--policy", policy])
+        assert done.exit_code == 0, done.output
+        made.append(directory)
+    assert json.loads((made[0] / "summary.json").read_text())["pauses"] > 3
+    return made
+
+
+def test_the_file_refers_to_nothing_else(runs: list[Path], tmp_path: Path) -> None:
+    text = write_page(runs[:1], tmp_path).read_text()
+    assert re.findall(r"""(?:src|href)=["'](?!#|data:)|https?://(?!www\.w3\.org/2000/svg)|@import""", text) == []
+
+
+def test_the_figures_are_those_of_summary_json(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path))
+    summary = json.loads((runs[0] / "summary.json").read_text())
+    shown = page.eval_on_selector_all("[data-figure]", "all => all.map(one => [one.dataset.figure, one.dataset.value])")
+    assert len(shown) > 10
+    for name, value in shown:
+        figure: Any = summary
+        for part in name.split("."):
+            figure = figure[part]
+        assert float(value) == figure
+    as_texts = "all => all.map(one => [one.dataset.statistic, one.textContent])"
+    cells = page.eval_on_selector_all("[data-statistic]", as_texts)
+    for name, text in cells:
+        latency, statistic = name.split(".")
+        assert float(text.replace(",", "")) == pytest.approx(summary[latency][statistic] * 1000, rel=0.006)
+    assert page.locator("h1").inner_text() == "chat, llama-3.1-8b on sim:h100-sxm"
+    # The strips: mean of the waiting requests and the peak of the blocks, from the arrays.
+    used = page.evaluate("ifbbench.runs[0].blocks.highest")
+    assert used == summary["kv_blocks"]["peak_used"]
+    assert page.evaluate("ifbbench.runs[0].pauses.length") == summary["pauses"]
+
+
+def test_the_life_of_each_request_is_what_why_tells(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path))
+    run = RecordedRun.load(runs[0])
+    findings = Findings(run)
+    lives = page.evaluate("ifbbench.runs[0].header.ids.map((_, r) => ifbbench.runs[0].life(r))")
+    assert len(lives) == 60
+    for request_id, shown in zip(run.trace, lives, strict=True):
+        life = findings.life(request_id)
+        assert "Alone on the device" in shown["sentences"][0]
+        assert shown["sentences"] == life.sentences()
+        assert [one["reason"] for one in shown["stretches"]] == [one.reason for one in life.stretches]
+        assert [one["first"] for one in shown["stretches"]] == [one.first for one in life.stretches]
+        times = [one["to"] - one["from"] for one in shown["stretches"]]
+        assert times == pytest.approx([one.duration_s for one in life.stretches], abs=3e-6)
+
+
+def test_zoom_hover_search_click_and_keys(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path))
+    canvas = page.locator("#views canvas")
+    box = canvas.bounding_box()
+    whole = page.evaluate("[ifbbench.state.from, ifbbench.state.to]")
+
+    page.mouse.move(box["x"] + 500, box["y"] + 60)
+    page.mouse.wheel(0, -400)
+    is_closer = "ifbbench.state.to - ifbbench.state.from < ifbbench.state.end * 0.9"
+    # The wheel acts some frames later.
+    assert any(page.evaluate(is_closer) or page.wait_for_timeout(20) for _ in range(500))
+    page.click("#zoom-all")
+    assert page.evaluate("[ifbbench.state.from, ifbbench.state.to]") == whole
+
+    request = page.evaluate("""() => {
+        const view = ifbbench.state.views[0], run = view.run; view.layout();
+        const r = run.pauses[0].victim, i = run.span.phase.indexOf(3, run.span.offset[r]);
+        return [r, view.x((run.span.from[i] + run.span.to[i]) / 2), view.y(r) + view.rowHeight / 2, run.header.ids[r]];
+    }""")
+    _, x, y, request_id = request
+    page.mouse.move(box["x"] + x, box["y"] + y)
+    tooltip = page.locator("#tooltip").inner_text()
+    assert tooltip.startswith(f"Request {request_id}")
+    assert "paused to make room for" in tooltip
+    assert "tokens in the batch" in tooltip
+    page.mouse.click(box["x"] + x, box["y"] + y)
+    assert page.locator("#life h2").inner_text() == f"Request {request_id}"
+    assert "It was paused" in page.locator("#sentences").inner_text()
+
+    page.fill("#search", "17")
+    page.press("#search", "Enter")
+    assert page.locator("#life h2").inner_text() == "Request 17"
+    assert page.evaluate("ifbbench.state.to - ifbbench.state.from") < whole[1] - whole[0]
+    page.locator("#ledger tr.link").first.click()
+    assert page.evaluate("ifbbench.state.selected.r") == page.evaluate(
+        "[...ifbbench.runs[0].pauses].sort((a, b) => b.tokens - a.tokens)[0].victim"
+    )
+    canvas.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("Escape")
+    assert page.evaluate("[ifbbench.state.from, ifbbench.state.to]") == whole
+    assert page.locator("#life").is_hidden()
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#life h2").inner_text() == "Request 0"
+    page.keyboard.press("+")
+    assert page.evaluate("ifbbench.state.to - ifbbench.state.from") < whole[1] - whole[0]
+
+
+def test_an_address_names_a_request(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path), "#request=17")
+    assert page.locator("#life h2").inner_text() == "Request 17"
+    assert page.evaluate("ifbbench.state.to - ifbbench.state.from") == page.evaluate("ifbbench.state.end")
+
+
+# A page draws in the next frame.
+DRAWN = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+def test_every_choice_of_colours_and_rows_draws_something_else(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs[:1], tmp_path))
+    pictures = set()
+    choices = {"#colour": ("request", "class", "cause", "phase"), "#rows": ("running", "lanes", "all")}
+    for selector, values in choices.items():
+        for value in values:
+            page.select_option(selector, value)
+            page.evaluate(DRAWN)
+            pictures.add(page.evaluate("document.querySelector('#views canvas').toDataURL()"))
+    assert len(pictures) == 5  # no request has a class; phase and all requests are the first picture again
+
+
+def test_two_runs_on_one_page(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page(runs, tmp_path))
+    assert page.locator("#views canvas").count() == 2
+    assert page.locator("#views h3").all_inner_texts() == ["max_utilization", "guaranteed_no_evict"]
+    assert re.match(r"First different decision: iteration \d+\.", page.locator("#divergence").inner_text())
+    page.click("#zoom-in")
+    widths = page.evaluate("ifbbench.state.views.map(view => view.time(view.width) - view.time(0))")
+    assert widths[0] == pytest.approx(widths[1])
+
+
+def test_a_killed_run_and_one_without_completed_requests(runs: list[Path], tmp_path: Path, opened: Any) -> None:
+    killed = tmp_path / "killed"
+    shutil.copytree(runs[0], killed)
+    (killed / "summary.json").unlink()
+    (killed / "requests.jsonl").unlink()
+    lines = (killed / "iterations.jsonl").read_bytes()
+    (killed / "iterations.jsonl").write_bytes(lines[: len(lines) // 2])
+    page = opened(write_page([killed], tmp_path))
+    assert "Partial" in page.locator("header").inner_text()
+    assert page.locator("#views canvas").count() == 1

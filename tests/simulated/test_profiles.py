@@ -1,0 +1,188 @@
+"""Hardware profiles and built-in models: plausible values, and the errors for unknown names and invalid files."""
+
+import json
+
+import pytest
+
+from ifbbench.build.engine import build_engine
+from ifbbench.errors import InputError
+from ifbbench.models.named_models import built_in_models, load_model_config
+from ifbbench.settings.config import HARDWARE_PROFILES, RunConfig
+from ifbbench.simulated.hardware import hardware_names, load_hardware
+
+WANTED_HARDWARE = {
+    "h100-sxm",
+    "h200-sxm",
+    "a100-80gb-sxm",
+    "a100-40gb",
+    "l40s",
+    "l4",
+    "a10g",
+    "b200",
+    "rtx-4090",
+    "cpu",
+}
+# As their makers publish them, in billions.
+PUBLISHED_PARAMETERS = {
+    "llama-3.1-8b": 8.03,
+    "llama-3-8b": 8.03,
+    "llama-3.3-70b": 70.55,
+    "llama-3.1-405b": 405.85,
+    "llama-2-7b": 6.74,
+    "qwen3-0.6b": 0.596,
+    "qwen2.5-7b": 7.616,
+    "qwen3-32b": 32.76,
+    "mistral-7b": 7.248,
+    "mixtral-8x7b": 46.7,
+    "qwen3-30b-a3b": 30.53,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
+}
+SHARES = ("matmul", "matmul_fp8", "context_attention", "memory", "generation_attention", "network")
+
+
+def test_every_wanted_profile_is_built_in():
+    assert set(hardware_names()) >= WANTED_HARDWARE
+
+
+@pytest.mark.parametrize("name", sorted(WANTED_HARDWARE))
+def test_profile_is_sane(name):
+    profile = load_hardware(name)
+
+    assert profile.memory_bytes > 2**30
+    assert profile.memory_bandwidth > 1e9
+    assert profile.peak_flops["bf16"] == profile.peak_flops["fp16"]
+    assert profile.peak_flops["bf16"] >= profile.peak_flops["float32"]
+    assert all(0 < getattr(profile.constants, share) <= 1 for share in SHARES)
+    assert profile.is_cpu == (name == "cpu")
+
+
+@pytest.mark.parametrize("name", sorted(WANTED_HARDWARE))
+def test_profile_says_where_its_figures_come_from(name):
+    assert (HARDWARE_PROFILES / f"{name}.toml").read_text(encoding="utf-8").startswith("# ")
+
+
+def test_gpus_of_a_generation_share_their_constants():
+    assert load_hardware("h100-sxm").constants is not None
+    assert load_hardware("h100-sxm").constants == load_hardware("h200-sxm").constants
+    assert load_hardware("h100-sxm").constants != load_hardware("a100-80gb-sxm").constants
+
+
+def test_names_are_taken_as_people_write_them():
+    assert load_hardware("sim:H100_SXM") == load_hardware("h100-sxm")
+
+
+def test_an_unknown_profile_is_refused_with_the_names_and_the_near_one():
+    with pytest.raises(InputError, match=r"'h100'.*a100-40gb.*rtx-4090.*Did you mean h100-sxm\?"):
+        load_hardware("h100")
+
+
+@pytest.mark.parametrize("name", ["a100-80gb-sxm", "a10g"])
+def test_ampere_multiplies_no_8_bits(name):
+    with pytest.raises(InputError, match="no matrix products in fp8; choose one of bf16"):
+        load_hardware(name).check_dtype("fp8")
+    load_hardware(name).check_dtype("int4")
+
+
+def test_a_profile_of_ones_own_may_replace_constants(tmp_path):
+    text = (HARDWARE_PROFILES / "h100-sxm.toml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{text}\n[constants]\nmemory = 0.5\n\n[calibration]\nmedian_error = 0.03\n", encoding="utf-8")
+
+    profile = load_hardware(str(path))
+
+    assert profile.name == "mine"
+    assert profile.constants.memory == 0.5
+    assert profile.constants.matmul == load_hardware("h100-sxm").constants.matmul
+    assert profile.calibration == {"median_error": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory_bandwidth = 3.352e12", "memory_bandwidth = 0", r"memory_bandwidth is 0; expected a finite number abo"),
+        ("memory_bandwidth = 3.352e12", "", r"memory_bandwidth is missing"),
+        ('architecture = "hopper"', 'architecture = "volta"', r"architecture is 'volta'; expected one of ada, "),
+        ("[peak_flops]", "[constants]\nspeed = 1\n[peak_flops]", r"constants has an unknown key 'speed'; expected m"),
+        ("[peak_flops]", "[peak_flops", r"cannot be read as TOML"),
+        ("bf16 = 9.894e14", "bf16 = true", r"peak_flops\.bf16 is True"),
+    ],
+)
+def test_a_bad_profile_is_refused_by_file_and_key(tmp_path, old, new, message):
+    text = (HARDWARE_PROFILES / "h100-sxm.toml").read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / "bad.toml"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+    with pytest.raises(InputError, match=rf"bad\.toml: .*{message}"):
+        load_hardware(str(path))
+
+
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED_PARAMETERS.items())
+def test_built_in_shapes_have_the_published_parameters(name, billions):
+    assert load_model_config(name).num_parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_all_built_in_shapes_are_covered():
+    assert set(built_in_models()) == {"tiny", *PUBLISHED_PARAMETERS}
+
+
+def test_bytes_of_a_token_in_the_kv_cache():
+    assert load_model_config("llama-3.1-8b").kv_bytes_per_token(1) == 65_536
+    assert load_model_config("qwen3-0.6b").kv_bytes_per_token(2) == 2 * 28 * 8 * 128 * 2
+
+
+def test_a_mixture_of_experts_runs_on_simulated_devices_only(tmp_path):
+    values = {
+        "model_type": "mixtral",
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+        "quantization_config": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    model = load_model_config(tmp_path)
+
+    assert (model.num_experts, model.experts_per_token, model.intermediate_size) == (4, 2, 16)
+    assert build_engine(RunConfig(device="sim:h100-sxm", model=str(tmp_path))).model == model
+    with pytest.raises(InputError, match="is a mixture of experts, which runs on simulated devices only"):
+        build_engine(RunConfig(device="cpu", model=str(tmp_path)))
+
+
+def test_llama_3_is_llama_3_1_with_fewer_positions():
+    assert load_model_config("llama-3-8b").max_position_embeddings == 8192
+    assert load_model_config("llama-3.1-8b").max_position_embeddings == 131_072
+
+
+def test_an_unknown_model_is_refused_with_the_names_and_the_near_one():
+    with pytest.raises(InputError, match=r"'llama-3.1-7b'.*tiny, .*qwen3-32b\. Did you mean llama-3.1-8b\?"):
+        load_model_config("llama-3.1-7b")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_a_config_file_of_ones_own(tmp_path, model_type):
+    values = {
+        "model_type": model_type,
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "max_position_embeddings": 512,
+    }
+    path = tmp_path / "shape.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+
+    shape = load_model_config(path)
+
+    assert shape.query_key_norm == (model_type == "qwen3")
+    products = 64 * (128 + 2 * 64) + 128 * 64 + 3 * 64 * 128
+    extra = 128 + 2 * 64 if model_type == "qwen2" else 2 * 32
+    assert shape.num_parameters == 2 * (products + 2 * 64 + extra) + 2 * 1000 * 64 + 64
