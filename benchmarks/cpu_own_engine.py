@@ -4,11 +4,11 @@ import numpy as np
 
 from benchmarks.cpu_task import MAX_BATCH_SIZE, MAX_NUM_TOKENS, MAX_SEQ_LEN, Task, Tokens
 from ifbbench.clock import WallClock
-from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.interfaces import Executor
-from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.config import RunConfig
 
 DTYPE_NAMES = {"float32": "float32", "bfloat16": "bf16"}
@@ -44,7 +44,7 @@ def serve(task: Task, limits: BatchingConfig, executor: Executor) -> Tokens:
         if response.output_tokens is not None:
             outputs[response.request.request_id] = response.output_tokens.tolist()
 
-    manager = TokenGenerationLoop(limits, executor, WallClock(), get_requests, send_response)
+    manager = make_loop(limits, executor, WallClock(), get_requests, send_response)
     while manager.step():
         pass
     return outputs

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from ifbbench.clock import WallClock
+from ifbbench.engine.tokens import KnownTokens, TokenIds
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.kv.token_keys import KnownTokens, TokenIds
 from ifbbench.rundir import run_directory
 
 TOKENS_PER_BLOCK = 32

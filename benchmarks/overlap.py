@@ -10,10 +10,11 @@ from statistics import median
 
 from ifbbench.clock import WallClock
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
-from ifbbench.engine.config import BatchingConfig, Overlap
-from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.rundir import run_directory
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.settings.modes import Overlap
 
 DEVICE_S = 0.005
 HOST_S = 0.002
@@ -65,7 +66,7 @@ def iteration_ms(overlap: Overlap | None) -> float:
         num_blocks=1024,
         overlap=overlap,
     )
-    manager = TokenGenerationLoop(config, TimedDevice(clock), clock, get_requests, lambda response: None)
+    manager = make_loop(config, TimedDevice(clock), clock, get_requests, lambda response: None)
     while waiting or manager.iteration < 10:
         manager.step()
     start_s = clock.now()

@@ -16,12 +16,12 @@ from typing import Any
 
 from ifbbench.build.engine import Engine, build_engine, warm_up
 from ifbbench.engine.interfaces import Observer, Unobserved
-from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.replay.client import make_client
 from ifbbench.replay.requests import request_maker
 from ifbbench.rundir.recorder import Complete, Recorder
 from ifbbench.rundir.run_directory import hardware, versions
+from ifbbench.schedulers.loop import make_loop
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.trace import Trace
@@ -63,7 +63,7 @@ def loop_seconds(engine: Engine, trace: Trace, records: bool) -> dict[str, float
         statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
         recorder = TimedRecorder(Path(directory), {}, len(trace), statistics, client.arrival_s) if records else None
         observer: Observer = recorder or Unobserved()
-        loop = TokenGenerationLoop(
+        loop = make_loop(
             limits,
             engine.executor,
             engine.clock,

@@ -11,15 +11,18 @@ from tempfile import TemporaryDirectory
 
 from ifbbench.clock import WallClock
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.config import BatchingConfig, BatchingType
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.interfaces import Observer, Unobserved
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.rundir.recorder import Recorder
 from ifbbench.rundir.run_directory import hardware, versions
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES
+from ifbbench.settings.modes import BatchingType
+from tests.engine.engine import scheduler_of
 
 ACTIVE_REQUESTS = (16, 64, 256, 1024)
 REPEATS = 5
@@ -38,7 +41,7 @@ def iterations_per_second(policy: str, requests: list[Request], observer: Observ
     """The median rate over repeats, once all requests are in their generation phase."""
     clock = WallClock()
     manager = _manager(policy, requests, observer, clock)
-    while manager.active.context or manager.iteration == 0:
+    while scheduler_of(manager).active.context or manager.iteration == 0:
         manager.step()
     rates = []
     for _ in range(REPEATS):
@@ -46,7 +49,7 @@ def iterations_per_second(policy: str, requests: list[Request], observer: Observ
         for _ in range(ITERATIONS):
             manager.step()
         rates.append(ITERATIONS / (clock.now() - start))
-    assert len(manager.active) == len(requests)
+    assert len(scheduler_of(manager).active) == len(requests)
     return median(rates)
 
 
@@ -70,7 +73,7 @@ def _manager(policy: str, requests: list[Request], observer: Observer, clock: Wa
         tokens_per_block=TOKENS_PER_BLOCK,
         num_blocks=len(requests) * MAX_SEQ_LEN // TOKENS_PER_BLOCK,
     )
-    return TokenGenerationLoop(config, NullExecutor(), clock, get_requests, send_response, observer)
+    return make_loop(config, NullExecutor(), clock, get_requests, send_response, observer)
 
 
 def recorded_iterations_per_second(policy: str, requests: list[Request]) -> float:

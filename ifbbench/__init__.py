@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ifbbench.compiled import use_compiled_modules
 
 if TYPE_CHECKING:
+    from ifbbench.engine.retention import Retention, RetentionRange
     from ifbbench.engine.sampling_params import SamplingParams
-    from ifbbench.kv.eviction import Retention, RetentionRange
     from ifbbench.report.export import load_run
     from ifbbench.serving.library.batch_manager import BatchManager, BatchManagerFailed
     from ifbbench.serving.library.request import InferenceRequest
@@ -39,8 +39,8 @@ _MODULES = {
     "BatchManagerFailed": "ifbbench.serving.library.batch_manager",
     "Communicator": "ifbbench.torch.communicator",
     "InferenceRequest": "ifbbench.serving.library.request",
-    "Retention": "ifbbench.kv.eviction",
-    "RetentionRange": "ifbbench.kv.eviction",
+    "Retention": "ifbbench.engine.retention",
+    "RetentionRange": "ifbbench.engine.retention",
     "SamplingParams": "ifbbench.engine.sampling_params",
     "load_run": "ifbbench.report.export",
 }

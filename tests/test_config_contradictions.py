@@ -5,10 +5,10 @@ import logging
 import pytest
 
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits
-from ifbbench.engine.config import BatchingType
 from ifbbench.errors import InputError
 from ifbbench.models.config import ModelConfig
 from ifbbench.settings.config import RunConfig
+from ifbbench.settings.modes import BatchingType
 from ifbbench.settings.names import from_mapping
 
 

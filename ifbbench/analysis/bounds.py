@@ -26,7 +26,7 @@ from ifbbench.build.resolve import parse_windows
 from ifbbench.errors import InputError
 from ifbbench.report import percent
 from ifbbench.settings.names import from_mapping
-from ifbbench.simulated.cost_model import SimulatedExecutor
+from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.step_work import StepWork, StepWorks
 
 NO_LIMIT = "none"

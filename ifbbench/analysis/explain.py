@@ -6,10 +6,10 @@ from typing import Any
 from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
-from ifbbench.engine.config import Overlap
 from ifbbench.errors import InputError
 from ifbbench.report import percent
 from ifbbench.report.limits import fullest_window, waits_for
+from ifbbench.settings.modes import Overlap
 
 BEFORE_ITERATION = "waiting_iteration"
 SETTING_OF = {

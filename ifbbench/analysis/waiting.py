@@ -16,9 +16,9 @@ import numpy as np
 
 from ifbbench.analysis.recorded import NO_REQUEST, QUEUE, Floats, RecordedRun
 from ifbbench.analysis.rows import Id, Span
+from ifbbench.engine.plan import Limit
 from ifbbench.rundir.lines import Phase
 from ifbbench.rundir.spans import HEAD_OF_LINE
-from ifbbench.schedulers.tensorrt_llm.policies.policy import Limit
 
 PAUSED = Phase.PAUSED
 # The limit that only the micro-batch scheduler has.

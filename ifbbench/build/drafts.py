@@ -2,13 +2,13 @@
 
 import logging
 
-from ifbbench.engine.config import BatchingType
 from ifbbench.engine.drafts import DraftSettings
 from ifbbench.errors import InputError
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.settings.config import RunConfig
+from ifbbench.settings.modes import BatchingType
 
 DEFAULT_DRAFT_LEN = 4
 

@@ -12,13 +12,12 @@ from ifbbench.build.adapters import lora_config
 from ifbbench.build.drafts import load_draft_config
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.interfaces import Executor, WarmingExecutor
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.engine.step_profile import StepProfile
 from ifbbench.errors import InputError
@@ -27,9 +26,12 @@ from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.models.quantization import quantization_of
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.config import RunConfig
-from ifbbench.simulated.cost_model import CostModel, SimulatedExecutor
+from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.engines import EngineOverhead, load_overhead
+from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.shard import Shard, kv_memory_bytes, plan_memory
@@ -187,7 +189,7 @@ def build_engine(
 def loop_maker(config: RunConfig, communicator: "Communicator | None") -> Callable[..., TokenGenerationLoop]:
     """The class of the loop of a resolved `config`; with a communicator, that of one rank."""
     if communicator is None:
-        return TokenGenerationLoop
+        return make_loop
     from ifbbench.build.ranks import RankLoop  # it imports torch
 
     return partial(RankLoop, communicator, config.check_ranks)
@@ -318,7 +320,7 @@ def warm_up(engine: Engine, progress: Progress = NO_PROGRESS) -> None:
     def get_requests(count: int) -> list[Request]:
         return [requests.pop(0)] if requests and count else []
 
-    loop = TokenGenerationLoop(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
+    loop = make_loop(engine.limits, engine.executor, WallClock(), get_requests, lambda response: None)
     try:
         while loop.step():
             pass
@@ -393,7 +395,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: i
         assert response.output_tokens is not None
         outputs[response.request.request_id] = response.output_tokens
 
-    loop = TokenGenerationLoop(engine.limits, engine.executor, WallClock(), get_requests, send_response)
+    loop = make_loop(engine.limits, engine.executor, WallClock(), get_requests, send_response)
     while loop.step():
         pass
     return [outputs[index] for index in range(len(prompts))]

@@ -13,13 +13,14 @@ from typing import Any
 
 from ifbbench.clock import Clock, WallClock
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.interfaces import Executor, Observer
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.pickling import dumps, loads
 from ifbbench.engine.records import IterationRecord, ScheduleDigest, Stretch
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from ifbbench.torch.communicator import Communicator
 from ifbbench.torch.ranks import RankFailed
 
@@ -131,6 +132,17 @@ class _StepClock:
         self._clock.restart()
 
 
+class _StepTime(WallClock):
+    """The time of the step that a rank repeats, which is that of rank 0: what is decided by it is the same in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_s = 0.0
+
+    def now(self) -> float:
+        return self.step_s
+
+
 class _ComparedExecutor:
     """`executor`, with each batch compared with that of rank 0 before it is submitted."""
 
@@ -219,8 +231,8 @@ class RankLoop(TokenGenerationLoop):
         comparisons of digests."""
         log = self._log = _Log(communicator)
         self._digests = _DigestObserver(log, None if communicator.rank else observer, check_interval)
-        self._times = _StepClock(clock)
-        self._step_s = 0.0
+        self._step_clock = _StepClock(clock)
+        self._step_time = _StepTime()
         self._num_fetched = 0
         self._in_step = False
 
@@ -247,9 +259,9 @@ class RankLoop(TokenGenerationLoop):
             return fetched
 
         super().__init__(
-            config,
+            TensorRtLlmScheduler(config, self._step_time),
             _ComparedExecutor(log, executor),
-            self._times,
+            self._step_clock,
             requests,
             _ignored if communicator.rank else send_response,
             self._digests,
@@ -264,9 +276,9 @@ class RankLoop(TokenGenerationLoop):
     def step(self) -> bool:
         if self._log.communicator.rank == 0:
             self._log.send_now_and_then()
-            self._step_s = self._times.now()
-            self._log.add("step", self._step_s)
-        self._times.next_s = self._step_s
+            self._step_time.step_s = self._step_clock.now()
+            self._log.add("step", self._step_time.step_s)
+        self._step_clock.next_s = self._step_time.step_s
         self._in_step = True
         try:
             return super().step()
@@ -291,10 +303,6 @@ class RankLoop(TokenGenerationLoop):
                 self._log.send()
         self._log.communicator.close()
 
-    def _release_blocks(self, request: Request) -> None:
-        self._times.next_s = self._step_s  # the order in which blocks are evicted follows from it
-        super()._release_blocks(request)
-
     def end_others(self) -> None:
         """End the other ranks' loops. RanksDiffer if the whole schedule of one is another."""
         communicator = self._log.communicator
@@ -311,7 +319,7 @@ class RankLoop(TokenGenerationLoop):
         while True:
             match self._log.next():
                 case "step", step_s:
-                    self._step_s = step_s
+                    self._step_time.step_s = step_s
                     self.step()
                 case "stop", (request_id, error):
                     self.stop(request_id, error)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ifbbench.build.adapters import resolve_lora
 from ifbbench.build.drafts import as_drafts_need, draft_settings, load_draft_config
-from ifbbench.engine.config import UNLIMITED, V1_POLICY, BatchingConfig, BatchingType, Overlap
 from ifbbench.engine.drafts import NO_DRAFTS
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import LoraConfig
@@ -15,9 +14,11 @@ from ifbbench.kv.sequence import ReuseRules
 from ifbbench.kv.sizing import CacheLayout, WindowLayout, blocks_of_memory
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.quantization import quantization_of
+from ifbbench.schedulers.tensorrt_llm.config import UNLIMITED, V1_POLICY, BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import find_policy
 from ifbbench.settings.config import DTYPE_BYTES, RunConfig
 from ifbbench.settings.fields import memory_size
+from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.torch.host import available_host_bytes
 
 if TYPE_CHECKING:

@@ -6,15 +6,14 @@ no task or queue stands between the socket and the reader of a stream.
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import httptools
 
+from ifbbench.clock import Clock
+from ifbbench.endpoint.loop import Alarm
 from ifbbench.errors import IfbbenchError
 from ifbbench.settings.fields import memory_size
-
-if TYPE_CHECKING:
-    from ifbbench.endpoint.connections import Connections
 
 MAX_ERROR_BODY = 64 * 1024
 # Of a response that is not streamed, and of the headers of one.
@@ -68,10 +67,23 @@ class Exchange:
         return self.headers.get(name.encode(), b"").decode("latin-1")
 
 
+class Pool(Protocol):
+    """What a connection belongs to. all, idle: those that are open, and those of them that wait for a request."""
+
+    clock: Clock
+    alarm: Alarm
+    all: "set[Connection]"
+    idle: "list[Connection]"
+
+    def resend(self, content: bytes, exchange: Exchange) -> None:
+        """Send a request again, because its connection was closed before an answer began."""
+        ...
+
+
 class Connection(asyncio.Protocol):
     """One connection: takes one exchange after another."""
 
-    def __init__(self, pool: "Connections") -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._now, self._alarm = pool.clock.now, pool.alarm
         self._parser: Any = None

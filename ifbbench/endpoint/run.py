@@ -27,8 +27,8 @@ from ifbbench.endpoint.loop import (
 )
 from ifbbench.endpoint.request import EndpointRequest
 from ifbbench.endpoint.server import MetricsPoll, api_key, model_name
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.errors import InputError
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.report import significant

@@ -1,51 +1,73 @@
 """What passes between engine and executor: batches, their outputs, and the builder of batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from ifbbench.engine.active import NO_ROWS, ActiveRequests, FloatArray, Int64Array, IntArray, Rows
+from ifbbench.engine.arrays import NO_ROWS, FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.config import BatchingType
-from ifbbench.engine.drafts import DraftInputs, Drafts
-from ifbbench.engine.request import Request
-from ifbbench.kv.adapters import AdapterCache, AdapterUse, distinct_tasks
-from ifbbench.kv.blocks import BlockCopy
-from ifbbench.kv.interface import KvCache
+from ifbbench.engine.drafts import DraftInputs
+from ifbbench.engine.plan import ContextChunk, Plan
+from ifbbench.engine.request import Request, RequestTable
 
 
 class Positions:
-    """The positions of the next tokens of generation requests. count: of how many. total: their sum."""
+    """The positions of the next tokens of generation requests.
 
-    def __init__(self, kv_cache: KvCache, rows: Rows, num_registered: int, registered: Rows | None = None) -> None:
-        """num_registered: tokens in the sequences of `rows`, the bubbles included. registered: of each, if known."""
-        self.count = len(rows)
-        self.total = num_registered - self.count * kv_cache.attention_window.bubble
-        self._kv_cache, self._rows, self._registered = kv_cache, rows, registered
+    count: of how many. total: their sum. of_each(): [requests].
+    """
 
-    def of_each(self) -> Int64Array:
-        """[requests]."""
-        if self._registered is None:
-            return self._kv_cache.cached_tokens(self._rows)
-        return self._registered - self._kv_cache.attention_window.bubble
+    def __init__(self, count: int, total: int, of_each: Callable[[], Int64Array]) -> None:
+        self.count, self.total, self.of_each = count, total, of_each
 
 
-class ContextChunk:
-    """A part of one prompt to compute: positions `start` to `start + length - 1` of `request`."""
+# The adapter of a request without one, in `AdapterUse.tasks`.
+NO_ADAPTER = -1
 
-    def __init__(self, request: Request, start: int, length: int) -> None:
-        self.request, self.start, self.length = request, start, length
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the chunk completes the prompt, so that it yields a token."""
-        return self.start + self.length == self.request.prompt_len
+class CopyKind(StrEnum):
+    """Between which memories a block is copied."""
 
-    def tokens(self) -> IntArray:
-        """Token ids of the chunk, [length]. ValueError if the prompt is symbolic."""
-        return self.request.tokens_between(self.start, self.start + self.length)
+    DEVICE = "device"
+    OFFLOAD = "offload"
+    ONBOARD = "onboard"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Keys and values that an executor copies before its batch runs, in the order of the list.
+
+    source, destination: places in device memory; in host memory the source of ONBOARD and the destination of OFFLOAD.
+    num_tokens: how many of the block's first places are needed. window: index of the attention window.
+    """
+
+    kind: CopyKind
+    source: int
+    destination: int
+    num_tokens: int
+    window: int = 0
+
+
+class AdapterLoad(NamedTuple):
+    """An adapter to copy to these pages of the device before a batch runs. from_host: whether it is in host memory;
+    otherwise it is read from where it is stored, and stays in host memory if `is_kept`."""
+
+    task_id: int
+    pages: tuple[int, ...]
+    from_host: bool = True
+    is_kept: bool = True
+
+
+class AdapterUse(NamedTuple):
+    """The adapters of a batch. tasks: [generation requests], task id of each or NO_ADAPTER; those of context chunks are
+    their requests' `lora_task_id`. loads: to be done before the batch runs, in this order."""
+
+    tasks: Int64Array
+    loads: tuple[AdapterLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,110 +227,89 @@ def _check_array(name: str, array: object, shape: tuple[int | None, ...], kinds:
         raise ValueError(f"its {name} is {found}; expected {'floats' if kinds == 'f' else 'integers'} of [{sizes}]")
 
 
-class BatchBuilder:
-    """Builds the passes of an iteration, and takes the KV blocks that they write to."""
+class StepInputs(NamedTuple):
+    """What a scheduler has taken for one iteration, beside the decision itself.
 
-    def __init__(
-        self,
-        batching_type: BatchingType,
-        active: ActiveRequests,
-        kv_cache: KvCache,
-        drafts: Drafts,
-        max_in_flight: int = 1,
-        adapters: AdapterCache | None = None,
-    ) -> None:
-        self._max_in_flight = max_in_flight
-        self._adapters = adapters
-        self._separate_passes = batching_type is BatchingType.INFLIGHT
-        self._padded = batching_type is BatchingType.V1
-        self._active = active
-        self._kv_cache = kv_cache
-        self._drafts = drafts
+    positions: [rows and idle rows of the plan], position of each one's newest token. The others: see `Batch`.
+    """
+
+    positions: Rows
+    copies: tuple[BlockCopy, ...] = ()
+    adapters: AdapterUse | None = None
+    drafts: DraftInputs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """What all batches of a scheduler have in common.
+
+    block_tables: of each attention window, live views; see `Batch`. num_micro_batches: numbers of micro batches.
+    has_separate_passes: whether context and generation run in a pass each. is_padded: see `Batch.padded`.
+    """
+
+    block_tables: tuple[IntArray, ...]
+    tokens_per_block: int
+    num_micro_batches: int = 1
+    has_separate_passes: bool = False
+    is_padded: bool = False
+
+
+class BatchBuilder:
+    """Packs the decision for an iteration into the passes of an executor."""
+
+    def __init__(self, table: RequestTable, layout: BatchLayout) -> None:
+        self._table, self._layout = table, layout
         # The latest rows, and the same as slots of a batch.
         self._rows, self._slots = NO_ROWS, NO_ROWS.astype(np.int32)
 
-    def build(
-        self, iteration: int, context: list[Request], rows: Rows, idle: Rows = NO_ROWS, now_s: float = 0.0
-    ) -> tuple[Batch, ...]:
-        """The passes that run the chunks of `context` and one step of the generation requests in `rows`: one, or one
-        for each phase (INFLIGHT).
-
-        idle: rows of complete requests that stay in a static batch; they overwrite their last position. There is no
-        pass for them alone. Raises OutOfBlocks, or OutOfAdapterPages, if the requests do not fit."""
-        for request in context:
-            if request.is_first_chunk:
-                reused = self._kv_cache.add_request(request, now_s)
-                request.set_prepopulated(reused, self._kv_cache.attention_window.tokens_per_block)
-                if request.num_draft_tokens:
-                    self._kv_cache.add_draft_tokens(np.array([request.slot]), np.array([request.num_draft_tokens]))
-        chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in context])
-        positions = self._kv_cache.add_tokens(rows)
-        drafts = None
-        if self._active.table.max_draft_tokens:
-            drafts = self._drafts.take([chunk.request for chunk in chunks if chunk.is_last], rows)
+    def build(self, iteration: int, plan: Plan, inputs: StepInputs) -> tuple[Batch, ...]:
+        """The passes that run the chunks and one step of the generation requests of `plan`: one, or one for each phase.
+        Idle rows overwrite their last position, and have no pass for them alone."""
+        chunks, rows, adapters, drafts = plan.chunks, plan.rows, inputs.adapters, inputs.drafts
         if not chunks and not len(rows):
             return ()
-        if len(idle):
-            positions = np.concatenate([positions, self._kv_cache.registered[idle] - 1])
-            rows = np.concatenate([rows, idle])
-        if bubble := self._kv_cache.attention_window.bubble:
-            positions -= bubble
-        copies, adapters = self._kv_cache.take_copies(), None
-        if self._adapters is not None and self._active.num_with_lora:
-            adapters = self._use_adapters(self._adapters, chunks, rows)
-        if chunks and len(rows) and self._separate_passes:
-            num_last_chunks = sum(chunk.is_last for chunk in chunks)
-            drafts_of_context, drafts_of_generation = (None, None) if drafts is None else drafts.split(num_last_chunks)
-            of_context = adapters and adapters._replace(tasks=NO_ROWS)
-            of_generation = adapters and adapters._replace(loads=())
-            return (
-                self._pass(iteration, chunks, NO_ROWS, NO_ROWS, copies, of_context, drafts_of_context),
-                self._pass(iteration, (), rows, positions, (), of_generation, drafts_of_generation),
-            )
-        return (self._pass(iteration, chunks, rows, positions, copies, adapters, drafts),)
+        if len(plan.idle):
+            rows = np.concatenate([rows, plan.idle])
+        if not (chunks and len(rows) and self._layout.has_separate_passes):
+            return (self._pass(iteration, chunks, rows, inputs),)
+        num_last_chunks = sum([chunk.is_last for chunk in chunks])
+        drafts_of_context, drafts_of_generation = (None, None) if drafts is None else drafts.split(num_last_chunks)
+        of_context = adapters and adapters._replace(tasks=NO_ROWS)
+        of_generation = adapters and adapters._replace(loads=())
+        context = StepInputs(NO_ROWS, inputs.copies, of_context, drafts_of_context)
+        generation = StepInputs(inputs.positions, (), of_generation, drafts_of_generation)
+        return (
+            self._pass(iteration, chunks, NO_ROWS, context),
+            self._pass(iteration, (), rows, generation),
+        )
 
-    def _use_adapters(self, cache: AdapterCache, chunks: tuple[ContextChunk, ...], rows: Rows) -> AdapterUse:
-        """The adapters of these chunks and of the generation requests in `rows`, which are now on the device."""
-        tasks = self._active.table.lora_tasks[rows]
-        of_chunks = [chunk.request.lora_task_id for chunk in chunks if chunk.request.lora_task_id is not None]
-        return AdapterUse(tasks, cache.use(distinct_tasks(tasks, of_chunks)))
-
-    def _pass(
-        self,
-        iteration: int,
-        chunks: tuple[ContextChunk, ...],
-        rows: Rows,
-        positions: Rows,
-        copies: tuple[BlockCopy, ...] = (),
-        adapters: AdapterUse | None = None,
-        drafts: DraftInputs | None = None,
-    ) -> Batch:
-        cache = self._kv_cache
-        if rows is not self._rows:  # a plan that stands has the same rows again
+    def _pass(self, iteration: int, chunks: tuple[ContextChunk, ...], rows: Rows, inputs: StepInputs) -> Batch:
+        layout, requests_of = self._layout, self._table.requests
+        if rows is not self._rows:  # a plan that repeats has the same rows again
             self._rows, self._slots = rows, rows.astype(np.int32)
-        tables, width, beams, num_candidates = cache.block_tables, 1, None, 0
+        tables, width, beams, num_candidates = layout.block_tables[0], 1, None, 0
         if tables.shape[1] > 1:
-            requests = [self._active.by_slot[row] for row in rows.tolist()]
+            requests = [requests_of[row] for row in rows.tolist()]
             width = (requests[0] if requests else chunks[0].request).beam_width
             beams = self._beams(requests) if width > 1 else None
             num_candidates = max(
-                BeamSearch.num_candidates(request.beam_width, request.stop) for request in self._active.by_slot.values()
+                BeamSearch.num_candidates(request.beam_width, request.stop) for request in requests_of.values()
             )
         return Batch(
             iteration,
             chunks,
             self._slots,
-            positions.astype(np.int32),
+            inputs.positions.astype(np.int32),
             tables,
             width,
             beams,
             num_candidates,
-            self._padded,
-            copies,
-            cache.window_tables,
-            iteration % self._max_in_flight,
-            adapters,
-            drafts,
+            layout.is_padded,
+            inputs.copies,
+            layout.block_tables[1:],
+            iteration % layout.num_micro_batches,
+            inputs.adapters,
+            inputs.drafts,
         )
 
     def _beams(self, requests: list[Request]) -> BeamInputs | None:
@@ -316,7 +317,7 @@ class BatchBuilder:
         searches = [request.search for request in requests if request.search is not None]
         if not searches:
             return None
-        size = self._kv_cache.attention_window.tokens_per_block
+        size = self._layout.tokens_per_block
         return BeamInputs(
             tokens=np.stack([search.tokens for search in searches]),
             parents=np.stack([search.parents for search in searches]),

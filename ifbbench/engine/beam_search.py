@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ifbbench.engine.active import BoolArray, FloatArray, IntArray
+from ifbbench.engine.arrays import BoolArray, FloatArray, IntArray
 from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams, StopConditions
 
 # The score of a beam that pads too few continuations. It is finite, so that sums with it stay ordered, and so low that

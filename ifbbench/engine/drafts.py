@@ -4,20 +4,16 @@ A step with D draft tokens runs D + 1 tokens of a request and yields 1 to D + 1:
 that the model rejects, and one token of the model's own. Keys and values of rejected drafts are removed again.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests, FloatArray, Int64Array, IntArray, Rows
+from ifbbench.engine.arrays import FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.request import Request
-from ifbbench.engine.sampling_params import uniform_numbers
-from ifbbench.kv.interface import KvCache
 
 # In the place of a draft token that the executor's draft model proposes, or that stays symbolic.
 UNKNOWN_TOKEN = -1
-# An odd number, so that no two requests have the same random numbers.
-SEED_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,90 +57,17 @@ class DraftInputs:
         )
 
 
-@dataclass(slots=True)
-class Drafts:
-    """Proposes draft tokens, takes their places in the KV cache, and returns those of rejected ones."""
-
-    settings: DraftSettings
-    active: ActiveRequests
-    kv_cache: KvCache
-    # Ids proposed by look-up, by row.
-    _tokens: dict[int, IntArray] = field(default_factory=dict)
-
-    def propose(self) -> None:
-        """Set the draft tokens of the next step of each generation request: at most as many as it can still use beside
-        the model's own token. To be called before each iteration is scheduled."""
-        rows, table = self.active.generation_rows, self.active.table
-        counts = np.clip(table.reserved[rows] - table.generated[rows] - 1, 0, self.settings.max_len)
-        if self.settings.max_ngram:
-            self._tokens.clear()
-            for place, row in enumerate(rows.tolist()):
-                self._tokens[row] = tokens = self._look_up(self.active.by_slot[row], int(counts[place]))
-                counts[place] = len(tokens)
-        table.set_draft_tokens(rows, counts)
-
-    def _look_up(self, request: Request, count: int) -> IntArray:
-        if not count:
-            return np.zeros(0, np.int32)
-        sequence = request.tokens_between(0, request.original_prompt_len + request.num_outputs)
-        return continuation(sequence, self.settings.max_ngram, count)
-
-    def take(self, completing: Sequence[Request], rows: Rows) -> DraftInputs | None:
-        """The drafts of an iteration, once the blocks of its prompts and of each one's next token were taken; those of
-        generation take places here, and those of prompts did with the first chunk. None if there are none.
-
-        completing: requests on their last chunk. rows: of the generation requests."""
-        cache, table = self.kv_cache, self.active.table
-        for request in completing:  # the scheduler may have cut the drafts since their places were taken
-            needed = request.prompt_len + request.num_draft_tokens + cache.attention_window.bubble
-            if cache.registered[request.slot] > needed:
-                cache.rewind(np.array([request.slot]), np.array([needed]))
-        of_rows = table.draft_tokens[rows]
-        cache.add_draft_tokens(rows, of_rows)
-        of_prompts = [request.num_draft_tokens for request in completing]
-        counts = np.concatenate([np.array(of_prompts, np.int64), of_rows]).astype(np.int32)
-        if not counts.any():
-            return None
-        return self._inputs(completing, rows, counts)
-
-    def _inputs(self, completing: Sequence[Request], rows: Rows, counts: IntArray) -> DraftInputs:
-        tokens = np.full(int(counts.sum()), UNKNOWN_TOKEN, np.int32)
-        firsts, logits = (counts.cumsum() - counts).tolist(), {}
-        for index, request in enumerate(completing):
-            count, options = request.num_draft_tokens, request.options
-            if count and options.draft_input_ids is not None:
-                tokens[firsts[index] : firsts[index] + count] = options.draft_input_ids[:count]
-                if options.draft_logits is not None:
-                    logits[index] = options.draft_logits[:count]
-        if self.settings.max_ngram:
-            for index, row in enumerate(rows.tolist(), start=len(completing)):
-                tokens[firsts[index] : firsts[index] + counts[index]] = self._tokens[row][: counts[index]]
-        return DraftInputs(counts, tokens, logits)
+class DraftVerifier(Protocol):
+    """What confirms the outputs of an iteration with draft tokens."""
 
     def accepted(self, rows: Rows, counts: IntArray) -> IntArray:
-        """How many drafts of each of `rows` are accepted, where the executor does not know: drawn from the seed, the
-        request and the position of each draft in its output, so that neither a pause nor the batch changes them."""
-        table, width = self.active.table, int(counts.max(initial=0))
-        ids = np.array([self.active.by_slot[row].request_id for row in rows.tolist()], np.uint64)
-        places = np.arange(width)
-        seeds = ids * SEED_STEP + np.uint64(self.settings.seed & 0xFFFF_FFFF_FFFF_FFFF)
-        positions = (table.joined[rows] + table.confirmed[rows])[:, None] + places
-        rates = self.settings.acceptance
-        acceptance = np.array([rates[min(place, len(rates) - 1)] for place in range(width)])
-        is_accepted = uniform_numbers(seeds[:, None], positions) < acceptance
-        is_accepted &= places < counts[:, None]
-        found: IntArray = np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1).astype(np.int32)
-        return found
+        """[requests], how many of the `counts` drafts of each of `rows` are accepted, where the executor does not
+        know."""
+        ...
 
     def settle(self, rows: Rows) -> None:
         """Remove the rejected drafts of `rows` from the KV cache, once the step's tokens are confirmed."""
-        table = self.active.table
-        cached = table.original_prompt_len[rows] + table.joined[rows] + table.confirmed[rows] - 1
-        self.kv_cache.rewind(rows, cached + self.kv_cache.attention_window.bubble)
-        for row in rows.tolist():
-            request = self.active.by_slot[row]
-            if request.num_draft_tokens:
-                request.set_draft_tokens(0)
+        ...
 
 
 @dataclass(slots=True)
@@ -177,35 +100,3 @@ class DraftCounts:
     def acceptance_length(self) -> float:
         """Tokens that a step with drafts yields on average."""
         return (self.accepted + self.requests) / self.requests if self.requests else 0.0
-
-
-def continuation(sequence: IntArray, max_ngram: int, count: int) -> IntArray:
-    """Prompt look-up: at most `count` tokens that followed the latest tokens of `sequence` where they occurred before.
-
-    The longest match counts, of at most `max_ngram` tokens, and of several the first (as in `transformers` and vLLM);
-    it may overlap the end, but has at least one token behind it. Empty if the last token did not occur before."""
-    last = len(sequence) - 1
-    places = np.flatnonzero(sequence[:last] == sequence[last])
-    for distance in range(1, max_ngram):
-        longer = places[places >= distance]
-        longer = longer[sequence[longer - distance] == sequence[last - distance]] if distance <= last else longer[:0]
-        if not len(longer):
-            break
-        places = longer
-    return sequence[places[0] + 1 :][:count] if len(places) else sequence[:0]
-
-
-def draft_problem(request: Request, vocab_size: int | None, refused_because: str | None) -> str | None:
-    """Why the drafts that the client brings are invalid, or None. refused_because: why the engine takes none."""
-    tokens, logits = request.options.draft_input_ids, request.options.draft_logits
-    if tokens is None:
-        return None if logits is None else "draft_logits: expected beside draft_input_ids, which are missing"
-    if refused_because is None and request.beam_width > 1:
-        refused_because = f"a beam width of {request.beam_width}"
-    if refused_because is not None:
-        return f"draft_input_ids: draft tokens do not work with {refused_because}; leave one of them out"
-    if vocab_size is not None and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        return f"draft_input_ids: a token id is not in the vocabulary; expected 0 to {vocab_size - 1}"
-    if logits is not None and vocab_size is not None and logits.shape != (len(tokens), vocab_size):
-        return f"draft_logits of shape {list(logits.shape)}: expected {[len(tokens), vocab_size]}, a row for each draft"
-    return None

@@ -1,30 +1,128 @@
-"""What others may implement for the engine: policies, executors, and observers of a run.
+"""What the loop talks to: a scheduler, an executor, and an observer; and a capacity policy, which users may write.
 
 Never compiled, because a class in Python cannot derive from a protocol that is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from ifbbench.engine.active import ActiveRequests
-    from ifbbench.engine.batch import Batch, ContextChunk, Positions, StepOutputs
-    from ifbbench.engine.records import IterationRecord, Stretch
-    from ifbbench.engine.request import Request
-    from ifbbench.kv.adapters import AdapterUse
-    from ifbbench.kv.interface import KvCache
-    from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
+from ifbbench.engine.batch import AdapterUse, Batch, BatchLayout, Positions, StepInputs, StepOutputs
+from ifbbench.engine.in_flight import InFlightIteration
+from ifbbench.engine.plan import ContextChunk, Plan
+from ifbbench.engine.records import CacheState, Growth, IterationRecord, Stretch
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.errors import IfbbenchError
+
+# What `RequestSource.get` is asked for where all requests that have arrived are to be returned.
+NO_LIMIT = -1
 
 
-class CapacityPolicy(Protocol):
-    """A capacity scheduler policy: reads the active requests and the cache, and changes neither.
+class SchedulerStalled(IfbbenchError):
+    """Requests are active, but the scheduler runs none of them, or more than fit."""
 
-    A class may declare `may_pause = False`, if it never pauses, and `is_steady = True`, if its decision stays the same
-    while nothing happens but that the generation requests, which all fit, generate tokens. It is not asked then.
+
+class RequestSource(NamedTuple):
+    """Where a scheduler takes requests from.
+
+    get(n): at most n requests that have arrived, all of them for NO_LIMIT, the highest priorities first.
+    refuse(request, error): answers one that can never run.
+    next_priority(): the highest priority among requests that have arrived and were not taken, None if there are none;
+        None where priorities decide nothing.
     """
 
-    def schedule(self, active: "ActiveRequests", kv_cache: "KvCache") -> "CapacityDecision":
-        """Decide for one iteration. Called before blocks of the iteration are allocated or released."""
+    get: Callable[[int], list[Request]]
+    refuse: Callable[[Request, str], None]
+    next_priority: Callable[[], float | None] | None = None
+
+
+class Scheduler(Protocol):
+    """One engine's scheduler: owns its queue, its running set and its KV rules, and decides what each iteration runs.
+
+    In each iteration the loop calls `admit` and `schedule`; then `allocate` for the batch, `advance` once it is
+    submitted, and `update` once its outputs are there. Where the times of iterations are known in advance, it asks
+    `horizon` for how many of them the plan is certain to repeat, and `repeat` and `confirm` stand for so many of those
+    calls.
+
+    name: for messages. table: the running set. layout: what all batches have in common.
+    max_in_flight: iterations that may be in flight. num_micro_batches: parts of the running set that run in turn.
+    """
+
+    name: str
+    table: RequestTable
+    layout: BatchLayout
+    max_in_flight: int
+    num_micro_batches: int
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """The queue, in order."""
+        ...
+
+    def admit(self, source: RequestSource) -> Sequence[Request]:
+        """Take requests from `source` into the queue, refuse those that can never run, and let others enter the running
+        set; returns those that entered it."""
+        ...
+
+    def find(self, request_id: int) -> Request | None:
+        """The waiting or running request with this id."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """`request` ends, whatever it does: release all that it holds."""
+        ...
+
+    def schedule(
+        self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
+    ) -> Plan:
+        """Decide what `iteration` runs, pause what it pauses, and take the blocks of the prompts that it starts. A
+        decision that depends on tokens in flight calls `collect`, which completes the oldest iteration in flight.
+        SchedulerStalled if the prompts do not fit."""
+        ...
+
+    def allocate(self, plan: Plan) -> StepInputs:
+        """Take what the generation requests of `plan` write to. SchedulerStalled if that does not fit."""
+        ...
+
+    def advance(self, plan: Plan, iteration: int) -> int:
+        """Advance the requests of `plan` as far as is known without outputs; returns how many of their tokens had been
+        computed before a pause."""
+        ...
+
+    def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
+        """Take in the outputs of each pass of an iteration; returns the requests that are complete, in batch order."""
+        ...
+
+    def lose(self, iteration: InFlightIteration) -> list[Request]:
+        """The executor failed in `iteration`, and what it wrote is unknown: returns its requests, which must end."""
+        ...
+
+    def horizon(self, plan: Plan) -> int:
+        """For how many iterations, this one included, `plan` is certain to be decided again while no request arrives,
+        and only the last one to be collected completes requests; 0 if the iteration needs a batch."""
+        ...
+
+    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
+        """Positions of the generation requests of `plan`, and the adapters that it uses, in its first iteration."""
+        ...
+
+    def repeat(self, plan: Plan, count: int) -> Growth:
+        """`allocate` and `advance` for `count` iterations of `plan`, at most those of `horizon`."""
+        ...
+
+    def confirm(self, count: int) -> list[Request]:
+        """`update` for the oldest `count` repeated iterations in flight; returns the requests that are complete."""
+        ...
+
+    def cache_state(self) -> CacheState:
+        """The KV cache now, as records hold it."""
+        ...
+
+    def figures(self) -> dict[str, Any]:
+        """Entries of `summary.json` that only this scheduler has."""
+        ...
+
+    def truncate(self, conversation: Request, num_tokens: int) -> None:
+        """Release the reusable blocks of a conversation after its first `num_tokens` tokens."""
         ...
 
 
@@ -35,11 +133,11 @@ class Executor(Protocol):
     (or the first one after a resume) in a slot means that the slot has a new request. Several batches may be in flight.
     """
 
-    def submit(self, batch: "Batch") -> None:
+    def submit(self, batch: Batch) -> None:
         """Start one batch, to run after those submitted before. If it raises, it has started nothing."""
         ...
 
-    def collect(self) -> "StepOutputs":
+    def collect(self) -> StepOutputs:
         """Wait for the oldest batch in flight and return its outputs. If it raises, that batch is lost."""
         ...
 
@@ -48,23 +146,33 @@ class Executor(Protocol):
         ...
 
 
+class PredictedTimes(NamedTuple):
+    """When iterations start and are submitted, [iterations], and when those in flight are collected, the oldest first;
+    in nanoseconds on the run's clock."""
+
+    start_ns: list[int]
+    submit_ns: list[int]
+    collect_ns: list[int]
+
+
 @runtime_checkable
 class PredictableExecutor(Protocol):
-    """An executor on a virtual clock that can compute in advance how long iterations take, and returns no tokens."""
+    """An executor on a virtual clock that knows in advance how long iterations take, and returns no tokens."""
 
-    def step_times(
+    def run(
         self,
-        context: "Sequence[ContextChunk]",
-        positions: "Positions",
+        context: Sequence[ContextChunk],
+        positions: Positions,
         steps: int,
-        within_ns: int | None = None,
-        adapters: "AdapterUse | None" = None,
-    ) -> tuple[int, list[int]]:
-        """Of the next `steps` iterations: the host's time in each, and the device's, [steps]; both in nanoseconds.
+        max_in_flight: int = 1,
+        change_ns: int | None = None,
+        adapters: AdapterUse | None = None,
+    ) -> PredictedTimes:
+        """Run at most `steps` iterations, up to the one that starts at `change_ns` or later, and let their time pass.
 
-        context: chunks of the first; each further iteration runs the next chunks of the same lengths. positions:
-        of the generation requests, in the first. within_ns: iterations that start later than that, from
-        now on, may be left out. adapters: as in `Batch`, all on the device."""
+        context: chunks of the first; each further iteration runs the next chunks of the same lengths. positions: of the
+        generation requests, in the first. max_in_flight: each iteration waits for the oldest of so many in flight,
+        itself included; the latest, fewer than that, stay in flight. adapters: as in `Batch`, all on the device."""
         ...
 
 
@@ -81,9 +189,9 @@ class Delivery(Protocol):
     """When the tokens of iterations reach their clients, in seconds on the run's clock, where that is later than the
     end of the iteration."""
 
-    def of_iteration(self, record: "IterationRecord") -> float: ...
+    def of_iteration(self, record: IterationRecord) -> float: ...
 
-    def of_stretch(self, stretch: "Stretch") -> Iterable[float]:
+    def of_stretch(self, stretch: Stretch) -> Iterable[float]:
         """[iterations]."""
         ...
 
@@ -91,14 +199,14 @@ class Delivery(Protocol):
 class Observer(Protocol):
     """Is notified of each iteration after it has run, and of each request that ends without being complete."""
 
-    def iteration(self, record: "IterationRecord") -> None:
+    def iteration(self, record: IterationRecord) -> None:
         return None
 
-    def stretch(self, stretch: "Stretch") -> None:
+    def stretch(self, stretch: Stretch) -> None:
         """Several iterations at once."""
         return None
 
-    def left(self, request: "Request", error: str | None) -> None:
+    def left(self, request: Request, error: str | None) -> None:
         """`request` was refused or failed for `error`, or was stopped by its client (None)."""
         return None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ifbbench.engine.batch import BeamCandidates, StepOutputs
 from ifbbench.engine.request import Request, ReuseIdentity
-from ifbbench.kv.eviction import Retention, RetentionRange
+from ifbbench.engine.retention import Retention, RetentionRange
 
 __all__ = ["dumps", "loads"]
 

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from time import gmtime, strftime
 from typing import Any, Final
 
-from ifbbench.engine.batch import ContextChunk
-from ifbbench.engine.config import BatchingType
+from ifbbench.engine.batch import AdapterLoad
 from ifbbench.engine.drafts import DraftCounts
+from ifbbench.engine.plan import ContextChunk, LeftOut, Pause
 from ifbbench.engine.request import Request
-from ifbbench.kv.adapters import AdapterLoad
-from ifbbench.kv.interface import KvCache
-from ifbbench.schedulers.tensorrt_llm.policies.policy import LeftOut, Pause
+from ifbbench.settings.modes import BatchingType
 
 CACHE_FIELDS = (
     "Max KV cache blocks",
@@ -78,32 +76,6 @@ class CacheState:
         """Share of the held positions that have no token. Beams share tokens, so that it is at least 0."""
         return max(0.0, 1.0 - self.filled_tokens / self.held_tokens) if self.held_tokens else 0.0
 
-    @staticmethod
-    def of(cache: KvCache) -> "CacheState":
-        blocks = cache.num_blocks
-        if not blocks:
-            return CacheState(None, None, None, None, None, None, cache.places, cache.held_places, cache.filled_places)
-        counters, used, size = cache.counters, cache.num_used, cache.attention_window.tokens_per_block
-        windows: Sequence[WindowBlocks] = ()
-        if len(cache.window_tables):
-            windows = [
-                WindowBlocks(window.attention_window.size, window.num_blocks, window.num_used)
-                for window in cache.of_windows()
-            ]
-        return CacheState(
-            blocks,
-            used,
-            size,
-            counters.allocated_total,
-            counters.allocated_new,
-            counters.reused,
-            blocks * size,
-            used * size,
-            cache.filled_places,
-            counters.missed,
-            windows,
-        )
-
     def moved(self, blocks: int, tokens: int, new_blocks: int, of_windows: Sequence[int] = ()) -> "CacheState":
         """This state after generation took so many blocks, `new_blocks` of them without known tokens, and filled so
         many positions; before it, if negative. of_windows: the blocks of each of several attention windows."""
@@ -124,6 +96,38 @@ class CacheState:
 
 # Of a record that is not complete yet.
 NO_CACHE_STATE = CacheState(None, None, None, None, None, None, 0, 0, 0)
+
+
+class Growth:
+    """The KV cache while each of several iterations of one plan ran.
+
+    last: while the last one ran. more_blocks, more_tokens, more_new: [iterations], blocks, token positions, and blocks
+    without known tokens, taken since the first one ran. more_of_windows: [windows][iterations], `more_blocks` of each
+    attention window; empty with one window.
+    """
+
+    def __init__(
+        self,
+        last: CacheState,
+        more_blocks: list[int],
+        more_tokens: list[int],
+        more_new: list[int],
+        more_of_windows: Sequence[list[int]] = (),
+    ) -> None:
+        self.last, self.more_of_windows = last, more_of_windows
+        self.more_blocks, self.more_tokens, self.more_new = more_blocks, more_tokens, more_new
+
+    def cache(self, index: int) -> CacheState:
+        """The cache while the iteration at `index` ran."""
+        last = len(self.more_blocks) - 1
+        if index == last:
+            return self.last
+        return self.last.moved(
+            self.more_blocks[index] - self.more_blocks[last],
+            self.more_tokens[index] - self.more_tokens[last],
+            self.more_new[index] - self.more_new[last],
+            [more[index] - more[last] for more in self.more_of_windows],
+        )
 
 
 class IterationRecord:
@@ -222,6 +226,17 @@ class IterationRecord:
             self.drafts,
         )
 
+    def later(self, index: int, start_s: float, epoch_s: int, growth: Growth, max_in_flight: int) -> "IterationRecord":
+        """The record of the iteration of the same plan that began `index` iterations later, at `start_s`."""
+        record = self.copy()
+        record.micro_batch = (self.micro_batch + index) % max_in_flight
+        record.iteration, record.timestamp, record.start_s = self.iteration + index, epoch_s + start_s, start_s
+        record.cache, record.activated = growth.cache(index), [] if index else self.activated
+        record.context = tuple(
+            [ContextChunk(one.request, one.start + index * one.length, one.length) for one in self.context]
+        )
+        return record
+
     @property
     def budget_used(self) -> int:
         """Tokens of the packed batch."""
@@ -233,10 +248,9 @@ class Stretch:
     chunks of the same lengths, without completing them in two iterations or more.
 
     first: record of the first iteration, without `finished`: those requests are completed by the last one.
-    start_s, submit_s, end_s: [iterations], as in an IterationRecord. more_blocks, more_tokens, more_new: [iterations],
-    blocks, places for tokens, and blocks without known tokens, taken since the first one ran. last_cache: of the last
-    one. epoch_s: the run's second zero in seconds since the Unix epoch. more_of_windows: [windows][iterations],
-    `more_blocks` of each attention window; empty with one window.
+    start_s, submit_s, end_s: [iterations], as in an IterationRecord. growth: of the KV cache, of these iterations and
+    maybe further ones. epoch_s: the run's second zero in seconds since the Unix epoch. max_in_flight: iterations that
+    may be in flight.
     """
 
     def __init__(
@@ -246,17 +260,13 @@ class Stretch:
         start_s: list[float],
         submit_s: list[float],
         end_s: list[float],
-        more_blocks: list[int],
-        more_tokens: list[int],
-        more_new: list[int],
-        last_cache: CacheState,
+        growth: Growth,
         epoch_s: int,
-        more_of_windows: Sequence[list[int]] = (),
+        max_in_flight: int = 1,
     ) -> None:
-        self.first, self.finished, self.last_cache = first, finished, last_cache
-        self.start_s, self.submit_s, self.end_s, self.epoch_s = start_s, submit_s, end_s, epoch_s
-        self.more_blocks, self.more_tokens, self.more_new = more_blocks, more_tokens, more_new
-        self.more_of_windows = more_of_windows
+        self.first, self.finished, self.growth, self.epoch_s = first, finished, growth, epoch_s
+        self.max_in_flight = max_in_flight
+        self.start_s, self.submit_s, self.end_s = start_s, submit_s, end_s
 
     @property
     def length(self) -> int:
@@ -266,23 +276,15 @@ class Stretch:
     def last_iteration(self) -> int:
         return self.first.iteration + self.length - 1
 
-    def cache(self, index: int) -> CacheState:
-        """The KV cache while the iteration at `index` of the stretch ran."""
-        of_windows = [more[index] for more in self.more_of_windows]
-        return self.first.cache.moved(
-            self.more_blocks[index], self.more_tokens[index], self.more_new[index], of_windows
-        )
+    @property
+    def last_cache(self) -> CacheState:
+        """The KV cache while the last iteration ran, when requests hold most."""
+        return self.growth.cache(self.length - 1)
 
     def records(self) -> Iterator[IterationRecord]:
-        first = self.first
         for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):
-            record = first.copy()
-            record.iteration, record.timestamp = first.iteration + index, self.epoch_s + start_s
-            record.start_s, record.submit_s, record.end_s = start_s, submit_s, end_s
-            record.cache, record.activated = self.cache(index), [] if index else first.activated
-            record.context = tuple(
-                [ContextChunk(one.request, one.start + index * one.length, one.length) for one in first.context]
-            )
+            record = self.first.later(index, start_s, self.epoch_s, self.growth, self.max_in_flight)
+            record.submit_s, record.end_s = submit_s, end_s
             record.finished = self.finished if index == self.length - 1 else []
             yield record
 

@@ -1,4 +1,4 @@
-"""A request, its state machine, and its tokens as the reuse tree of the KV cache needs them."""
+"""A request, its state machine, its tokens as a KV cache with reuse needs them; and the table of requests that run."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ from enum import IntEnum
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from ifbbench.engine.active import Int64Array, IntArray, RequestTable
+from ifbbench.engine.arrays import Int64Array, IntArray, Rows
 from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.retention import NO_RETENTION, Retention
 from ifbbench.engine.sampling_params import (
     GREEDY,
     NO_STOP_CONDITIONS,
@@ -18,9 +19,13 @@ from ifbbench.engine.sampling_params import (
     SamplingParams,
     StopConditions,
 )
-from ifbbench.kv.eviction import NO_RETENTION, Retention
-from ifbbench.kv.token_keys import KnownTokens, SymbolicTokens, TokenIds
+from ifbbench.engine.tokens import KnownTokens, SymbolicTokens, TokenIds
 from ifbbench.settings.config import DEFAULT_PRIORITY
+
+_NO_TOKEN = -1
+NO_MICRO_BATCH = -1
+_INITIAL_OUTPUT_COLUMNS = 64
+_INITIAL_END_TOKEN_COLUMNS = 2
 
 
 class RequestState(IntEnum):
@@ -166,17 +171,20 @@ class Request:
     @property
     def num_generated(self) -> int:
         """Output tokens scheduled since the (resumed) prompt was complete."""
-        return 0 if self.table is None else int(self.table.generated[self.slot]) + self._unsettled
+        if self.table is None:
+            return 0
+        return int(self.table.generated[self.slot]) + (self.table.deferred_steps if self.in_generation else 0)
 
     @property
     def num_outputs(self) -> int:
         """Output tokens that exist, those that a pause joined to the prompt included."""
-        confirmed = 0 if self.table is None else int(self.table.confirmed[self.slot]) + self._unsettled
-        return self.prompt_len - self.original_prompt_len + confirmed
-
-    @property
-    def _unsettled(self) -> int:
-        return self.table.unsettled if self.table is not None and self.in_generation else 0
+        joined = self.prompt_len - self.original_prompt_len
+        if self.table is None:
+            return joined
+        confirmed = int(self.table.confirmed[self.slot])
+        if self.in_generation:
+            confirmed += self.table.deferred_confirmed
+        return joined + max(confirmed, 0)
 
     @property
     def is_special(self) -> bool:
@@ -200,10 +208,10 @@ class Request:
 
     # Transitions.
 
-    def enter(self, table: RequestTable, sequence_number: int) -> None:
+    def enter(self, table: "RequestTable", sequence_number: int) -> None:
         """Become active: take a row of `table`. `sequence_number` orders requests of equal priority."""
         self.table = table
-        self.slot = table.take_row(self.is_special)
+        self.slot = table.take_row(self)
         self.order = (-self.priority, sequence_number)
         # Beam search finds the ends of beams itself.
         table.set_end_tokens(self.slot, self.stop.end_tokens if self.beam_width == 1 else ())
@@ -345,3 +353,122 @@ class Request:
         else:
             return None
         return KnownTokens(tokens, (tokens.kind, self.lora_task_id, self.reuse.cache_salt))
+
+
+class RequestTable:
+    """Counters and output tokens of the requests that run. Arrays are [rows] unless stated otherwise.
+
+    With flat arrays, an iteration in which 500 requests each generate a token is a few additions. The row of a request
+    is also its sequence slot in the executor and in the KV cache.
+
+    requests: by row.
+    generated: output tokens scheduled since the prompt (or the resumed prompt) was complete.
+    confirmed: how many of them the executor has returned. The two differ while an iteration is in flight.
+    deferred_steps, deferred_confirmed: what `generated` and `confirmed` of all generation requests lack, while plans
+        repeat. `confirmed` is negative as long as iterations in flight do not count for a request.
+    reserved: maximum of `generated`.
+    stop_after: value of `confirmed` at which the request has all its output tokens.
+    draft_tokens: draft tokens of the next generation step.
+    step_tokens: tokens that a generation step adds to the batch: beam width + draft tokens.
+    any_wide_steps: whether `step_tokens` was ever not 1.
+    max_draft_tokens: maximum of `draft_tokens` so far; 0 if no request ever had any.
+    original_prompt_len: tokens of the prompt as it arrived.
+    joined: output tokens that pauses have joined to the prompt.
+    cached_before_pause: tokens of the sequence with keys and values computed before it was paused.
+    any_paused: whether any request was ever paused.
+    end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
+    started: by row, the context requests past their first chunk.
+    makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
+    is_special: whether a new token needs more than to be stored (see `Request.is_special`).
+    micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.
+    any_in_flight: whether a request may be in another micro batch than the one that has its turn.
+    lora_tasks: LoRA task id, -1 for none.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.requests: dict[int, Request] = {}
+        self.generated = np.zeros(rows, np.int64)
+        self.confirmed = np.zeros(rows, np.int64)
+        self.deferred_steps = self.deferred_confirmed = 0
+        self.reserved = np.zeros(rows, np.int64)
+        self.stop_after = np.zeros(rows, np.int64)
+        self.draft_tokens = np.zeros(rows, np.int64)
+        self.step_tokens = np.ones(rows, np.int64)
+        self.any_wide_steps = False
+        self.max_draft_tokens = 0
+        self.original_prompt_len = np.zeros(rows, np.int64)
+        self.joined = np.zeros(rows, np.int64)
+        self.cached_before_pause = np.zeros(rows, np.int64)
+        self.any_paused = False
+        # Ids that users give need not fit 32 bits.
+        self.end_tokens = np.full((rows, _INITIAL_END_TOKEN_COLUMNS), _NO_TOKEN, np.int64)
+        self.any_end_tokens = False
+        self.is_special = np.zeros(rows, np.bool_)
+        self.num_special = 0
+        self.lora_tasks = np.full(rows, -1, np.int64)
+        self.started: dict[int, Request] = {}
+        self.makes_tokens = False
+        self.micro_batch = np.full(rows, NO_MICRO_BATCH, np.int64)
+        self.any_in_flight = False
+        self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
+        self.free_rows = list(range(rows - 1, -1, -1))
+
+    def take_row(self, request: Request) -> int:
+        """A free row for `request`. IndexError if there is none, which admission prevents."""
+        row = self.free_rows.pop()
+        self.requests[row] = request
+        self.generated[row] = self.confirmed[row] = 0
+        self.is_special[row] = request.is_special
+        self.num_special += request.is_special
+        return row
+
+    def return_row(self, row: int) -> None:
+        """The request in `row` has left."""
+        del self.requests[row]
+        self.num_special -= int(self.is_special[row])
+        self.micro_batch[row] = NO_MICRO_BATCH
+        self.free_rows.append(row)
+
+    def begin_turn(self, micro_batch: int) -> None:
+        """The requests of this micro batch can be scheduled again; those of the others are in flight."""
+        self.micro_batch[self.micro_batch == micro_batch] = NO_MICRO_BATCH
+        self.any_in_flight = self._count_in_flight() > 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests in flight in another micro batch than the one that has its turn."""
+        return self._count_in_flight() if self.any_in_flight else 0
+
+    def _count_in_flight(self) -> int:
+        return int(np.count_nonzero(self.micro_batch != NO_MICRO_BATCH))
+
+    def in_other_micro_batch(self, row: int) -> bool:
+        """Whether the request in `row` is in flight in a micro batch that has not its turn."""
+        return self.any_in_flight and int(self.micro_batch[row]) != NO_MICRO_BATCH
+
+    def write_outputs(self, rows: Rows, columns: Int64Array, tokens: IntArray) -> None:
+        """Store one output token for each of `rows`, at the output position in `columns`."""
+        width = self._outputs.shape[1]
+        if len(columns) and (last := int(columns.max())) >= width:
+            self._outputs = np.pad(self._outputs, ((0, 0), (0, max(last + 1 - width, width))))
+        self._outputs[rows, columns] = tokens
+
+    def outputs(self, row: int, start: int, stop: int) -> IntArray:
+        """Output tokens `start` to `stop - 1` of the request in `row`, a copy."""
+        return self._outputs[row, start:stop].copy()
+
+    def set_draft_tokens(self, rows: Rows, counts: Int64Array) -> None:
+        """Set the draft tokens of the next step of `rows`, requests with one beam."""
+        self.draft_tokens[rows] = counts
+        self.step_tokens[rows] = counts + 1
+        if len(counts) and (largest := int(counts.max())) > 0:
+            self.any_wide_steps, self.max_draft_tokens = True, max(self.max_draft_tokens, largest)
+
+    def set_end_tokens(self, row: int, end_tokens: tuple[int, ...]) -> None:
+        if not (end_tokens or self.any_end_tokens):
+            return
+        if (more := len(end_tokens) - self.end_tokens.shape[1]) > 0:
+            self.end_tokens = np.pad(self.end_tokens, ((0, 0), (0, more)), constant_values=_NO_TOKEN)
+        self.end_tokens[row] = _NO_TOKEN
+        self.end_tokens[row, : len(end_tokens)] = end_tokens
+        self.any_end_tokens |= bool(end_tokens)

@@ -7,7 +7,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.active import FloatArray, Int64Array, IntArray
+from ifbbench.engine.arrays import FloatArray, Int64Array, IntArray
 
 
 class EarlyStopping(StrEnum):

@@ -10,12 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ifbbench.engine.active import Int64Array
+from ifbbench.engine.arrays import Int64Array
+from ifbbench.engine.batch import NO_ADAPTER, AdapterLoad
 from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
-
-# The adapter of a request without one, in `AdapterUse.tasks`.
-NO_ADAPTER = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +88,6 @@ class AdapterSource(Protocol):
     def drop(self, task_id: int) -> None:
         """Free its host memory; one that is not stored is then unknown."""
         ...
-
-
-class AdapterLoad(NamedTuple):
-    """An adapter to copy to these pages of the device before a batch runs. from_host: whether it is in host memory;
-    otherwise it is read from where it is stored, and stays in host memory if `is_kept`."""
-
-    task_id: int
-    pages: tuple[int, ...]
-    from_host: bool = True
-    is_kept: bool = True
-
-
-class AdapterUse(NamedTuple):
-    """The adapters of a batch. tasks: [generation requests], task id of each or NO_ADAPTER; those of context chunks are
-    their requests' `lora_task_id`. loads: to be done before the batch runs, in this order."""
-
-    tasks: Int64Array
-    loads: tuple[AdapterLoad, ...] = ()
 
 
 def distinct_tasks(tasks: Int64Array, others: Iterable[int] = ()) -> list[int]:

@@ -2,37 +2,15 @@
 
 from collections import deque
 from dataclasses import dataclass
-from enum import StrEnum
 
-from ifbbench.kv.eviction import DEFAULT_PRIORITY, PRIMARY, SECONDARY, EvictionPolicy
+from ifbbench.engine.batch import BlockCopy, CopyKind
+from ifbbench.engine.retention import DEFAULT_PRIORITY
+from ifbbench.kv.eviction import PRIMARY, SECONDARY, EvictionPolicy
 from ifbbench.kv.reuse_tree import ReuseTree
 
 
 class OutOfBlocks(Exception):
     """More blocks were requested than are free. A correct capacity scheduler policy prevents it."""
-
-
-class CopyKind(StrEnum):
-    """Between which memories a block is copied."""
-
-    DEVICE = "device"
-    OFFLOAD = "offload"
-    ONBOARD = "onboard"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Keys and values that an executor copies before its batch runs, in the order of the list.
-
-    source, destination: places in device memory; in host memory the source of ONBOARD and the destination of OFFLOAD.
-    num_tokens: how many of the block's first places are needed. window: index of the attention window.
-    """
-
-    kind: CopyKind
-    source: int
-    destination: int
-    num_tokens: int
-    window: int = 0
 
 
 @dataclass(slots=True)

@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from ifbbench.engine.arrays import Rows
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.blocks import BlockCounters
-from ifbbench.kv.interface import KvCache, Rows
+from ifbbench.kv.interface import KvCache
 
 
 class ContiguousCache(KvCache):

@@ -6,10 +6,10 @@ from itertools import accumulate
 
 import numpy as np
 
+from ifbbench.engine.arrays import Rows
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import UNLIMITED, AttentionWindow, ceil_div
 from ifbbench.kv.blocks import BlockCounters, OutOfBlocks
-from ifbbench.kv.interface import Rows
 from ifbbench.kv.paged import PagedCache
 
 
@@ -40,9 +40,8 @@ class CountedCache(PagedCache):
         # The steps before which sequences reach the capacity, with their slots. From then on they take no blocks.
         self._wraps: list[tuple[int, int]] = []
         self._num_wrapped = 0
-        # Blocks that the sequences in generation may still take, and those of the steps of `fitting_steps`.
+        # Blocks that the sequences in generation may still take.
         self._reserved = 0
-        self._ahead: list[int] = []
 
     # For schedulers.
 
@@ -96,8 +95,7 @@ class CountedCache(PagedCache):
         if self._limit[slot] >= self._capacity:
             heappush(self._wraps, (step + self._capacity - registered, slot))
 
-    def _end_generation(self, slot: int) -> None:
-        """The sequence leaves, or takes no part in a step."""
+    def end_generation(self, slot: int) -> None:
         registered, step = self._registered(slot), self._step
         self._reserved -= self._blocks_to_come(slot)
         self._held_before[slot] = self.held_blocks(slot)
@@ -115,8 +113,7 @@ class CountedCache(PagedCache):
         registered: Rows = self.registered[rows]
         others = self._generating.difference(rows.tolist()) if len(rows) < self.count else set[int]()
         for slot in others:
-            self._end_generation(slot)
-        self._ahead = self._blocks_ahead(1)
+            self.end_generation(slot)
         self.take(1)
         for slot in others:
             self.begin_generation(slot)
@@ -124,7 +121,7 @@ class CountedCache(PagedCache):
 
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
         if slot in self._generating:
-            self._end_generation(slot)
+            self.end_generation(slot)
         self._of_waiting.pop(slot, None)  # a resumed request has another prompt
         self._free += self._held_before.pop(slot)
         self._filled -= min(int(self.registered[slot]), self._capacity)
@@ -141,14 +138,16 @@ class CountedCache(PagedCache):
     def fitting_steps(self, steps: int, until_block: bool = False) -> int:
         """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
         `until_block`, none after the first one."""
-        self._ahead = self._blocks_ahead(steps)
-        return fitting_steps(self._ahead, self._free, until_block)
+        if not until_block and self.count * ceil_div(steps, self._size) <= self._free:
+            return steps
+        return fitting_steps(self._blocks_ahead(steps), self._free, until_block)
 
     def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
         """Register a token of each sequence in generation in each of `steps` steps, at most those of `fitting_steps`.
         Returns the blocks, the places and the blocks without known tokens (which all are) that all together have taken
         after each step since the first, [steps]."""
-        blocks, filling, first = self._ahead, self.count - self._num_wrapped, self._ahead[0]
+        blocks, filling = self._blocks_ahead(steps), self.count - self._num_wrapped
+        first = blocks[0]
         self._take(blocks[steps - 1])
         self._reserved -= blocks[steps - 1]
         self._step += steps
@@ -161,7 +160,7 @@ class CountedCache(PagedCache):
             if is_new and wrap[1] in self._generating and self._registered(wrap[1]) == self._capacity:
                 self._growing[(self._step - self._capacity) % self._size] -= 1
                 self._num_wrapped += 1
-        more_blocks = [after - first for after in blocks[:steps]]
+        more_blocks = [after - first for after in blocks]
         return more_blocks, [step * filling for step in range(steps)], more_blocks
 
     def _blocks_ahead(self, steps: int) -> list[int]:

@@ -2,23 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-import numpy as np
 from mypy_extensions import mypyc_attr
-from numpy.typing import NDArray
 
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray, Rows
+from ifbbench.engine.batch import BlockCopy
+from ifbbench.engine.records import CacheState, WindowBlocks
+from ifbbench.engine.request import Request
+from ifbbench.engine.tokens import KnownTokens
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.blocks import BlockCopy, BlockCounters
+from ifbbench.kv.blocks import BlockCounters
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.kv.token_keys import KnownTokens
 
-if TYPE_CHECKING:
-    from ifbbench.engine.request import Request
-    from ifbbench.kv.paged import PagedCache
-
-Rows: TypeAlias = NDArray[np.int64]
 # An integer, or `BlockCounts` where layers differ in attention window. Both add, subtract and compare: one amount is
 # more than another if it is in any window.
 BlockCount: TypeAlias = Any
@@ -56,7 +52,7 @@ class KvCache(ABC):
         """Device blocks without references, whether or not their content can be reused."""
 
     @abstractmethod
-    def first_chunk_need(self, request: "Request") -> BlockCount:
+    def first_chunk_need(self, request: Request) -> BlockCount:
         """Blocks that `request` takes in its next context chunk: those of its whole prompt, or none past the first
         chunk."""
 
@@ -78,10 +74,10 @@ class KvCache(ABC):
         return int(blocks)
 
     @abstractmethod
-    def blocks_to_completion(self, request: "Request") -> BlockCount:
+    def blocks_to_completion(self, request: Request) -> BlockCount:
         """Blocks that a context request may still take until all its reserved tokens are generated."""
 
-    def fitting(self, requests: "Sequence[Request]", available: BlockCount) -> tuple[int, BlockCount]:
+    def fitting(self, requests: Sequence[Request], available: BlockCount) -> tuple[int, BlockCount]:
         """How many of the first `requests`, all in their context phase, fit into `available` blocks until they are
         complete, and the blocks that they take. May be fewer than do fit."""
         return 0, 0
@@ -100,14 +96,14 @@ class KvCache(ABC):
         known tokens yet."""
         return 0
 
-    def missing_block(self, request: "Request") -> Any:
+    def missing_block(self, request: Request) -> Any:
         """The first full block of the prompt that is not stored, equal for two requests if and only if they lack the
         same one; None where there is none, or nothing is reused."""
         return None
 
     # For the loop.
 
-    def of_windows(self) -> "tuple[PagedCache, ...]":
+    def of_windows(self) -> "tuple[KvCache, ...]":
         """The paged cache of each attention window; none of a cache without blocks."""
         return ()
 
@@ -116,11 +112,15 @@ class KvCache(ABC):
         """Whether `slot` has a sequence."""
 
     @abstractmethod
-    def add_request(self, request: "Request", now_s: float = 0.0) -> int:
+    def add_request(self, request: Request, now_s: float = 0.0) -> int:
         """Take the blocks of the request's whole prompt; returns how many of its tokens they hold already."""
 
     def begin_generation(self, slot: int) -> None:
         """The prompt is computed: from the next step on, `add_tokens` may register tokens of the sequence."""
+        return None
+
+    def end_generation(self, slot: int) -> None:
+        """`add_tokens` registers no further tokens of the sequence, unless its generation begins again."""
         return None
 
     def cached_tokens(self, rows: Rows) -> Rows:
@@ -155,6 +155,11 @@ class KvCache(ABC):
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
         """Release all blocks of the sequence. store: its first tokens that remain findable, also in a partial block."""
 
+    def store_known(self, request: Request, num_tokens: int) -> None:
+        """`store_generated` of a generation request, as far as it has one beam and its tokens are known."""
+        if request.beam_width == 1:
+            self.store_generated(request.slot, min(num_tokens, request.num_known_tokens))
+
     def forget_sequence(self, slot: int) -> None:
         """Make the sequence's blocks unfindable: their content was never computed."""
         return None
@@ -188,6 +193,32 @@ class KvCache(ABC):
     @abstractmethod
     def filled_places(self) -> int:
         """Places with a token; a token that several sequences share counts for each."""
+
+    def state(self) -> CacheState:
+        """The cache now, as records hold it."""
+        blocks = self.num_blocks
+        if not blocks:
+            return CacheState(None, None, None, None, None, None, self.places, self.held_places, self.filled_places)
+        counters, used, size = self.counters, self.num_used, self.attention_window.tokens_per_block
+        windows: Sequence[WindowBlocks] = ()
+        if len(self.window_tables):
+            windows = [
+                WindowBlocks(window.attention_window.size, window.num_blocks, window.num_used)
+                for window in self.of_windows()
+            ]
+        return CacheState(
+            blocks,
+            used,
+            size,
+            counters.allocated_total,
+            counters.allocated_new,
+            counters.reused,
+            blocks * size,
+            used * size,
+            self.filled_places,
+            counters.missed,
+            windows,
+        )
 
     @abstractmethod
     def check_consistency(self) -> None:

@@ -5,15 +5,17 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from ifbbench.engine.arrays import Rows
+from ifbbench.engine.batch import BlockCopy
 from ifbbench.engine.request import Request
+from ifbbench.engine.retention import NO_RETENTION, Retention
+from ifbbench.engine.tokens import BlockKey, KnownTokens
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.blocks import BlockCopy, BlockCounters, Blocks
-from ifbbench.kv.eviction import NO_RETENTION, Retention
-from ifbbench.kv.interface import NO_REUSE, Rows
+from ifbbench.kv.blocks import BlockCounters, Blocks
+from ifbbench.kv.interface import NO_REUSE
 from ifbbench.kv.paged import PagedCache
 from ifbbench.kv.reuse_tree import MissingBlockSearch
 from ifbbench.kv.sequence import ReleasePlan, ReuseRules, Sequences
-from ifbbench.kv.token_keys import BlockKey, KnownTokens
 
 NO_LIMIT = np.iinfo(np.int64).max
 

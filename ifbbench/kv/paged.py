@@ -6,9 +6,10 @@ from collections.abc import Iterable
 import numpy as np
 from mypy_extensions import mypyc_attr
 
+from ifbbench.engine.arrays import Rows
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.interface import NO_REUSE, KvCache, Rows
+from ifbbench.kv.interface import NO_REUSE, KvCache
 from ifbbench.kv.sequence import ReuseRules
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
+from ifbbench.engine.tokens import BlockKey, BlockTokens, KnownTokens, block_ranges
 from ifbbench.kv.attention_window import ceil_div
-from ifbbench.kv.token_keys import BlockKey, BlockTokens, KnownTokens, block_ranges
 
 UNLINKED = -1
 _NO_CHILD = -1

@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import takewhile
 
+from ifbbench.engine.retention import DEFAULT_PRIORITY, NO_RETENTION, Retention
+from ifbbench.engine.tokens import BlockKey, BlockTokens, KnownTokens
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.blocks import Blocks, OutOfBlocks
-from ifbbench.kv.eviction import DEFAULT_PRIORITY, NO_RETENTION, Retention
-from ifbbench.kv.token_keys import BlockKey, BlockTokens, KnownTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ifbbench.engine.arrays import Rows
+from ifbbench.engine.batch import BlockCopy
 from ifbbench.engine.request import Request
-from ifbbench.kv.blocks import BlockCopy, BlockCounters, OutOfBlocks
+from ifbbench.kv.blocks import BlockCounters, OutOfBlocks
 from ifbbench.kv.counted import CountedCache, CountedRelease
-from ifbbench.kv.interface import KvCache, Rows
+from ifbbench.kv.interface import KvCache
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.paged import PagedCache
 from ifbbench.kv.sequence import ReleasePlan
@@ -147,6 +149,10 @@ class VariableWindowCache(KvCache):
     def begin_generation(self, slot: int) -> None:
         for window in self.windows:
             window.begin_generation(slot)
+
+    def end_generation(self, slot: int) -> None:
+        for window in self.windows:
+            window.end_generation(slot)
 
     def add_request(self, request: Request, now_s: float = 0.0) -> int:
         """Take the request's blocks in every window, or in none."""

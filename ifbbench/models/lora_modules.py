@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.models.config import ModelConfig
 from ifbbench.settings.config import RunConfig

@@ -12,9 +12,9 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import NANOSECONDS, Clock, VirtualClock, tick, to_seconds
-from ifbbench.engine.active import IntArray
-from ifbbench.engine.in_flight import Response
+from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.replay.priority_queue import PriorityQueue
 from ifbbench.rundir.metrics import distribution
 from ifbbench.settings.config import RunConfig

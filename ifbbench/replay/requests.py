@@ -6,11 +6,11 @@ import numpy as np
 
 from ifbbench.build.adapters import drawn_tasks
 from ifbbench.build.engine import Engine, sampling_params
-from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.request import NO_IDENTITY, Request, ReuseIdentity
 from ifbbench.engine.sampling_params import GREEDY, OutputOptions, StopConditions
 from ifbbench.replay.client import MakeRequest
 from ifbbench.schedulers.tensorrt_llm.admission import AdmissionLimits, Refusal
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.prompts import output_symbol, prompt_tokens, symbolic_runs
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of

@@ -29,7 +29,6 @@ from ifbbench.rundir import run_directory
 from ifbbench.rundir.lines import thinned
 from ifbbench.rundir.printing import PrintingRecorder
 from ifbbench.rundir.recorder import Recorder, SummaryRecorder
-from ifbbench.schedulers.tensorrt_llm.policies import named_if_stuck
 from ifbbench.settings.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.simulated.engines import ServingProcess
 from ifbbench.simulated.expected_error import NO_ENGINE, Compared, expected_error
@@ -274,8 +273,7 @@ def _replay(
     clock.restart()
     gc.freeze()  # what exists now stays until the end, so that collections need not look at it
     try:
-        with named_if_stuck(engine.limits.effective_policy, lambda: manager.iteration):
-            _loop(manager, client, recorder, progress, len(trace), clock)
+        _loop(manager, client, recorder, progress, len(trace), clock)
         if engine.communicator is not None:
             cast("RankLoop", manager).end_others()
     except KeyboardInterrupt as interrupt:
@@ -300,11 +298,10 @@ def _more_figures(
 ) -> dict[str, Any]:
     """Figures of the client and of LoRA adapters, and how far those of a simulated run may be from a real server's."""
     figures: dict[str, Any] = {"arrivals": client.arrivals()}
-    if manager.adapters is not None:
-        figures["lora"] = manager.adapters.figures()
+    figures |= manager.scheduler.figures()
     if (config := engine.config).hardware is None:
         return figures
-    if manager.adapters is not None:
+    if engine.limits.lora is not None:
         return figures | {"expected_error": {"compared": False, "reason": "no run with LoRA adapters was compared"}}
     name = NO_ENGINE if engine.overhead is None else engine.overhead.name
     hardware = Path(config.hardware or "").name.lower().replace("_", "-")
@@ -339,15 +336,16 @@ def _loop(
                 raise RunFailed(
                     "no progress: no request is active, and the engine fetches none. "
                     f"Of {total} requests {client.handed_out} were fetched and {client.answered} answered; "
-                    f"{manager.num_waiting} wait in the engine and {client.queued()} in the client. "
+                    f"{len(manager.scheduler.waiting)} wait in the engine and {client.queued()} in the client. "
                     "This is a defect of ifbbench: please report it with the command."
                 )
             else:
                 idle_at = counts
         if is_shown and real_clock.now() - shown_s >= PROGRESS_INTERVAL_S:
             shown_s = real_clock.now()
-            blocks = f"{manager.kv_cache.num_used}/{manager.kv_cache.num_blocks} KV blocks"
-            progress.update(client.answered, total, f"{len(manager.active)} active, {blocks}")
+            cache, active = manager.scheduler.cache_state(), len(manager.scheduler.table.requests)
+            blocks = f"{cache.used_blocks or 0}/{cache.max_blocks or 0} KV blocks"
+            progress.update(client.answered, total, f"{active} active, {blocks}")
     while manager.step():  # with overlap, an iteration of no outstanding request may still be in flight
         pass
 

@@ -227,7 +227,7 @@ class IterationLines:
         """Write the lines of all iterations of a stretch, equal to those of `record`: one line, of which only the
         fields that differ are set again. Numbers of Python, because stretches are often so short that arrays are
         slower."""
-        first, cache, every = stretch.first, stretch.first.cache, self._every
+        first, growth, cache, every = stretch.first, stretch.growth, stretch.first.cache, self._every
         changed, self._bound_by = bound_by != self._bound_by, bound_by
         size, held, filled = cache.tokens_per_block or 0, cache.held_tokens, cache.filled_tokens
         used, total, new = cache.used_blocks or 0, cache.allocated_total or 0, cache.allocated_new or 0
@@ -239,15 +239,17 @@ class IterationLines:
             if iteration % every and not (changed and not index):  # see `is_thinned_out`
                 continue
             submit_s, end_s = stretch.submit_s[index], stretch.end_s[index]
-            more, tokens = stretch.more_blocks[index], stretch.more_tokens[index]
+            more, tokens = growth.more_blocks[index], growth.more_tokens[index]
             line.timestamp = self._statistics.format_timestamp(stretch.epoch_s + start_s)
             line.iteration_counter = iteration
+            if stretch.max_in_flight > 1 and isinstance(line, InflightLine):
+                line.microbatch_id = (first.micro_batch + index) % stretch.max_in_flight
             line.free_kv_cache_blocks = free - more
             line.used_kv_cache_blocks = used + more
             line.allocated_total_kv_cache_blocks = total + more
-            line.allocated_new_kv_cache_blocks = new + stretch.more_new[index]
+            line.allocated_new_kv_cache_blocks = new + growth.more_new[index]
             if has_windows:
-                details.kv_cache_iteration_stats = _of_windows(stretch.cache(index))
+                details.kv_cache_iteration_stats = _of_windows(growth.cache(index))
             details.start_s, details.latency_ms = number(start_s), number((end_s - start_s) * 1000)
             details.host_ms = number((submit_s - start_s) * 1000)
             details.device_ms = number((end_s - submit_s) * 1000)

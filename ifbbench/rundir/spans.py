@@ -7,14 +7,13 @@ from typing import Final
 
 from msgspec import UNSET
 
-from ifbbench.engine.batch import ContextChunk
+from ifbbench.engine.plan import ContextChunk, Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.rundir.drafts import steps_of, stretches_of
 from ifbbench.rundir.line_types import SpanLine
 from ifbbench.rundir.lines import RUNNING, JsonLinesWriter, Phase, encode
 from ifbbench.rundir.metrics import WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
-from ifbbench.schedulers.tensorrt_llm.policies.policy import Limit
 
 SecondsOf = Callable[[Request], float]
 HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"

@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 
 from ifbbench import __version__
 from ifbbench.clock import WallClock
-from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError
 from ifbbench.rundir.lines import IterationLines
@@ -45,6 +44,7 @@ from ifbbench.serving.protocol import (
 from ifbbench.serving.service import QueueFull, Service, ServiceEnded
 from ifbbench.serving.texts import Texts
 from ifbbench.settings.fields import memory_size
+from ifbbench.settings.modes import BatchingType
 
 JSON = "application/json"
 CLIENT_LEFT = 499

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.active import FloatArray
+from ifbbench.engine.arrays import FloatArray
 from ifbbench.serving.texts import Tokenizer
 
 

@@ -11,9 +11,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from ifbbench.build.engine import Engine
-from ifbbench.engine.config import BatchingType
 from ifbbench.engine.records import TIMESTAMP_FORMAT, IterationStatistics
 from ifbbench.serving.statistics import ABORT, ERROR, LENGTH, STOP, Histogram, LiveStatistics
+from ifbbench.settings.modes import BatchingType
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Metric = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from ifbbench.engine.active import FloatArray
+from ifbbench.engine.arrays import FloatArray
 from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.serving.library.request import InferenceRequest

@@ -13,7 +13,7 @@ import numpy as np
 
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
-from ifbbench.engine.active import FloatArray
+from ifbbench.engine.arrays import FloatArray
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.errors import IfbbenchError, InputError

@@ -1,23 +1,15 @@
-"""The simulated device: a cost model of the transformer's operations, and an executor that takes the predicted time."""
+"""The cost model: the time of an iteration as a sum over the operations of a transformer."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
-from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
-from ifbbench.clock import NANOSECONDS, VirtualClock
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, ContextChunk, Positions, StepOutputs
-from ifbbench.kv.adapters import AdapterUse
+from ifbbench.clock import NANOSECONDS
 from ifbbench.simulated.hardware import HardwareProfile
 from ifbbench.simulated.shard import Shard
-from ifbbench.simulated.step_work import OperationCost, StepWork, StepWorks, draft_passes
-
-if TYPE_CHECKING:
-    from ifbbench.simulated.lora_cost import LoraCost
+from ifbbench.simulated.step_work import OperationCost, StepWork, StepWorks
 
 # In one layer: norm, QKV, rotary embedding and cache write, attention, output, norm, gate and up, activation, down.
 KERNELS_PER_LAYER = 9
@@ -260,105 +252,3 @@ class CostModel:
         seconds = keys * self._ns_per_kv_token / NANOSECONDS
         moved = keys * self._kv_bytes_per_token
         return OperationCost("generation attention", keys * self._flops_per_pair, moved, seconds, "memory")
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class SimulatedExecutor:
-    """A device that executes batches in order, each in the time that `cost_model` predicts.
-
-    Host and device run in parallel: `submit` takes the host's time, and the device starts when both the host and the
-    batch before are done. With overlap the host's time is therefore hidden behind the device's.
-
-    With pipeline parallelism a batch passes through the stages one after the other, and each stage runs one batch at a
-    time: a batch takes as long as all stages together, and as many batches pass as the slowest stage takes in.
-    """
-
-    def __init__(
-        self,
-        cost_model: CostModel,
-        clock: VirtualClock,
-        windows: Sequence[tuple[int | None, float]] = ((None, 1.0),),
-        lora: "LoraCost | None" = None,
-        draft_model: CostModel | None = None,
-    ) -> None:
-        """windows: see `StepWork.of_windows`. lora: the time of adapters. draft_model: of draft tokens."""
-        self._lora = lora
-        self.cost_model = cost_model
-        self.windows = tuple(windows)
-        self._clock = clock
-        self._draft_model = draft_model
-        self._free_ns = [0] * cost_model.shard.pp_size  # when each stage is free
-        self._in_flight: deque[tuple[int, int]] = deque()  # of each batch, its end and the draft model's time in it
-
-    def submit(self, batch: Batch) -> None:
-        """Start one batch."""
-        requests = len(batch.context) + len(batch.slots)
-        work = StepWork.of_windows(batch, self.windows)
-        self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
-        stages_ns, draft_ns = self.cost_model.stages_ns(work), 0
-        if batch.adapters is not None and self._lora is not None:
-            more_ns = self._lora.batch_ns(batch, batch.adapters, sum(stages_ns)) - sum(stages_ns)
-            stages_ns = [stage_ns + more_ns // len(stages_ns) for stage_ns in stages_ns]
-        if self._draft_model is not None:  # with one stage
-            draft_ns = sum(map(self._draft_model.device_ns, draft_passes(batch)))
-            stages_ns = [stages_ns[0] + draft_ns]
-        finish_ns = self._clock.now_ns
-        for stage, stage_ns in enumerate(stages_ns):
-            self._free_ns[stage] = finish_ns = max(finish_ns, self._free_ns[stage]) + stage_ns
-        self._in_flight.append((finish_ns, draft_ns))
-
-    def step_times(
-        self,
-        context: Sequence[ContextChunk],
-        positions: Positions,
-        steps: int,
-        within_ns: int | None = None,
-        adapters: AdapterUse | None = None,
-    ) -> tuple[int, list[int]]:
-        """See PredictableExecutor."""
-        count, keys = positions.count, self._generation_keys(positions, steps)
-        chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in context]
-        host_ns = self.cost_model.host_ns(count + len(chunks), sum([length for _, length, _ in chunks]))
-        if not chunks and len(keys) == 1:
-            if within_ns is not None and steps > 1:
-                # No iteration is shorter than the first one, because each reads more keys.
-                shortest_ns = host_ns + self.cost_model.generation_ns(count, keys[0][:1])[0]
-                steps = min(steps, max(within_ns, 0) // max(shortest_ns, 1) + 1)
-            device_ns = self.cost_model.generation_ns(count, keys[0][:steps])
-        else:
-            device_ns, passed_ns = list[int](), 0
-            for step in range(steps):
-                if within_ns is not None and passed_ns > within_ns:
-                    break
-                works = [
-                    (StepWork.of_sums(chunks, count, of_window[step], window), share)
-                    for of_window, (window, share) in zip(keys, self.windows, strict=True)
-                ]
-                device_ns.append(self.cost_model.device_ns(StepWork.mean(works)))
-                passed_ns += host_ns + device_ns[-1]
-                chunks = [(start + length, length, is_last) for start, length, is_last in chunks]
-        if adapters is not None and self._lora is not None:
-            device_ns = self._lora.generation_ns(adapters, np.array(device_ns)).tolist()
-        return host_ns, device_ns
-
-    def _generation_keys(self, positions: Positions, steps: int) -> list[Sequence[int]]:
-        """The keys that generation reads in each of the next `steps` iterations, for each window of the layers."""
-        count, cached, found = positions.count, positions.total, list[Sequence[int]]()
-        for window, _ in self.windows:
-            if window is not None:
-                after = positions.of_each() + np.arange(1, steps + 1)[:, None]
-                found.append(np.minimum(after, window).sum(axis=1).tolist())
-            elif count:
-                found.append(range(cached + count, cached + count * steps + 1, count))
-            else:
-                found.append([0] * steps)
-        return found
-
-    def collect(self) -> StepOutputs:
-        """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""
-        end_ns, draft_ns = self._in_flight.popleft()
-        self._clock.wait_until_ns(end_ns)
-        return StepOutputs(draft_s=draft_ns / NANOSECONDS) if draft_ns else NO_OUTPUTS
-
-    def close(self) -> None:
-        """There is nothing to release."""

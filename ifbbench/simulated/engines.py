@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.active import ActiveRequests
 from ifbbench.errors import InputError
 from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies.guaranteed_no_evict import GuaranteedNoEvict
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
 from ifbbench.settings.config import ENGINE_OVERHEADS

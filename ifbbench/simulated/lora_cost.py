@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.clock import NANOSECONDS
-from ifbbench.engine.batch import Batch
-from ifbbench.kv.adapters import NO_ADAPTER, AdapterLoad, AdapterUse, LoraConfig
+from ifbbench.engine.batch import NO_ADAPTER, AdapterLoad, AdapterUse, Batch
+from ifbbench.kv.adapters import LoraConfig
 from ifbbench.models.lora_modules import LayerProduct, lora_modules
 from ifbbench.simulated.cost_model import CostModel
 

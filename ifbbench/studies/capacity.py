@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ifbbench.build.resolve import batching_config, cache_layout, kv_value_bytes, resolve_limits
-from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.plan import Limit
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
@@ -18,9 +18,10 @@ from ifbbench.kv.sizing import CacheLayout, WindowLayout, max_attention_window
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.schedulers.tensorrt_llm.admission import AdmissionLimits
-from ifbbench.schedulers.tensorrt_llm.policies.policy import Limit
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.config import MAX_BATCH, RunConfig
 from ifbbench.settings.fields import memory_size
+from ifbbench.settings.modes import BatchingType
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard, kv_memory_bytes
 from ifbbench.torch import host

@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.engine.config import BatchingType
+from ifbbench.engine.plan import Limit
 from ifbbench.report import NOTHING, count, plain_table, significant
 from ifbbench.report.limits import limit_name
-from ifbbench.schedulers.tensorrt_llm.policies.policy import Limit
 from ifbbench.settings.fields import memory_size
+from ifbbench.settings.modes import BatchingType
 from ifbbench.studies.capacity import Fit, Study
 
 HINT = "Give --input-len and --output-len, or --trace, to see how many requests run at once."

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.engine.config import BatchingConfig, BatchingType
 from ifbbench.errors import InputError
 from ifbbench.replay.requests import expected_refusals
 from ifbbench.replay.run import engine_for
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.config import DEFAULT_MAX_NUM_TOKENS, POLICIES, RunConfig
+from ifbbench.settings.modes import BatchingType
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.trace import Integers, Trace, columns_of
 

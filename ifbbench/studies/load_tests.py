@@ -11,11 +11,11 @@ import numpy as np
 
 from ifbbench.build.engine import Engine, build_engine
 from ifbbench.engine.interfaces import Unobserved
-from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord
 from ifbbench.errors import InputError
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.requests import request_maker
+from ifbbench.schedulers.loop import make_loop
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import integer, located, number
 from ifbbench.settings.names import from_mapping
@@ -222,7 +222,7 @@ def _schedule(engine: Engine, test: LoadTest) -> tuple[list[StepWork], _TokenTim
         keeps_outputs=False,
     )
     executor, times = TimingExecutor(engine.executor, clock), _TokenTimes(len(requests))
-    loop = TokenGenerationLoop(limits, executor, clock, client.get_requests, client.send_response, times, client.queued)
+    loop = make_loop(limits, executor, clock, client.get_requests, client.send_response, times, client.queued)
     while not client.done:
         if not loop.step() and not client.done:
             client.wait()

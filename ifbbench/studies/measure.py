@@ -11,14 +11,14 @@ from tempfile import TemporaryDirectory
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.interfaces import Executor
-from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.requests import request_maker
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.workload.trace import Trace, TraceRequest
 
@@ -184,9 +184,7 @@ def run_scenario(engine: Engine, scenario: Scenario) -> list[Sample]:
     with TemporaryDirectory() as directory:
         recorder = Recorder(Path(directory), {}, len(trace), statistics, client.arrival_s)
         executor = TimingExecutor(engine.executor, clock)
-        manager = TokenGenerationLoop(
-            limits, executor, clock, client.get_requests, client.send_response, recorder, client.queued
-        )
+        manager = make_loop(limits, executor, clock, client.get_requests, client.send_response, recorder, client.queued)
         while manager.step():
             pass
         recorder.close(partial=False)

@@ -3,15 +3,15 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
 
 from ifbbench.errors import InputError
+from ifbbench.report.confidence import CONFIDENCE, student_t
 from ifbbench.settings.objectives import Objective, parse_objectives
 from ifbbench.studies.tune_runs import Run, Runs
 from ifbbench.studies.tune_space import Space
-
-if TYPE_CHECKING:
-    from ifbbench.studies.tune_rate import MaxRate
 
 GOALS = {
     "goodput": ("goodput_requests_per_s", "requests/s that meet the objectives"),
@@ -86,6 +86,32 @@ class Goal:
 
 
 @dataclass(frozen=True)
+class MaxRate:
+    """The highest rate that meets the objectives, as a factor of the recorded or given one.
+
+    run: at this rate; None if none meets them. low: the factor. high: the lowest one found above it that fails; None if
+    arrivals cannot be made fast enough. is_final: it was found to FINE. by_seed: the factor with each seed of arrivals
+    that are drawn.
+    """
+
+    run: Run | None
+    low: float
+    high: float | None
+    by_seed: tuple[float, ...] = ()
+    is_final: bool = False
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The confidence interval of the mean over several seeds of arrivals; None with one, as of recorded arrivals:
+        the rate is then that of these requests, and how much it varies with others is not known."""
+        if len(self.by_seed) < 2:
+            return None
+        half = student_t(CONFIDENCE, len(self.by_seed) - 1) * stdev(self.by_seed) / sqrt(len(self.by_seed))
+        middle = fmean(self.by_seed)
+        return middle - half, middle + half
+
+
+@dataclass(frozen=True)
 class Candidate:
     """Settings with the run that shows what they do.
 
@@ -96,7 +122,7 @@ class Candidate:
     gpus: int
     score: float
     name: str = ""
-    rate: "MaxRate | None" = None
+    rate: MaxRate | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -115,7 +141,7 @@ class Judge:
         self.runs = runs
         self.price = price
 
-    def candidate(self, run: Run, rate: "MaxRate | None" = None) -> Candidate | None:
+    def candidate(self, run: Run, rate: MaxRate | None = None) -> Candidate | None:
         """The candidate of a run; None if it failed."""
         case, summary = run.case, run.summary
         if run.error:

@@ -1,12 +1,10 @@
 """The load that given settings take: the highest rate of arrivals, and the fewest replicas."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil, log, log1p, log2, sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 
-from ifbbench.report.confidence import CONFIDENCE, student_t
-from ifbbench.studies.tune_candidates import Goal
+from ifbbench.studies.tune_candidates import Goal, MaxRate
 from ifbbench.studies.tune_runs import Case, Run, Runs
 from ifbbench.studies.tune_space import Settings
 
@@ -17,32 +15,6 @@ MAX_FACTOR = 64.0
 SEEDS = 3
 
 Meets = Callable[[float], bool]
-
-
-@dataclass(frozen=True)
-class MaxRate:
-    """The highest rate that meets the objectives, as a factor of the recorded or given one.
-
-    run: at this rate; None if none meets them. low: the factor. high: the lowest one found above it that fails; None if
-    arrivals cannot be made fast enough. is_final: it was found to FINE. by_seed: the factor with each seed of arrivals
-    that are drawn.
-    """
-
-    run: Run | None
-    low: float
-    high: float | None
-    by_seed: tuple[float, ...] = ()
-    is_final: bool = False
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The confidence interval of the mean over several seeds of arrivals; None with one, as of recorded arrivals:
-        the rate is then that of these requests, and how much it varies with others is not known."""
-        if len(self.by_seed) < 2:
-            return None
-        half = student_t(CONFIDENCE, len(self.by_seed) - 1) * stdev(self.by_seed) / sqrt(len(self.by_seed))
-        middle = fmean(self.by_seed)
-        return middle - half, middle + half
 
 
 def find_max_rate(

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.batch import Batch
-from ifbbench.kv.adapters import NO_ADAPTER, AdapterLoad, LoraConfig
+from ifbbench.engine.batch import NO_ADAPTER, AdapterLoad, Batch
+from ifbbench.kv.adapters import LoraConfig
 from ifbbench.torch.model.llama import LlamaModel
 from ifbbench.torch.model.lora import AdapterProducts, AdapterRows, BatchAdapters, TorchProducts
 from ifbbench.torch.model.lora_store import AdapterStore

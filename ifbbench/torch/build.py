@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ifbbench.engine.active import RequestTable
-from ifbbench.engine.batch import Batch, ContextChunk
-from ifbbench.engine.request import Request
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.plan import ContextChunk
+from ifbbench.engine.request import Request, RequestTable
 from ifbbench.engine.step_profile import StepProfile
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import LoraConfig

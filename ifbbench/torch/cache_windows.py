@@ -8,10 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.active import IntArray
-from ifbbench.engine.batch import Batch
+from ifbbench.engine.arrays import IntArray
+from ifbbench.engine.batch import Batch, BlockCopy, CopyKind
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.blocks import BlockCopy, CopyKind
 from ifbbench.kv.sizing import CacheLayout, WindowLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.torch.model.attention_plan import plan_window

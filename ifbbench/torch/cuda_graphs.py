@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import Batch
 from ifbbench.torch.cache_windows import CacheWindow, cache_rows
 from ifbbench.torch.kernels.context_attention import TILE_FIELDS

@@ -1,8 +1,8 @@
 """Batches with draft tokens in the executor: the drafts are proposed, run through the model, and verified."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,14 +11,12 @@ from torch import Tensor
 from ifbbench.clock import WallClock
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.drafts import DraftInputs
-from ifbbench.torch.draft_model import DraftModel, Propose
+from ifbbench.torch.draft_model import DraftModel
 from ifbbench.torch.model.tensors import to_device
 from ifbbench.torch.packing import Int64Array, PackedBatch
+from ifbbench.torch.prepared_batch import PreparedBatch, PreparedDrafts
 from ifbbench.torch.sampling import OptionalOutputs, Sampler
 from ifbbench.torch.verification import Proposals, Verified, accept_or_replace, verify
-
-if TYPE_CHECKING:
-    from ifbbench.torch.model_executor import PreparedBatch
 
 # Streams of random numbers: whether a draft is accepted, and which token replaces a rejected one.
 ACCEPT_STREAM, REPLACE_STREAM = 0xA076_1D64_78BD_642F, 0xE703_7ED1_A0B4_28DB
@@ -33,20 +31,6 @@ class ChooseTokens(Protocol):
     def __call__(
         self, logits: Tensor, slots: Int64Array, positions: Int64Array, accept: AcceptDrafts | None = None
     ) -> tuple[Tensor, Tensor]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedDrafts:
-    """What a batch with drafts needs beside other batches.
-
-    inputs: of the engine. num_last_chunks: how many of the outputs are of prompts. prompt_ends: int64 [last chunks],
-    the last token of each prompt. propose: of the draft model; None without one.
-    """
-
-    inputs: DraftInputs
-    num_last_chunks: int
-    prompt_ends: Int64Array
-    propose: Propose | None
 
 
 class DraftedBatches:
@@ -83,7 +67,7 @@ class DraftedBatches:
         propose = None if self._draft_model is None else self._draft_model.prepare(batch)
         return PreparedDrafts(batch.drafts, packed.num_last_chunks, np.array(ends, np.int64), propose)
 
-    def run(self, drafts: PreparedDrafts, batch: "PreparedBatch") -> dict[str, Any]:
+    def run(self, drafts: PreparedDrafts, batch: PreparedBatch) -> dict[str, Any]:
         """Run `batch`; returns the arguments of its `OutputsInFlight`."""
         packed, device = batch.packed, self._newest.device
         proposals, newest = Proposals(drafts.inputs, drafts.num_last_chunks), self._newest.index_select(0, batch.slots)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import BeamInputs
 from ifbbench.engine.sampling_params import SamplingParams
 from ifbbench.torch.model.tensors import to_device

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,16 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.active import IntArray
-from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk, StepOutputs
-from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
+from ifbbench.engine.batch import Batch, BeamInputs, StepOutputs
 from ifbbench.kv.adapters import LoraConfig
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.torch.adapters import AdapterPool
-from ifbbench.torch.cache_windows import CacheMoves, CacheWindows, copy_rows
+from ifbbench.torch.cache_windows import CacheWindows, copy_rows
 from ifbbench.torch.device import needing_memory
 from ifbbench.torch.draft_model import DraftModel
-from ifbbench.torch.drafted_batches import AcceptDrafts, DraftedBatches, PreparedDrafts
+from ifbbench.torch.drafted_batches import AcceptDrafts, DraftedBatches
 from ifbbench.torch.logits_processors import LogitsProcessors
 from ifbbench.torch.model.llama import ForwardInputs, LlamaModel
 from ifbbench.torch.model.tensors import to_device
@@ -34,6 +31,7 @@ from ifbbench.torch.packing import (
     pack,
     take_virtual_tokens,
 )
+from ifbbench.torch.prepared_batch import PreparedBatch, SlotOwner
 from ifbbench.torch.sampling import KernelSampler, OptionalOutputs, Sampler, best_candidates, log_probs_of
 
 if TYPE_CHECKING:  # it imports Triton, which is not installed everywhere
@@ -140,7 +138,7 @@ class ModelExecutor:
         self._in_flight.clear()
         del self._cache, self._processors, self._graphs, self._adapters, self._drafted
 
-    def _run_now(self, prepared: "PreparedBatch", doing: str) -> StepOutputs:
+    def _run_now(self, prepared: PreparedBatch, doing: str) -> StepOutputs:
         # OpenMP keeps a number of threads for each calling thread; this call makes PyTorch set its own for this one.
         torch.get_num_threads()
         with self._needing_memory(doing):
@@ -155,7 +153,7 @@ class ModelExecutor:
 
     # Preparation: reads requests and block tables, and depends on no earlier batch.
 
-    def _prepare(self, batch: Batch) -> "PreparedBatch":
+    def _prepare(self, batch: Batch) -> PreparedBatch:
         batch = self._drafted.with_drafts(batch)
         packed = pack(batch, self._cache.max_beams(batch))
         context_rows = ContextRows.of(batch, packed)
@@ -200,7 +198,7 @@ class ModelExecutor:
 
     # Launch: work of the device, in the order of submission.
 
-    def _launch(self, batch: "PreparedBatch") -> Callable[[], StepOutputs]:
+    def _launch(self, batch: PreparedBatch) -> Callable[[], StepOutputs]:
         """Start `batch`. The result waits for its outputs and returns them."""
         for owner in batch.owners:
             self._sampler.assign(owner.slot, owner.sampling, owner.original_prompt_len)
@@ -215,13 +213,13 @@ class ModelExecutor:
         copy_rows(batch.moves.after)
         return self._outputs(batch, logits)
 
-    def _generation_tokens(self, batch: "PreparedBatch") -> Tensor:
+    def _generation_tokens(self, batch: PreparedBatch) -> Tensor:
         """Newest token of each generation request and beam, [requests · beams]."""
         if batch.beams is not None:
             return self._on_device(batch.beams.tokens.astype(np.int64).ravel())
         return self._newest.index_select(0, batch.slots)
 
-    def _outputs(self, batch: "PreparedBatch", logits: Tensor) -> Callable[[], StepOutputs]:
+    def _outputs(self, batch: PreparedBatch, logits: Tensor) -> Callable[[], StepOutputs]:
         """A function that waits for the outputs and returns them."""
         packed, device, num_output_rows = batch.packed, logits.device, len(batch.packed.output_rows)
         context_logits = {} if batch.context_rows is None else batch.context_rows.split(logits[num_output_rows:])
@@ -264,57 +262,3 @@ class ModelExecutor:
 
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
         return to_device(array, self._model.device)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotOwner:
-    """A copy of the fields of a slot's request that the executor keeps; the request itself changes meanwhile.
-
-    end_tokens: ids that end it. prompt: its ids once it is complete, if its logits are changed.
-    """
-
-    slot: int
-    original_prompt_len: int
-    sampling: SamplingParams
-    options: OutputOptions
-    end_tokens: tuple[int, ...]
-    beam_width: int
-    prompt: IntArray | None
-
-    @classmethod
-    def of(cls, chunk: ContextChunk) -> "SlotOwner":
-        """Those of the request of `chunk` now."""
-        request = chunk.request
-        is_needed = chunk.is_last and request.sampling.changes_logits
-        prompt = request.tokens_between(0, request.prompt_len).copy() if is_needed else None
-        return cls(
-            request.slot,
-            request.original_prompt_len,
-            request.sampling,
-            request.options,
-            request.stop.end_tokens,
-            request.beam_width,
-            prompt,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A batch with its tensors on the device and copies of all that it reads of requests and block tables.
-
-    owners: of the slots of its chunks. slots: int64 [generation requests]. beams: None if the beam width is 1.
-    num_candidates: of each request, with beams. context_rows: None if no request asks for context logits. drafts: None
-    if there are none to verify.
-    """
-
-    iteration: int
-    owners: tuple[SlotOwner, ...]
-    packed: PackedBatch
-    slots: Tensor
-    beam_width: int
-    beams: BeamInputs | None
-    num_candidates: int
-    context_rows: ContextRows | None
-    moves: CacheMoves
-    forward: ModelPass
-    drafts: PreparedDrafts | None = None

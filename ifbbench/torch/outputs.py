@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import BeamCandidates, StepOutputs
 
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import Batch, BeamInputs
 from ifbbench.torch.model.attention_plan import QuerySpans
 from ifbbench.torch.model.llama import VirtualTokens

@@ -17,8 +17,9 @@ from ifbbench.errors import InputError
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.torch.model.part import ModelPart
 from ifbbench.torch.model.tensors import to_device
-from ifbbench.torch.model_executor import ModelExecutor, PreparedBatch
+from ifbbench.torch.model_executor import ModelExecutor
 from ifbbench.torch.packing import Int64Array
+from ifbbench.torch.prepared_batch import PreparedBatch
 
 
 class StageExecutor(ModelExecutor):

@@ -8,7 +8,8 @@ import torch
 from ifbbench.clock import WallClock
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.step_profile import StepProfile
-from ifbbench.torch.model_executor import ModelExecutor, PreparedBatch
+from ifbbench.torch.model_executor import ModelExecutor
+from ifbbench.torch.prepared_batch import PreparedBatch
 
 
 class TimedExecutor(ModelExecutor):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.drafts import DraftInputs
 from ifbbench.torch.model.tensors import to_device
 from ifbbench.torch.packing import Int64Array

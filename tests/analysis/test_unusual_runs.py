@@ -17,7 +17,7 @@ from ifbbench.engine.batch import Batch
 from ifbbench.errors import IfbbenchError
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
-from ifbbench.simulated.cost_model import SimulatedExecutor
+from ifbbench.simulated.executor import SimulatedExecutor
 from tests.analysis.runs import simulate, write_requests
 from tests.attack.readers import copied, read_by_every_command
 

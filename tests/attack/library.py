@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ifbbench import BatchManager, InferenceRequest, SamplingParams
+from ifbbench.engine.retention import Retention
 from ifbbench.errors import InputError
-from ifbbench.kv.eviction import Retention
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
 from tests.attack.inputs import ROWS, SIMULATED, json_lines

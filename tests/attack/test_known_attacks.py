@@ -1,7 +1,6 @@
 """Inputs that brought a command down once, each with what it answers now."""
 
 import json
-import logging
 import random
 import signal
 from pathlib import Path
@@ -14,7 +13,6 @@ from ifbbench.clock import NANOSECONDS, VirtualClock, tick
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.replay.run import engine_for
-from ifbbench.schedulers.tensorrt_llm import policies
 from ifbbench.serving.texts import ChatTemplate
 from ifbbench.settings.config import RunConfig, settings
 from ifbbench.workload.load import load_trace
@@ -257,17 +255,6 @@ def test_a_policy_that_exits_has_failed(trace: Path) -> None:
     text = run(1, trace, "--policy", "attacking_policies:Exits")
     assert "policy attacking_policies:Exits failed: SystemExit: 0" in text
     assert "attacking_policies.py, line 11" in text
-
-
-@pytest.mark.usefixtures("module")
-def test_a_policy_that_does_not_return_is_named(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(policies, "STUCK_S", 0.1)
-    run(1, trace, "--policy", "attacking_policies:Slow")
-    assert "policy attacking_policies:Slow: schedule() has not returned for 0.1 s" in caplog.text
-    assert "attacking_policies.py, line 15" in caplog.text
-    assert [one.levelno for one in caplog.records].count(logging.WARNING) >= 1
 
 
 @pytest.mark.usefixtures("module")

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, RequestTable
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, LoraLimits
 from tests.conformance.capacity_loop import CapacityLoop, Decided
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal, require_features

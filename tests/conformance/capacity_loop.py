@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, RequestTable
 from ifbbench.kv.manager import KvCacheManager
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityPolicy
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, RequestTable
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.manager import KvCacheManager
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from tests.conformance import kvcache_eviction, kvcache_functions, kvcache_ops
 from tests.conformance.outcome import RULE_SET, Case, Skip, expect_equal, require_features
 

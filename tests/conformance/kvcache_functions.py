@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ifbbench.engine.retention import Retention, RetentionRange
+from ifbbench.engine.tokens import block_ranges
 from ifbbench.kv.attention_window import AttentionWindow, ceil_div
-from ifbbench.kv.eviction import Retention, RetentionRange
 from ifbbench.kv.sizing import max_attention_window, max_blocks, window_shares
-from ifbbench.kv.token_keys import block_ranges
 from tests.conformance.outcome import Case, Skip, expect_equal
 
 SHARE_TOLERANCE = 1e-6

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.engine.retention import NO_RETENTION, Retention, RetentionRange
+from ifbbench.engine.tokens import KnownTokens, TokenIds
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.blocks import BlockCounters, OutOfBlocks
-from ifbbench.kv.eviction import NO_RETENTION, Retention, RetentionRange
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.kv.token_keys import KnownTokens, TokenIds
 from tests.conformance.outcome import Case, Mismatch, Skip, expect_equal, require_features
 
 SUPPORTED = {

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies import MaxRequests
 

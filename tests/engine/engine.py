@@ -11,15 +11,31 @@ import numpy as np
 
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
+from ifbbench.kv.adapters import AdapterCache
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from tests.engine.executors import Broken
 
 MAX_STEPS = 100_000
+
+
+def scheduler_of(loop: TokenGenerationLoop) -> TensorRtLlmScheduler:
+    """The scheduler of a loop that `make_loop` has made."""
+    assert isinstance(loop.scheduler, TensorRtLlmScheduler)
+    return loop.scheduler
+
+
+def adapters_of(loop: TokenGenerationLoop) -> AdapterCache:
+    """The LoRA adapters of such a loop, which has a cache of them."""
+    adapters = scheduler_of(loop).adapters
+    assert adapters is not None
+    return adapters
 
 
 def token_of(request: Request, position: int) -> int:
@@ -171,7 +187,7 @@ class Loop:
         stops: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> None:
         self.client = _Client(arrivals, stops)
-        self.manager = TokenGenerationLoop(
+        self.manager = make_loop(
             config,
             executor,
             VirtualClock(),
@@ -254,12 +270,12 @@ def checked_run(config: BatchingConfig, *requests: Request) -> tuple[Run, Checki
 
 def check_blocks(manager: TokenGenerationLoop, record: IterationRecord) -> None:
     """A `check` for `run`: no block is owned by two, and none is lost."""
-    manager.kv_cache.check_consistency()
+    scheduler_of(manager).kv_cache.check_consistency()
 
 
 def assert_nothing_is_held(manager: TokenGenerationLoop) -> None:
     """No request, block or slot is left in the engine."""
-    manager.kv_cache.check_consistency()
-    assert len(manager.active) == 0
-    assert manager.kv_cache.free_blocks == manager.config.num_blocks
-    assert len(manager.table.free_rows) == manager.config.num_slots
+    scheduler_of(manager).kv_cache.check_consistency()
+    assert len(scheduler_of(manager).active) == 0
+    assert scheduler_of(manager).kv_cache.free_blocks == scheduler_of(manager).config.num_blocks
+    assert len(scheduler_of(manager).table.free_rows) == scheduler_of(manager).config.num_slots

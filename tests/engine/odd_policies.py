@@ -1,7 +1,7 @@
 """Policies that a user might bring, odd but allowed."""
 
-from ifbbench.engine.active import ActiveRequests
 from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision, GuaranteedNoEvict, LeftOut, Limit, Pause
 
 

@@ -4,9 +4,8 @@ from collections import deque
 
 import numpy as np
 
-from ifbbench.engine.batch import Batch, StepOutputs
+from ifbbench.engine.batch import Batch, BlockCopy, CopyKind, StepOutputs
 from ifbbench.engine.request import Request
-from ifbbench.kv.blocks import BlockCopy, CopyKind
 
 VOCABULARY = 5
 Place = tuple[int, int]

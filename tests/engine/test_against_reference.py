@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, RequestTable
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import Sequence
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, CapacityDecision, LoraLimits
 from tests.engine import reference

@@ -8,16 +8,18 @@ from hypothesis import strategies as st
 
 from ifbbench.clock import VirtualClock, WallClock
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import ReplayClient
-from ifbbench.simulated.cost_model import CostModel, SimulatedExecutor
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.simulated.cost_model import CostModel
+from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
+from tests.engine.engine import scheduler_of
 
 COST_MODEL = CostModel(Shard(load_model_config("tiny"), "bf16", "bf16"), load_hardware("h100-sxm"))
 MAX_INPUT_LEN = 60
@@ -59,7 +61,7 @@ class Served:
             client.send_response(response)
 
         executor = SimulatedExecutor(COST_MODEL, clock) if isinstance(clock, VirtualClock) else NullExecutor()
-        manager = TokenGenerationLoop(
+        manager = make_loop(
             config,
             executor,
             clock,
@@ -76,7 +78,7 @@ class Served:
                 client.wait()
         assert client.done, f"{len(rows) - client.answered} requests were never answered"
         assert sorted(self.responses) == list(range(len(rows)))
-        assert manager.kv_cache.free_blocks == config.num_blocks
+        assert scheduler_of(manager).kv_cache.free_blocks == config.num_blocks
 
     @staticmethod
     def _request(index: int, row: TraceRequest) -> Request:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.config import BatchingConfig, BatchingType, Overlap
 from ifbbench.engine.request import Request
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.settings.modes import BatchingType, Overlap
 from tests.engine.engine import CheckingExecutor, Loop, Run, assert_nothing_is_held, check_blocks
 from tests.engine.executors import FailingExecutor, SpyExecutor
 from tests.engine.strategies import Wish, configs, expected_outputs, is_possible, wishes

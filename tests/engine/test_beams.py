@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.attention_window import ceil_div
-from tests.engine.engine import Loop, Run, assert_nothing_is_held, check_blocks, limits, run
+from tests.engine.engine import Loop, Run, assert_nothing_is_held, check_blocks, limits, run, scheduler_of
 from tests.engine.executors import SpyExecutor
 from tests.engine.scripted_beams import VOCAB, ScriptedBeams, score, searched_alone
 
@@ -75,7 +75,7 @@ def test_block_tables_name_shared_blocks_for_all_beams_and_private_ones_for_one(
     loop = Loop(config, [(0, request) for request in requests], NullExecutor())
     loop.step(4)
     # Cached: 9 and 7 tokens. The first one left with its fourth step.
-    tables = loop.manager.kv_cache.block_tables
+    tables = scheduler_of(loop.manager).kv_cache.block_tables
     held = tables[requests[1].slot, :, :2]
     assert len(set(held[:, 0].tolist())) == 1
     assert len(set(held[:, 1].tolist())) == 3

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.batch import Batch, NullExecutor, StepOutputs
-from ifbbench.engine.config import BatchingConfig, BatchingType, Overlap
-from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftSettings, continuation
+from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftSettings
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
-from tests.engine.engine import Loop, output_of, token_of, with_tokens
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.drafts import continuation
+from ifbbench.settings.modes import BatchingType, Overlap
+from tests.engine.engine import Loop, output_of, scheduler_of, token_of, with_tokens
 from tests.engine.executors import SpyExecutor
 
 CONFIG = BatchingConfig("max_utilization", 4, 64, 100, 99, 4, 60, chunk_unit=4)
@@ -126,17 +128,24 @@ def test_tokens_and_blocks_are_those_of_a_run_without_drafts(
 
     def check() -> None:
         manager = loop.manager
-        manager.kv_cache.check_consistency()
-        for request in manager.active.generation:
+        scheduler_of(manager).kv_cache.check_consistency()
+        for request in scheduler_of(manager).active.generation:
             cached = request.prompt_len + request.num_generated - 1
-            assert manager.kv_cache.registered[request.slot] == cached, "a rejected draft is still in the cache"
+            assert scheduler_of(manager).kv_cache.registered[request.slot] == cached, (
+                "a rejected draft is still in the cache"
+            )
 
-    while loop.client.waiting or len(loop.manager.active) or loop.manager.num_waiting or loop.client.now == 0:
+    while (
+        loop.client.waiting
+        or len(scheduler_of(loop.manager).active)
+        or len(loop.manager.scheduler.waiting)
+        or loop.client.now == 0
+    ):
         loop.step()
         check()
     for _, request in arrivals:
         assert loop.result.tokens(request) == output_of(request, request.output_len)
-    assert loop.manager.kv_cache.num_used == 0
+    assert scheduler_of(loop.manager).kv_cache.num_used == 0
 
 
 def test_a_step_yields_the_accepted_drafts_and_one_token():
@@ -165,7 +174,7 @@ def test_an_end_token_among_accepted_drafts_ends_the_request_there():
     request = with_tokens(Request(1, 5, 30, stop=StopConditions(end_tokens=(end,))))
     run = Loop(drafted(max_len=6), [(0, request)], VerifyingExecutor(4)).run()
     assert run.tokens(request) == output_of(request, 8)
-    assert run.manager.kv_cache.num_used == 0
+    assert scheduler_of(run.manager).kv_cache.num_used == 0
 
 
 def test_a_stop_sequence_among_accepted_drafts_ends_the_request_there():

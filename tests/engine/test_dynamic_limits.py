@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, RequestTable
 from ifbbench.replay.run import RunResult, run_trace
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits, tuned_batch_size, tuned_num_tokens
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.settings.config import RunConfig

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from ifbbench.engine.batch import Batch, BeamCandidates, StepOutputs, check_outputs
-from ifbbench.engine.config import BatchingType
 from ifbbench.engine.drafts import DraftInputs
 from ifbbench.engine.loop import ExecutorFailed
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
+from ifbbench.settings.modes import BatchingType
 from tests.engine.engine import (
     CheckingExecutor,
     Loop,

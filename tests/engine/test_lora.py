@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, NullExecutor, StepOutputs
-from ifbbench.engine.config import BatchingConfig, Overlap
-from ifbbench.engine.in_flight import Response
+from ifbbench.engine.batch import NO_OUTPUTS, AdapterLoad, Batch, NullExecutor, StepOutputs
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
-from ifbbench.kv.adapters import AdapterCache, AdapterLoad, AdapterSize, LoraConfig
+from ifbbench.kv.adapters import AdapterCache, AdapterSize, LoraConfig
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, Limit
+from ifbbench.settings.modes import Overlap
+from tests.engine.engine import adapters_of
 
 CONFIG = BatchingConfig(
     "guaranteed_no_evict",
@@ -201,7 +204,7 @@ def run(
         del waiting[:count]
         return taken
 
-    loop = TokenGenerationLoop(
+    loop = make_loop(
         replace(config, lora=lora),
         executor or Recording(),
         VirtualClock(),
@@ -216,8 +219,7 @@ def run(
         except ExecutorFailed:
             continue
     assert len(answers) == len(requests)
-    assert loop.adapters is not None
-    loop.adapters.check_consistency()
+    adapters_of(loop).check_consistency()
     return loop, records, answers
 
 
@@ -235,8 +237,7 @@ def test_requests_wait_for_pages(policy: str) -> None:
     assert sorted(ran) == ([0] if policy == "max_utilization" else [0, 2, 3, 4])
     assert first.left_out is not None
     assert (first.left_out.request.request_id, first.left_out.limit) == (1, Limit.LORA_PAGES)
-    assert loop.adapters is not None
-    assert loop.adapters.counters.evictions > 0
+    assert adapters_of(loop).counters.evictions > 0
 
 
 def test_max_utilization_pauses_for_pages() -> None:
@@ -252,7 +253,7 @@ def test_max_utilization_pauses_for_pages() -> None:
                 waiting.append(late)
 
     waiting, answers, records = requests, list[Response](), Records()
-    loop = TokenGenerationLoop(
+    loop = make_loop(
         replace(CONFIG, policy="max_utilization", lora=lora),
         Late(),
         VirtualClock(),

@@ -6,11 +6,12 @@ import gc
 import pytest
 
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.loop import SchedulerStalled, TokenGenerationLoop
+from ifbbench.engine.interfaces import SchedulerStalled
+from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.manager import KvCacheManager
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from tests.engine.engine import CheckingExecutor, run, token_of, with_tokens
 
 SMALL = BatchingConfig(

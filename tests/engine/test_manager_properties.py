@@ -7,14 +7,14 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.config import BatchingConfig
-from tests.engine.engine import CheckingExecutor, Run, run
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from tests.engine.engine import CheckingExecutor, Run, run, scheduler_of
 from tests.engine.strategies import Wish, configs, expected_outputs, is_possible, wishes
 
 
 def check_iteration(manager, record):
-    config = manager.config
-    manager.kv_cache.check_consistency()
+    config = scheduler_of(manager).config
+    scheduler_of(manager).kv_cache.check_consistency()
     assert record.budget_used <= config.max_num_tokens
     assert len(record.context) + record.num_generation <= config.max_batch_size
     assert record.context or record.num_generation or record.paused
@@ -33,8 +33,8 @@ def check_run(config: BatchingConfig, wanted: list[Wish]) -> Run:
         if response.output_tokens is not None:
             wish = wanted[response.request.request_id]
             assert response.output_tokens.tolist() == expected_outputs(wish, response.request, config)
-    assert result.manager.kv_cache.free_blocks == config.num_blocks
-    assert len(result.manager.active) == 0
+    assert scheduler_of(result.manager).kv_cache.free_blocks == config.num_blocks
+    assert len(scheduler_of(result.manager).active) == 0
     check_totals(result, executor)
     return result
 

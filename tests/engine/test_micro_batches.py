@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ifbbench.engine.config import BatchingType, Overlap
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
+from ifbbench.settings.modes import BatchingType, Overlap
 from tests.engine.engine import (
     CheckingExecutor,
     Loop,

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from ifbbench.engine.config import BatchingType
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
+from ifbbench.settings.modes import BatchingType
 from tests.engine.engine import (
     CheckingExecutor,
     Loop,

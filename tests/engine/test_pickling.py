@@ -5,8 +5,8 @@ import numpy as np
 from ifbbench.engine.batch import StepOutputs
 from ifbbench.engine.pickling import dumps, loads
 from ifbbench.engine.request import Request, ReuseIdentity
+from ifbbench.engine.retention import Retention, RetentionRange
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams, StopConditions
-from ifbbench.kv.eviction import Retention, RetentionRange
 
 
 def test_a_request() -> None:

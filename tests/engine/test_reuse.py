@@ -7,12 +7,13 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.batch import CopyKind
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.sampling_params import OutputOptions
-from ifbbench.kv.blocks import CopyKind
 from ifbbench.kv.sequence import ReuseRules
-from tests.engine.engine import Loop, Run
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.settings.modes import BatchingType
+from tests.engine.engine import Loop, Run, scheduler_of
 from tests.engine.executors import FailingExecutor
 from tests.engine.reuse_executor import VOCABULARY, ReuseExecutor, greedy
 
@@ -37,8 +38,10 @@ def serve(config: BatchingConfig, arrivals: list[tuple[int, Request]]) -> tuple[
     """Serve all; their tokens are what they are without anything reused."""
     wanted = {request.request_id: request.max_new_tokens for _, request in arrivals}
     executor = ReuseExecutor(config.tokens_per_block)
-    run = Loop(config, arrivals, executor).run(lambda manager, record: manager.kv_cache.check_consistency())
-    assert run.manager.kv_cache.free_blocks == config.num_blocks
+    run = Loop(config, arrivals, executor).run(
+        lambda manager, record: scheduler_of(manager).kv_cache.check_consistency()
+    )
+    assert scheduler_of(run.manager).kv_cache.free_blocks == config.num_blocks
     assert len(run.completed) == len(arrivals)
     for request in run.completed:
         assert request.prompt_tokens is not None
@@ -53,7 +56,7 @@ def test_a_second_request_starts_behind_the_full_blocks_and_the_beginning_of_one
     # Blocks 0 to 3 and 4 to 7 are equal, and 8, 9 of the third.
     assert (first.reused_tokens, second.reused_tokens) == (0, 10)
     assert executor.computed == 13 + 2 + 2 + 2
-    counters = run.manager.kv_cache.counters
+    counters = scheduler_of(run.manager).kv_cache.counters
     assert (counters.reused, counters.missed) == (3, 4)
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.config import BatchingType
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
+from ifbbench.settings.modes import BatchingType
 from tests.engine.engine import (
     CheckingExecutor,
     Loop,

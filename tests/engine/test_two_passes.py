@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.config import BatchingType
 from ifbbench.engine.request import Request
+from ifbbench.settings.modes import BatchingType
 from tests.engine.engine import CheckingExecutor, Run, at_once, check_blocks, limits, run, with_tokens
 from tests.engine.executors import SpyExecutor
 

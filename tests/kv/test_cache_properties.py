@@ -9,12 +9,14 @@ from hypothesis import event, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ifbbench.engine.batch import BlockCopy, CopyKind
+from ifbbench.engine.retention import NO_RETENTION, Retention, RetentionRange
+from ifbbench.engine.tokens import KnownTokens, TokenIds
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.blocks import BlockCopy, CopyKind, OutOfBlocks
-from ifbbench.kv.eviction import NO_RETENTION, PRIMARY, SECONDARY, Retention, RetentionRange
+from ifbbench.kv.blocks import OutOfBlocks
+from ifbbench.kv.eviction import PRIMARY, SECONDARY
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.kv.token_keys import KnownTokens, TokenIds
 
 SLOTS = 4
 MAX_SEQ_LEN = 24

@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.engine.tokens import KnownTokens, TokenIds
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.kv.token_keys import KnownTokens, TokenIds
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 
 SIZE = 4
 PROMPT = [1, 2, 3, 4, 5]

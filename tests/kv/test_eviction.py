@@ -5,7 +5,8 @@ from hypothesis import settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ifbbench.kv.eviction import DEFAULT_PRIORITY, PRIMARY, SECONDARY, EvictionPolicy
+from ifbbench.engine.retention import DEFAULT_PRIORITY
+from ifbbench.kv.eviction import PRIMARY, SECONDARY, EvictionPolicy
 
 
 def taken_in_order(policy: EvictionPolicy, level: int = PRIMARY) -> list[int]:

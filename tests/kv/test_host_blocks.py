@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from ifbbench.engine.batch import BlockCopy, CopyKind
+from ifbbench.engine.retention import NO_RETENTION, Retention, RetentionRange
+from ifbbench.engine.tokens import KnownTokens, TokenIds
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.blocks import BlockCopy, CopyKind, OutOfBlocks
-from ifbbench.kv.eviction import NO_RETENTION, Retention, RetentionRange
+from ifbbench.kv.blocks import OutOfBlocks
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.kv.token_keys import KnownTokens, TokenIds
 
 A, B, C = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
 OTHERS = list(range(100, 112))

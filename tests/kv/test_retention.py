@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from ifbbench.engine.retention import DEFAULT_PRIORITY, Retention, RetentionRange
+from ifbbench.engine.tokens import KnownTokens, TokenIds
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.eviction import DEFAULT_PRIORITY, Retention, RetentionRange
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.kv.token_keys import KnownTokens, TokenIds
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from hypothesis import settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ifbbench.engine.tokens import BlockKey, TokenIds
 from ifbbench.kv.reuse_tree import ReuseTree
-from ifbbench.kv.token_keys import BlockKey, TokenIds
 
 NUM_BLOCKS = 10
 TEXTS = ([1], [2], [1, 1], [1, 2], [1, 2, 3], [2, 300], [256, 1])

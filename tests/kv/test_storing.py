@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.engine.tokens import KnownTokens, TokenIds
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.kv.token_keys import KnownTokens, TokenIds
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.kv.token_keys import BlockTokens, KnownTokens, SymbolicTokens, TokenIds, block_ranges
+from ifbbench.engine.tokens import BlockTokens, KnownTokens, SymbolicTokens, TokenIds, block_ranges
 
 Token = tuple[int, int]
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from ifbbench.engine.tokens import KnownTokens, TokenIds
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.kv.token_keys import KnownTokens, TokenIds
 
 TRUNK = [1, 2, 3, 4, 5, 6, 7, 8]
 LEFT, RIGHT = [*TRUNK, 11, 12, 13, 14, 15], [*TRUNK, 21, 22, 23, 24, 25]

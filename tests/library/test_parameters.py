@@ -4,9 +4,9 @@ import pytest
 
 from ifbbench import BatchManager
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.config import BatchingType
 from ifbbench.errors import InputError
 from ifbbench.kv.sequence import ReuseRules
+from ifbbench.settings.modes import BatchingType
 from tests.library.client import Client
 from tests.library.managers import prompt_of, request_of
 

@@ -16,13 +16,15 @@ from ifbbench.build.engine import build_engine
 from ifbbench.build.ranks import NOTHING, RankLoop, RanksDiffer
 from ifbbench.clock import WallClock
 from ifbbench.engine.batch import NO_OUTPUTS, NullExecutor, StepOutputs
-from ifbbench.engine.config import BatchingConfig, Overlap
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.errors import InputError
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.config import RunConfig
+from ifbbench.settings.modes import Overlap
 from ifbbench.torch.communicator import HEADER, Communicator
 from ifbbench.torch.ranks import RankFailed, cause_of
+from tests.engine.engine import scheduler_of
 
 WAIT_S = 300
 LIMITS = BatchingConfig(
@@ -154,7 +156,7 @@ def test_the_other_rank_decides_the_same(stop: int | None) -> None:
     assert wire.messages[0].popleft().decode() == leader._digests.digest.hexdigest()
     assert other.iteration == leader.iteration > 20
     assert [response.request.request_id for response in responses if response.is_final].count(1) == 1
-    assert other.kv_cache.num_used == leader.kv_cache.num_used == 0
+    assert scheduler_of(other).kv_cache.num_used == scheduler_of(leader).kv_cache.num_used == 0
 
 
 def test_a_rank_with_other_limits_differs() -> None:

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 
 from ifbbench.build.resolve import batching_config, cache_layout, kv_value_bytes, parse_windows, resolve_limits
-from ifbbench.engine.config import BatchingConfig
 from ifbbench.errors import InputError
 from ifbbench.kv.contiguous import ContiguousCache
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.kv.variable_window import VariableWindowCache
 from ifbbench.models.config import ModelConfig
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.config import RunConfig
 
 TINY = ModelConfig.tiny()

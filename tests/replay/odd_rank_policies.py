@@ -3,8 +3,8 @@
 import os
 import time
 
-from ifbbench.engine.active import ActiveRequests
 from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision
 from ifbbench.schedulers.tensorrt_llm.policies.guaranteed_no_evict import GuaranteedNoEvict
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from ifbbench.engine.batch import Batch
+from ifbbench.engine.batch import Batch, CopyKind
 from ifbbench.engine.records import CACHE_FIELDS
-from ifbbench.kv.blocks import CopyKind
 from ifbbench.torch.model_executor import ModelExecutor
 from tests.replay.caches import BLOCK, BYTES_PER_BLOCK, NAMES, OUTPUT_LENGTHS, Found, prompts, run, write
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.replay.client import ReplayClient, StaticEmulation, make_client
 from ifbbench.settings.config import RunConfig

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.sampling_params import OutputOptions
@@ -23,12 +21,18 @@ from ifbbench.kv.sizing import WindowLayout
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import MakeRequest, ReplayClient
 from ifbbench.rundir.recorder import Recorder
-from ifbbench.simulated.cost_model import CostModel, SimulatedExecutor
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.settings.modes import Overlap
+from ifbbench.simulated.cost_model import CostModel
+from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
+from tests.engine.engine import scheduler_of
 
 COST_MODEL = CostModel(Shard(load_model_config("tiny"), "bf16", "bf16"), load_hardware("h100-sxm"))
+OVERLAPS = st.sampled_from([None, None, Overlap.ASYNC])
 FILES = ("iterations.jsonl", "spans.jsonl", "requests.jsonl", "summary.json")
 
 
@@ -82,7 +86,7 @@ def run(
         "jsonl",
         every,
     )
-    manager = TokenGenerationLoop(
+    manager = make_loop(
         config,
         SimulatedExecutor(COST_MODEL, clock, windows or [(window, 1.0)]),
         clock,
@@ -95,7 +99,7 @@ def run(
     while not client.done:
         if not manager.step():
             client.wait()
-        manager.kv_cache.check_consistency()
+        scheduler_of(manager).kv_cache.check_consistency()
     recorder.close(partial=False)
     return recorder
 
@@ -143,6 +147,7 @@ configs = st.fixed_dictionaries(
     {
         "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization", "static_batch"]),
         "chunk_unit": st.sampled_from([None, 4, 8]),
+        "overlap": OVERLAPS,
         "max_batch_size": st.integers(1, 8),
         "max_num_tokens": st.integers(60, 90),
         "num_blocks": st.integers(25, 80),
@@ -155,6 +160,7 @@ tight_configs = st.fixed_dictionaries(
     {
         "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization", "max_utilization"]),
         "chunk_unit": st.sampled_from([4, 8]),
+        "overlap": OVERLAPS,
         "chunking_policy": st.sampled_from(["first_come_first_served", "equal_progress"]),
         "max_batch_size": st.integers(2, 8),
         "max_num_tokens": st.integers(8, 14),
@@ -307,6 +313,7 @@ def test_long_stretches_while_others_wait(tmp_path: Path, policy: str, every: in
         {
             "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
             "chunk_unit": st.sampled_from([None, 4]),
+            "overlap": OVERLAPS,
             "max_batch_size": st.integers(1, 8),
         }
     ),
@@ -398,7 +405,7 @@ def test_the_records_of_a_stretch_are_those_of_its_iterations(tmp_path: Path) ->
     for records, change in ((apart, None), (together, never)):
         waiting = [Request(i, 5 + i, 40, index=i) for i in range(3)]
         clock = VirtualClock()
-        manager = TokenGenerationLoop(
+        manager = make_loop(
             config_of(),
             SimulatedExecutor(COST_MODEL, clock),
             clock,

@@ -6,12 +6,13 @@ from array import array
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.active import ActiveRequests, RequestTable
-from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
-from ifbbench.engine.in_flight import Response
-from ifbbench.engine.request import Request
+from ifbbench.engine.interfaces import RequestSource
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.engine.responses import Response
 from ifbbench.replay.client import ReplayClient, StaticEmulation
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.admission import Admission, AdmissionLimits
+from ifbbench.schedulers.tensorrt_llm.config import LOOK_AHEAD, BatchingConfig
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 
@@ -54,11 +55,8 @@ def test_no_look_ahead_hides_a_higher_priority(seed: int) -> None:
     admission = Admission(
         AdmissionLimits(BatchingConfig("guaranteed_no_evict", max_active, 8, 100, 99, 32, 100)),
         max_active,
-        client.get_requests,
-        lambda request, error: pytest.fail(error),
-        client.next_arrival_s,
-        client.next_priority,
     )
+    source = RequestSource(client.get_requests, lambda request, error: pytest.fail(error), client.next_priority)
     arrived = 0
     waiting: list[TraceRequest] = []
     running: list[TraceRequest] = []
@@ -67,7 +65,7 @@ def test_no_look_ahead_hides_a_higher_priority(seed: int) -> None:
             waiting.append(trace.requests[arrived])
             arrived += 1
         expected = admitted_by_the_rule(waiting, running, max_active)
-        assert [request.request_id for request in admission.admit(active, clock.now())] == expected
+        assert [request.request_id for request in admission.admit(active, source)] == expected
         assert client.queued() + len(admission.waiting) == len(waiting)
         for request in list(active.by_slot.values()):
             if draw.random() < 0.3:

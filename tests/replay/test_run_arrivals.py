@@ -15,6 +15,7 @@ from ifbbench.replay.run import run_trace
 from ifbbench.report.tables import print_report
 from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
+from tests.engine.engine import scheduler_of
 
 
 def trace_file(tmp_path: Path, count: int, output_len: int = 2, **fields: Any) -> str:
@@ -150,8 +151,9 @@ def caches_after(monkeypatch: pytest.MonkeyPatch, trace: str, tmp_path: Path, **
 
     def noted(self: TokenGenerationLoop, *arguments: Any, **named: Any) -> None:
         make(self, *arguments, **named)
-        assert self.kv_cache.num_used == 0
-        caches.append(self.kv_cache)
+        cache = scheduler_of(self).kv_cache
+        assert cache.num_used == 0
+        caches.append(cache)
 
     monkeypatch.setattr(TokenGenerationLoop, "__init__", noted)
     run(trace, tmp_path, **settings)

@@ -45,6 +45,7 @@ from ifbbench.settings.config import (
 )
 from ifbbench.studies.repeat import run_repeats
 from tests.attack.readers import copied, cut_off, read_by_every_command
+from tests.engine.engine import scheduler_of
 
 LIMIT_S = 60
 SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
@@ -440,11 +441,12 @@ def command_line(trace: Path, values: dict[str, Any]) -> str:
 
 def check_engine(loop: TokenGenerationLoop) -> None:
     """Nothing is left in the engine; stored blocks are free to be taken."""
-    assert not loop.active.by_slot
-    assert loop.kv_cache.num_used == 0
-    loop.kv_cache.check_consistency()
-    if loop.adapters is not None:
-        loop.adapters.check_consistency()
+    scheduler = scheduler_of(loop)
+    assert not scheduler.table.requests
+    assert scheduler.kv_cache.num_used == 0
+    scheduler.kv_cache.check_consistency()
+    if scheduler.adapters is not None:
+        scheduler.adapters.check_consistency()
 
 
 def lines(directory: Path, name: str, config: RunConfig) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """The names and colours of limits."""
 
+from ifbbench.engine.plan import Limit
 from ifbbench.report.colours import LIMIT_COLOURS
 from ifbbench.report.limits import BINDING, limit_colours, limit_name, part_name, waits_for
 from ifbbench.report.sweep_table import SHORT_NAMES
-from ifbbench.schedulers.tensorrt_llm.policies.policy import Limit
 from tests.conftest import REPOSITORY
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ifbbench.engine.config import BatchingType
+from ifbbench.settings.modes import BatchingType
 from tests.rundir.virtual_run import limits, lines, run, trace_of
 
 INFLIGHT_TYPES = [BatchingType.INFLIGHT, BatchingType.INFLIGHT_FUSED]

@@ -7,17 +7,19 @@ from types import MappingProxyType
 from typing import Any
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.active import ActiveRequests
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
-from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
 from ifbbench.kv.interface import KvCache
 from ifbbench.replay.client import ReplayClient
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision, LeftOut
 from ifbbench.workload.trace import Trace, TraceRequest
+from tests.engine.engine import scheduler_of
 
 NANOSECONDS_PER_TOKEN = 1_000_000
 OWN_REASON = 'the "fairness" rule'
@@ -122,7 +124,7 @@ def run(
         iteration_stats_every,
         clock,
     )
-    manager = TokenGenerationLoop(
+    manager = make_loop(
         config,
         TickingExecutor(clock, fails_in, stalls),
         clock,
@@ -147,7 +149,7 @@ def _step(manager: TokenGenerationLoop) -> bool:
         was_busy = manager.step()
     except ExecutorFailed:
         was_busy = True
-    manager.kv_cache.check_consistency()
+    scheduler_of(manager).kv_cache.check_consistency()
     return was_busy
 
 

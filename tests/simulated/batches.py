@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from ifbbench.engine.batch import Batch, ContextChunk
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.plan import ContextChunk
 from ifbbench.engine.request import Request
 from ifbbench.models.named_models import load_model_config
 from ifbbench.simulated.cost_model import CostModel

@@ -8,8 +8,7 @@ import pytest
 
 from ifbbench.build.adapters import lora_config
 from ifbbench.build.resolve import resolve_limits
-from ifbbench.engine.batch import Batch
-from ifbbench.kv.adapters import NO_ADAPTER, AdapterLoad, AdapterUse
+from ifbbench.engine.batch import NO_ADAPTER, AdapterLoad, AdapterUse, Batch
 from ifbbench.models.lora_modules import lora_modules
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.run import run_trace, summarise_run
@@ -115,7 +114,7 @@ def test_stretches_give_the_same_as_single_iterations(trace: Path, monkeypatch: 
         device="sim:h100-sxm", model="llama-3.1-8b", num_loras=7, lora_num_device_mod_layers=4000, max_lora_rank=8
     )
     together = summarise_run(str(trace), settings)
-    monkeypatch.setattr("ifbbench.engine.fast_forward.FastForward.may_run", lambda self, plan: False)
+    monkeypatch.setattr("ifbbench.schedulers.tensorrt_llm.scheduler.TensorRtLlmScheduler.horizon", lambda *_: 0)
     single = summarise_run(str(trace), settings)
     assert together["lora"]["evictions"] > 0
     assert together == single

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.simulated.cost_model import SimulatedExecutor
+from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.step_work import StepWork
 from tests.simulated.batches import batch_of, cost_model
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from ifbbench.engine.config import BatchingConfig, BatchingType
+from ifbbench.engine.plan import Limit
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import TOKENS_ONLY
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.schedulers.tensorrt_llm.policies.policy import Limit
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.settings.modes import BatchingType
 from ifbbench.studies.capacity import POLICY_CASES, Fit, PolicyCase, admit, contiguous_fit, fit
 from ifbbench.workload.trace import TraceRequest
 from tests.engine import engine

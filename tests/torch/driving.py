@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.batch import Batch, BeamInputs, ContextChunk, StepOutputs
+from ifbbench.engine.batch import Batch, BeamInputs, BlockCopy, StepOutputs
 from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.plan import ContextChunk
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import (
     GREEDY,
@@ -21,7 +22,6 @@ from ifbbench.engine.sampling_params import (
     StopConditions,
 )
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.blocks import BlockCopy
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.torch.build import executor_class
 from ifbbench.torch.cache_windows import one_window_layout

@@ -5,17 +5,17 @@ import pytest
 import torch
 
 from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import GREEDY, NO_STOP_CONDITIONS, OutputOptions
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.sizing import CacheLayout, WindowLayout
 from ifbbench.models.config import ModelConfig
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.torch.model.kv_cache import PagedKvCache
 from ifbbench.torch.model.llama import LlamaModel
 from ifbbench.torch.model.weights import random_weights
 from ifbbench.torch.model_executor import ModelExecutor
-from tests.engine.engine import Loop
+from tests.engine.engine import Loop, scheduler_of
 from tests.torch.dense_reference import dense_logits
 from tests.torch.driving import CPU, Driver, FakeRequest, RecordingModel, layout_driver, requests_of
 
@@ -210,9 +210,9 @@ def test_beams_in_the_blocks_of_the_engine_are_those_of_a_dense_decoder(
             for index, (prompt, (_, new_tokens)) in enumerate(zip(prompts, lengths, strict=True))
         ]
         run = Loop(config, [(0, request) for request in requests], executor).run(
-            lambda manager, record: manager.kv_cache.check_consistency()
+            lambda manager, record: scheduler_of(manager).kv_cache.check_consistency()
         )
-        assert run.manager.kv_cache.free_blocks == layout.num_blocks
+        assert scheduler_of(run.manager).kv_cache.free_blocks == layout.num_blocks
         found = [[beam.tolist() for beam in run.final(request).tokens] for request in requests]
         assert found == expected, policy
 

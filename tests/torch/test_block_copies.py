@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from ifbbench.engine.batch import BlockCopy, CopyKind
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.blocks import BlockCopy, CopyKind
 from ifbbench.kv.sizing import CacheLayout, WindowLayout
 from ifbbench.torch.cache_windows import copy_blocks, independent_copies
 from ifbbench.torch.model.kv_cache import PagedKvCache

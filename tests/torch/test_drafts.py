@@ -12,14 +12,15 @@ import torch
 from ifbbench.build.engine import build_engine
 from ifbbench.clock import WallClock
 from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.interfaces import Observer
-from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
+from ifbbench.schedulers.loop import make_loop
 from ifbbench.settings.config import RunConfig
 from ifbbench.torch.verification import accept_or_replace, draw
+from tests.engine.engine import scheduler_of
 
 BASE = RunConfig(
     device="cpu",
@@ -81,9 +82,9 @@ def run(
     def send_response(response: Response) -> None:
         responses[response.request.request_id] = response
 
-    loop = TokenGenerationLoop(limits, engine.executor, WallClock(), get_requests, send_response, counts)
+    loop = make_loop(limits, engine.executor, WallClock(), get_requests, send_response, counts)
     while loop.step():
-        loop.kv_cache.check_consistency()
+        scheduler_of(loop).kv_cache.check_consistency()
     engine.executor.close()
     assert all(response.error is None for response in responses.values())
     tokens = {index: np.asarray(response.output_tokens).tolist() for index, response in responses.items()}

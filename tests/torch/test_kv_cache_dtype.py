@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ifbbench.engine.batch import BlockCopy, CopyKind
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.blocks import BlockCopy, CopyKind
 from ifbbench.kv.sizing import CacheLayout, WindowLayout
 from ifbbench.settings.config import RunConfig
 from ifbbench.torch import build

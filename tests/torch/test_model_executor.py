@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, NullExecutor, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.sampling_params import SamplingParams

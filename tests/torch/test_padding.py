@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ifbbench.engine.active import FloatArray
+from ifbbench.engine.arrays import FloatArray
 from ifbbench.engine.sampling_params import OutputOptions
 from tests.torch.driving import FakeRequest, RecordingModel, driver_of, requests_of
 from tests.torch.transformers_reference import checkpoint

@@ -2,23 +2,17 @@
 
 import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ifbbench.engine.active import ActiveRequests
-from ifbbench.engine.config import LOOK_AHEAD, BatchingConfig
-from ifbbench.engine.drafts import draft_problem
+from ifbbench.engine.interfaces import NO_LIMIT, RequestSource
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import GREEDY
 from ifbbench.kv.adapters import AdapterCache
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.config import LOOK_AHEAD, BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.drafts import draft_problem
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityPolicy, find_policy
-
-# What `get_requests` is asked for where all requests that have arrived are to be returned.
-NO_LIMIT = -1
-
-NextChange = Callable[[float], float | None]
-"""Takes the time and returns when more requests will have arrived, in seconds on the run's clock; None if only a
-response lets one arrive, or none will."""
 
 
 class Refusal(NamedTuple):
@@ -130,51 +124,27 @@ class AdmissionLimits:
 class Admission:
     """Fetches up to the free batch slots and a look-ahead, and keeps what cannot become active yet, by priority.
 
-    get_requests(n): returns at most n requests that have arrived. refuse(request, error): answers a refused one.
-    next_change: see NextChange. Without it, `get_requests` is called in every iteration.
-    next_priority(): the highest priority among requests that have arrived and were not fetched, None if there are none.
-        With it, and a `get_requests` that returns the highest priorities first, all of a higher priority are fetched.
     max_queue_size: maximum number of requests that wait. With it all that have arrived are fetched, and those that find
         the queue full are refused.
     waiting: fetched requests that are not active, in order.
     """
 
-    def __init__(
-        self,
-        limits: AdmissionLimits,
-        max_active: int,
-        get_requests: Callable[[int], list[Request]],
-        refuse: Callable[[Request, str], None],
-        next_change: NextChange | None = None,
-        next_priority: Callable[[], float | None] | None = None,
-        max_queue_size: int | None = None,
-    ) -> None:
+    def __init__(self, limits: AdmissionLimits, max_active: int, max_queue_size: int | None = None) -> None:
         self.waiting: list[Request] = []
         self._limits = limits
         self._max_active = max_active
-        self._get_requests = get_requests
-        self._refuse = refuse
-        self._next_change = next_change
-        self._next_priority = next_priority
         self._max_queue_size = max_queue_size
-        # Until then admission has nothing to do, unless a request leaves.
-        self._idle_until_s = -math.inf
         self._in_use: dict[int, Request] = {}
 
-    def admit(self, active: ActiveRequests, now_s: float) -> Sequence[Request]:
+    def admit(self, active: ActiveRequests, source: RequestSource) -> Sequence[Request]:
         """Fetch requests, and add to `active` what the limits allow; returns the newly active requests."""
-        if now_s < self._idle_until_s:
-            return ()
         admitted: list[Request] = []
         if self._max_queue_size is None:
-            self._fetch(max(0, self._max_active - len(active)) + LOOK_AHEAD)
+            self._fetch(source, max(0, self._max_active - len(active)) + LOOK_AHEAD)
             self._activate(active, admitted)
         else:
-            while self._fetch_all(self._max_queue_size, active, admitted):
+            while self._fetch_all(source, self._max_queue_size, active, admitted):
                 pass
-        if self._next_change is not None:
-            change_s = self._next_change(now_s)
-            self._idle_until_s = math.inf if change_s is None else change_s
         return admitted
 
     def find(self, request_id: int) -> Request | None:
@@ -188,7 +158,6 @@ class Admission:
 
     def forget(self, request: Request) -> None:
         """`request` has left: its id may be used again, and its batch slot."""
-        self._idle_until_s = -math.inf
         self._in_use.pop(request.request_id, None)
         if self._limits.adapters is not None:
             self._limits.adapters.release(request)
@@ -199,12 +168,14 @@ class Admission:
             active.add(request)
             admitted.append(request)
 
-    def _fetch_all(self, max_queue_size: int, active: ActiveRequests, admitted: list[Request]) -> int:
+    def _fetch_all(
+        self, source: RequestSource, max_queue_size: int, active: ActiveRequests, admitted: list[Request]
+    ) -> int:
         """Fetch all requests that have arrived, activate what the limits allow, and refuse those that find the queue
         full: of the new ones the last by priority and arrival. Returns how many were refused; more may have arrived
         then."""
-        arrived = self._get_requests(NO_LIMIT)
-        num_refused = self._add(arrived)
+        arrived = source.get(NO_LIMIT)
+        num_refused = self._add(source, arrived)
         self._activate(active, admitted)
         surplus = len(self.waiting) - max_queue_size
         if surplus <= 0:
@@ -212,30 +183,30 @@ class Admission:
         new = set(map(id, arrived))
         for request in [request for request in reversed(self.waiting) if id(request) in new][:surplus]:
             self.withdraw(request)
-            self._refuse(request, f"the queue is full (max_queue_size {max_queue_size}); send the request again later")
+            source.refuse(request, f"the queue is full (max_queue_size {max_queue_size}); send the request again later")
         return num_refused + surplus
 
-    def _fetch(self, max_waiting: int) -> None:
+    def _fetch(self, source: RequestSource, max_waiting: int) -> None:
         """Fetch until `max_waiting` requests wait or no more have arrived. Refused requests take no room: those behind
         them are fetched in the same call, because `admit` may do nothing until the next arrival."""
-        while (room := max_waiting - len(self.waiting)) > 0 and self._add(self._get_requests(room)):
+        while (room := max_waiting - len(self.waiting)) > 0 and self._add(source, source.get(room)):
             pass
-        if self._next_priority is None:
+        if source.next_priority is None:
             return
         # Beyond them, those that go before the last of the first `max_waiting`.
-        while (priority := self._next_priority()) is not None and (
+        while (priority := source.next_priority()) is not None and (
             len(self.waiting) < max_waiting or priority > self.waiting[max_waiting - 1].priority
         ):
-            self._add(self._get_requests(1))
+            self._add(source, source.get(1))
 
-    def _add(self, requests: list[Request]) -> int:
+    def _add(self, source: RequestSource, requests: list[Request]) -> int:
         """Add `requests` to the waiting ones, or refuse them. Returns how many were refused."""
         num_refused = 0
         for request in requests:
             is_in_use = request.request_id in self._in_use
             if error := f"request id {request.request_id} is in use" if is_in_use else self._limits.refusal(request):
                 num_refused += 1
-                self._refuse(request, error)
+                source.refuse(request, error)
             else:
                 self._in_use[request.request_id] = request
                 if self._limits.adapters is not None:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from operator import attrgetter
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.plan import LeftOut, Limit
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div
-from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision, LeftOut, Limit
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
 
 
 @dataclass(frozen=True, slots=True)

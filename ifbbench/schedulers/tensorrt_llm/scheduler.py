@@ -1,76 +1,73 @@
-"""The scheduling of one iteration: the capacity policy, then the micro-batch scheduler; and static batches."""
+"""TensorRT-LLM's scheduler: its queue, its active requests, their KV blocks, and what runs in each iteration.
+
+In each iteration the capacity policy decides which active requests fit, and the micro-batch scheduler which of these
+run now. Static batches (V1) run until their last member is complete. (`TrtGptModelInflightBatching`, `TrtGptModelV1`.)
+"""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from ifbbench.engine.active import NO_ROWS, ActiveRequests, Rows
-from ifbbench.engine.config import CONTIGUOUS_POLICY, BatchingConfig, BatchingType
-from ifbbench.engine.interfaces import CapacityPolicy
-from ifbbench.engine.request import Request
+from ifbbench.clock import Clock
+from ifbbench.engine.arrays import Rows
+from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
+from ifbbench.engine.confirm import confirm
+from ifbbench.engine.drafts import DraftInputs
+from ifbbench.engine.in_flight import InFlightIteration
+from ifbbench.engine.interfaces import RequestSource, SchedulerStalled
+from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
+from ifbbench.engine.records import CacheState, Growth
+from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
+from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.attention_window import UNLIMITED
-from ifbbench.kv.interface import KvCache
+from ifbbench.kv.blocks import OutOfBlocks
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.admission import Admission, AdmissionLimits
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.drafts import Drafts
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
 from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, MicroBatchScheduler
-from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, CheckedPolicy, is_steady
-from ifbbench.schedulers.tensorrt_llm.policies.policy import LeftOut, Limit, Pause
+from ifbbench.schedulers.tensorrt_llm.policies import make_policy
+from ifbbench.schedulers.tensorrt_llm.repetition import Repetition
+from ifbbench.settings.modes import BatchingType
 
 _log = logging.getLogger("ifbbench.scheduler")
 
 
-@dataclass(slots=True)
-class Plan:
-    """The decision for one iteration.
+class TensorRtLlmScheduler:
+    """A `Scheduler` (see `ifbbench.engine.interfaces`) with the rules of TensorRT-LLM's batch manager.
 
-    context: requests with a chunk to run. rows: table rows of the generation requests to run, in batch order.
-    idle: rows of complete members of a static batch. held: generation requests that do not run. paused: requests to
-    pause, in this order. blocked: the first request that each scheduler left out, and those paused.
-    stands_until_block: see CapacityDecision.
+    active: the running set. kv_cache: its blocks. adapters: the pages of its LoRA adapters, None without a cache of
+    them.
     """
 
-    context: list[Request]
-    rows: Rows
-    idle: Rows = field(default_factory=lambda: NO_ROWS)
-    held: list[Request] = field(default_factory=list)
-    paused: list[Pause] = field(default_factory=list)
-    blocked: tuple[LeftOut, ...] = ()
-    stands_until_block: bool = False
-
-    @property
-    def does_nothing(self) -> bool:
-        return not (self.context or len(self.rows) or len(self.idle) or self.paused)
-
-    def output_rows(self, completing: list[Request]) -> Rows:
-        """[outputs], the table row of each, in batch order. completing: requests on their last chunk."""
-        if not completing and not len(self.idle):
-            return self.rows
-        return np.concatenate([np.array([request.slot for request in completing], np.int64), self.rows, self.idle])
-
-    def first_left_out(self, waiting: list[Request]) -> LeftOut | None:
-        """The first request that does not run or has its chunk cut. waiting: requests that are not active yet."""
-        if self.blocked:
-            return min(self.blocked, key=lambda left_out: left_out.request.order)
-        return LeftOut(waiting[0], Limit.BATCH_SIZE) if waiting else None
-
-
-class Scheduler:
-    """Both schedulers over the same requests and cache. Decides, and changes only the sizes of chunks.
-
-    Static batches (V1): complete members stay in the batch, computed along as padding, until the last one is complete;
-    no request is admitted meanwhile. (TensorRT-LLM's `TrtGptModelV1` runs the whole generation of a batch in one call;
-    here each step is an iteration, so that the time of every token is known.) complete: these members.
-    """
-
-    def __init__(
-        self, config: BatchingConfig, policy: CapacityPolicy, active: ActiveRequests, kv_cache: KvCache
-    ) -> None:
-        self.is_static = config.batching_type is BatchingType.V1
-        self.complete: list[Request] = []
-        self._name_of_policy = name = config.effective_policy
-        is_built_in = name in POLICY_CLASSES or name == CONTIGUOUS_POLICY
-        self._policy: CapacityPolicy = policy if is_built_in else CheckedPolicy(name, policy)
+    def __init__(self, config: BatchingConfig, clock: Clock, is_predicted: bool = False) -> None:
+        """clock: blocks of equal priority are evicted in the order of its time. is_predicted: whether the loop knows
+        in advance how long iterations take, so that those of a plan that repeats can run together."""
+        self.config = config
+        self.name = f"policy {config.policy}"
+        self.max_in_flight, self.num_micro_batches = config.max_in_flight, config.num_micro_batches
+        self.table = RequestTable(config.num_slots)
+        self.active = ActiveRequests(self.table)
+        self.adapters = AdapterCache(config.lora) if config.lora else None
+        self._clock = clock
+        policy = make_policy(config, self.adapters)
+        is_steady = getattr(policy, "is_steady", False)
+        repeats = is_predicted and is_steady and Repetition.works_with(config)
+        self.kv_cache = cache = config.make_cache(is_counted=repeats)
+        self.layout = BatchLayout(
+            (cache.block_tables, *cache.window_tables),
+            cache.attention_window.tokens_per_block,
+            config.max_in_flight,
+            has_separate_passes=config.batching_type is BatchingType.INFLIGHT,
+            is_padded=config.batching_type is BatchingType.V1,
+        )
+        limits = AdmissionLimits(config, policy, self.adapters)
+        self._admission = Admission(limits, config.max_active, config.max_queue_size)
+        self._policy = policy
+        self._may_pause = getattr(policy, "may_pause", True)
         is_chunked = config.chunk_unit is not None
         self._micro_batch = MicroBatchScheduler(
             config.micro_batch_size,
@@ -79,37 +76,89 @@ class Scheduler:
             ChunkLimits(config.chunk_unit or 1, config.max_num_tokens if is_chunked else None),
             config.num_micro_batches,
         )
-        self._active = active
-        self._kv_cache = kv_cache
-        self._chunk_unit = config.chunk_unit or 0
-        self._may_pause = getattr(policy, "may_pause", True)
-        # Before each iteration, where limits are tuned; then no decision is certain to stand.
-        self.tune_limits: Callable[[ActiveRequests], None] | None = None
-        if config.has_dynamic_limits:
-            self.tune_limits = DynamicLimits(config, self._micro_batch).update
-        self._may_repeat = is_steady(policy) and config.num_micro_batches == 1 and not config.drafts.max_len
-        self._may_repeat = self._may_repeat and not (self.is_static or self.tune_limits)
-        self._is_logged = _log.isEnabledFor(logging.DEBUG)
-        # The latest plan, and `num_changes` of the active requests and `num_reuse_changes` when it was made.
+        self._dynamic_limits = DynamicLimits(config, self._micro_batch) if config.has_dynamic_limits else None
+        self._drafts = Drafts(config.drafts, self.active, cache)
+        self._reuses_blocks = config.reuse.enabled
+        self._is_static = config.batching_type is BatchingType.V1
+        # Members of a static batch that stay in it, computed along as padding, until the last one is complete.
+        self._complete: list[Request] = []
+        may_repeat = is_steady and not (
+            config.num_micro_batches > 1 or config.drafts.max_len or self._is_static or config.has_dynamic_limits
+        )
+        # The latest plan, if it may be decided again, with `num_changes` of the active requests and
+        # `num_reuse_changes` when it was made.
+        self._may_repeat = may_repeat
         self._latest: tuple[Plan, int, int] | None = None
+        self._repetition = Repetition(config, self.active, cache, self.adapters) if repeats else None
+        self._in_flight: Sequence[InFlightIteration] = ()
+        self._is_logged = _log.isEnabledFor(logging.DEBUG)
 
-    def plan(self) -> Plan:
-        """Schedule one iteration. Raises PolicyFailed if a user's policy raises."""
-        if self.is_static and self._active.generation:
+    # The queue.
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        return self._admission.waiting
+
+    def admit(self, source: RequestSource) -> Sequence[Request]:
+        return self._admission.admit(self.active, source)
+
+    def find(self, request_id: int) -> Request | None:
+        return self._admission.find(request_id)
+
+    def remove(self, request: Request) -> None:
+        if request.table is None:
+            self._admission.withdraw(request)
+            return
+        if request in self._complete:
+            self._complete.remove(request)
+        if self.kv_cache.holds(request.slot):
+            self._release_blocks(request)
+        if self._repetition is not None:
+            self._repetition.forget(request)
+        self.active.remove(request)
+        self._admission.forget(request)
+        request.complete()
+
+    # The decision for one iteration.
+
+    def schedule(
+        self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
+    ) -> Plan:
+        """Raises PolicyFailed if a user's policy raises."""
+        self._in_flight = in_flight
+        if self._dynamic_limits is not None:
+            self._dynamic_limits.update(self.active)
+        if self.num_micro_batches > 1:
+            self.table.begin_turn(iteration % self.num_micro_batches)
+        if self.config.drafts.max_len:
+            self._drafts.propose()
+        plan = self._decide()
+        while plan.paused and self._is_pause_in_flight(plan, in_flight):
+            # The token in flight of a request to pause will join its prompt: collect it, then decide again.
+            while self._is_pause_in_flight(plan, in_flight):
+                collect()
+            plan = self._decide()
+        for pause in plan.paused:
+            self._pause(pause.victim)
+        self._start_prompts(plan, now_s)
+        return plan
+
+    def _decide(self) -> Plan:
+        if self._is_static and self.active.generation:
             return self._next_static_step()
         if (plan := self._repeated_plan()) is not None:
             return plan
-        fitting = self._policy.schedule(self._active, self._kv_cache)
-        selected = self._micro_batch.schedule(self._active, fitting)
+        fitting = self._policy.schedule(self.active, self.kv_cache)
+        selected = self._micro_batch.schedule(self.active, fitting)
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
         blocked = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
         if fitting.left_out is not None:
             blocked.append(fitting.left_out)
         if selected.left_out is not None:
             blocked.append(selected.left_out)
-        if self._active.table.any_in_flight:
+        if self.table.any_in_flight:
             # What is in flight in another micro batch runs.
-            in_flight = self._active.table.in_other_micro_batch
+            in_flight = self.table.in_other_micro_batch
             held = [request for request in held if not in_flight(request.slot)]
             blocked = [one for one in blocked if one.request in paused or not in_flight(one.request.slot)]
         plan = Plan(
@@ -118,14 +167,202 @@ class Scheduler:
             held=held,
             paused=fitting.paused,
             blocked=tuple(blocked),
-            stands_until_block=fitting.stands_until_block,
+            valid_until_next_allocation=fitting.valid_until_next_allocation,
         )
-        self._latest = (plan, self._active.num_changes, self._kv_cache.num_reuse_changes)
+        self._latest = (plan, self.active.num_changes, self.kv_cache.num_reuse_changes)
         if self._is_logged:
             self._log_decisions(plan)
         return plan
 
-    def times_certain(self, plan: Plan) -> int:
+    def _repeated_plan(self) -> Plan | None:
+        """The latest plan, if the next decision is certain to be the same: only generation ran, no request has entered,
+        changed phase or left, and what a waiting one can reuse has not changed. A policy that may pause decides again
+        if any request waits, or unless each has a block."""
+        active, cache = self.active, self.kv_cache
+        if not self._may_repeat or self._latest is None or self._latest[1] != active.num_changes:
+            return None
+        plan = self._latest[0]
+        if plan.context or plan.held or plan.paused or self.table.any_wide_steps:
+            return None
+        if active.context and (self._may_pause or self._latest[2] != cache.num_reuse_changes):
+            return None
+        return None if self._may_pause and not cache.has_blocks_for(len(plan.rows)) else plan
+
+    def _next_static_step(self) -> Plan:
+        """A static batch that has started runs to its end; until then there is nothing to decide."""
+        idle = np.array([request.slot for request in self._complete], np.int64)
+        blocked = tuple(LeftOut(request, Limit.STATIC_BATCH) for request in self.active.context[:1])
+        return Plan([], self._rows_without(self._complete), idle, held=list(self._complete), blocked=blocked)
+
+    def _rows_without(self, held: list[Request]) -> Rows:
+        """Rows of the generation requests but `held`, in batch order."""
+        rows = self.active.ready(self.active.batch_rows)
+        if held:
+            rows = rows[~np.isin(rows, [request.slot for request in held])]
+        return rows
+
+    def _is_pause_in_flight(self, plan: Plan, in_flight: Sequence[InFlightIteration]) -> bool:
+        """Whether a request that `plan` pauses is in one of the iterations in flight."""
+        if self.config.is_async:
+            return len(in_flight) > 0
+        micro_batches = {iteration.record.micro_batch for iteration in in_flight}
+        return any(int(self.table.micro_batch[pause.victim.slot]) in micro_batches for pause in plan.paused)
+
+    def _pause(self, request: Request) -> None:
+        """Release the blocks of `request`. It starts again from its prompt, which its generated tokens have joined."""
+        if self._repetition is not None:
+            self.active.settle()
+        self._release_blocks(request)
+        request.pause(self.config.max_input_len)
+        self.table.micro_batch[request.slot] = NO_MICRO_BATCH
+        self.active.move_to_context(request)
+
+    def _start_prompts(self, plan: Plan, now_s: float) -> None:
+        """Take the blocks of the prompts that `plan` starts. Context begins after what they hold already."""
+        cache = self.kv_cache
+        try:
+            for request in plan.context:
+                if request.is_first_chunk:
+                    reused = cache.add_request(request, now_s)
+                    request.set_prepopulated(reused, cache.attention_window.tokens_per_block)
+                    if request.num_draft_tokens:
+                        cache.add_draft_tokens(np.array([request.slot]), np.array([request.num_draft_tokens]))
+        except OutOfBlocks as error:
+            raise self._does_not_fit(error) from error
+        plan.chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in plan.context])
+
+    # One iteration with a batch.
+
+    def allocate(self, plan: Plan) -> StepInputs:
+        if self._repetition is not None:
+            self._repetition.leave()
+        cache, rows, idle = self.kv_cache, plan.rows, plan.idle
+        drafts: DraftInputs | None = None
+        try:
+            positions = cache.add_tokens(rows)
+            if self.table.max_draft_tokens:
+                drafts = self._drafts.take([chunk.request for chunk in plan.chunks if chunk.is_last], rows)
+            if not plan.chunks and not len(rows):
+                return StepInputs(rows)
+            if len(idle):
+                positions = np.concatenate([positions, cache.registered[idle] - 1])
+            if bubble := cache.attention_window.bubble:
+                positions -= bubble
+            copies, adapters = cache.take_copies(), None
+            if self.adapters is not None and self.active.num_with_lora:
+                adapters = self._use_adapters(self.adapters, plan)
+        except (OutOfBlocks, OutOfAdapterPages) as error:
+            raise self._does_not_fit(error) from error
+        return StepInputs(positions, copies, adapters, drafts)
+
+    def advance(self, plan: Plan, iteration: int) -> int:
+        table, rows, reuses_blocks = self.table, plan.rows, self.kv_cache.num_reuse_changes > 0
+        completing = [chunk.request for chunk in plan.chunks if chunk.is_last]
+        recomputed = sum([request.advance_context() for request in plan.context])
+        if table.any_paused and len(rows):
+            recomputed += self.active.count_recomputed(rows, self.kv_cache.cached_tokens(rows))
+        table.generated[rows] += 1
+        for request in completing:
+            request.start_generation()
+            self.active.move_to_generation(request)
+            if self._repetition is not None:
+                table.confirmed[request.slot] = -self._repetition.num_in_flight
+            self.kv_cache.begin_generation(request.slot)
+            if reuses_blocks:
+                self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
+        if reuses_blocks:
+            self._store_generated(rows)
+        if self.config.is_async:
+            rows = self.active.generation_rows
+            for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
+                self.active.park(row)
+                if self._repetition is not None:
+                    self._repetition.park(row)
+        if self.num_micro_batches > 1:
+            table.micro_batch[plan.rows] = turn = iteration % self.num_micro_batches
+            table.micro_batch[[request.slot for request in plan.context]] = turn
+        return recomputed
+
+    def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
+        if self._repetition is not None:
+            if iteration.is_repeated:
+                return self._repetition.confirm(1)
+            self.active.settle()
+        if outputs:
+            self.table.makes_tokens = outputs[-1].tokens is not None or outputs[-1].candidates is not None
+        done = confirm(iteration, outputs, self.table, self._drafts)
+        return self._end_together(done) if self._is_static else done
+
+    def lose(self, iteration: InFlightIteration) -> list[Request]:
+        if self.adapters is not None:
+            self.adapters.forget_device()
+        rows = [chunk.request.slot for batch in iteration.batches for chunk in batch.context]
+        rows += [slot for batch in iteration.batches for slot in batch.slots.tolist()]
+        # -1 if the request has left.
+        lost = [self.table.requests[row] for row in rows if row in self.table.requests and row not in iteration.dropped]
+        for request in lost:
+            self.kv_cache.forget_sequence(request.slot)
+        return lost
+
+    def _use_adapters(self, cache: AdapterCache, plan: Plan) -> AdapterUse:
+        """The adapters of the iteration, which are now on the device."""
+        rows = np.concatenate([plan.rows, plan.idle]) if len(plan.idle) else plan.rows
+        tasks = self.table.lora_tasks[rows]
+        of_context = [request.lora_task_id for request in plan.context if request.lora_task_id is not None]
+        return AdapterUse(tasks, cache.use(distinct_tasks(tasks, of_context)))
+
+    def _store_generated(self, rows: Rows) -> None:
+        """Make the blocks that the generation requests in `rows` had filled before this step findable.
+
+        The block that iteration i fills is stored when iteration i + 1 is submitted: after its scheduling and after its
+        new sequences have looked for blocks, and without the token of iteration i + 1. That step is counted in
+        `generated` already."""
+        table = self.table
+        computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - 2
+        # With drafts a step may have filled a block and begun the next one; storing a block again changes nothing.
+        filled = np.flatnonzero(computed % self.layout.tokens_per_block <= table.max_draft_tokens)
+        for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
+            self.kv_cache.store_known(table.requests[row], num_tokens)
+
+    def _end_together(self, done: list[Request]) -> list[Request]:
+        """Members of a static batch are done. Returns the whole batch if that completes it, else an empty list."""
+        self._complete += done
+        if len(self._complete) < len(self.active.generation):
+            return []
+        finished, self._complete = self._complete, []
+        return finished
+
+    def _release_blocks(self, request: Request) -> None:
+        """Release the blocks. With reuse, what they hold stays findable as far as it was computed and is known."""
+        store = None
+        if self._reuses_blocks:
+            computed = request.position if request.in_context else request.original_prompt_len + request.num_outputs - 1
+            store = min(computed, request.num_known_tokens)
+        self.kv_cache.remove_sequence(request.slot, store, self._clock.now())
+
+    def _does_not_fit(self, error: Exception) -> SchedulerStalled:
+        return SchedulerStalled(f"{self.name} let requests run that do not fit: {error}")
+
+    # Iterations of which the times are known.
+
+    def horizon(self, plan: Plan) -> int:
+        if self._repetition is None or not self._repetition.may_repeat(plan):
+            return 0
+        return self._repetition.max_steps(plan, self._times_certain(plan), self._in_flight)
+
+    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
+        assert self._repetition is not None
+        return self._repetition.positions(plan)
+
+    def repeat(self, plan: Plan, count: int) -> Growth:
+        assert self._repetition is not None
+        return self._repetition.repeat(plan, count)
+
+    def confirm(self, count: int) -> list[Request]:
+        assert self._repetition is not None
+        return self._repetition.confirm(count)
+
+    def _times_certain(self, plan: Plan) -> int:
         """In how many iterations `plan`, which was just made, is certain to run, this one included, while nothing but
         generation changes what requests can reuse: the one prompt that it has may have tokens for more chunks of the
         same size."""
@@ -135,46 +372,30 @@ class Scheduler:
             return UNLIMITED
         request, size = plan.context[0], plan.context[0].chunk
         # The first chunk may begin after tokens to reuse.
-        may_differ = self._kv_cache.reuse.enabled and request.is_first_chunk
+        may_differ = self._reuses_blocks and request.is_first_chunk
         if self._may_pause or may_differ or request.num_draft_tokens:
             return 1
-        return 1 + max(0, (request.remaining_context - size - self._chunk_unit) // size)
+        return 1 + max(0, (request.remaining_context - size - (self.config.chunk_unit or 0)) // size)
 
-    def end_together(self, done: list[Request]) -> list[Request]:
-        """Members of a static batch are done. Returns the whole batch if that completes it, else an empty list."""
-        self.complete += done
-        if len(self.complete) < len(self._active.generation):
-            return []
-        finished, self.complete = self.complete, []
-        return finished
+    # For records, and the loop's other questions.
 
-    def _repeated_plan(self) -> Plan | None:
-        """The latest plan, if the next decision is certain to be the same: only generation ran, no request has entered,
-        changed phase or left, and what a waiting one can reuse has not changed. A policy that may pause decides again
-        if any request waits, or unless each has a block."""
-        active, cache = self._active, self._kv_cache
-        if not self._may_repeat or self._latest is None or self._latest[1] != active.num_changes:
-            return None
-        plan = self._latest[0]
-        if plan.context or plan.held or plan.paused or active.table.any_wide_steps:
-            return None
-        if active.context and (self._may_pause or self._latest[2] != cache.num_reuse_changes):
-            return None
-        return None if self._may_pause and not cache.has_blocks_for(len(plan.rows)) else plan
+    def figures(self) -> dict[str, Any]:
+        return {} if self.adapters is None else {"lora": self.adapters.figures()}
 
-    def _next_static_step(self) -> Plan:
-        """A static batch that has started runs to its end; until then there is nothing to decide."""
-        idle = np.array([request.slot for request in self.complete], np.int64)
-        blocked = tuple(LeftOut(request, Limit.STATIC_BATCH) for request in self._active.context[:1])
-        return Plan([], self._rows_without(self.complete), idle, held=list(self.complete), blocked=blocked)
+    def truncate(self, conversation: Request, num_tokens: int) -> None:
+        if (known := conversation.known_tokens()) is not None:
+            self.kv_cache.truncate(known, conversation.prompt_len, num_tokens)
+
+    def cache_state(self) -> CacheState:
+        return self.kv_cache.state()
 
     def _log_decisions(self, plan: Plan) -> None:
         """Log what becomes of each active request, with the blocks that the policy takes it to need."""
-        cache, table = self._kv_cache, self._active.table
+        cache, table = self.kv_cache, self.table
         pauses = {pause.victim.slot: pause for pause in plan.paused}
         limits = {one.request.slot: one.limit for one in plan.blocked}
         runs = {request.slot for request in plan.context} | set(plan.rows.tolist())
-        for request in self._active:
+        for request in self.active:
             if request.in_generation:
                 needed = cache.counted(cache.step_needs(np.array([request.slot]), request.num_draft_tokens)[0])
             elif self._may_pause:
@@ -195,15 +416,8 @@ class Scheduler:
             _log.debug(
                 "request %d: policy %s, needs %s blocks, %s free: %s",
                 request.request_id,
-                self._name_of_policy,
+                self.config.effective_policy,
                 needed,
                 cache.free_blocks,
                 decision,
             )
-
-    def _rows_without(self, held: list[Request]) -> Rows:
-        """Rows of the generation requests but `held`, in batch order."""
-        rows = self._active.ready(self._active.batch_rows)
-        if held:
-            rows = rows[~np.isin(rows, [request.slot for request in held])]
-        return rows

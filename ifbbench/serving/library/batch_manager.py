@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 from ifbbench.build.engine import Engine, build_engine, loop_maker
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.clock import WallClock
-from ifbbench.engine.config import BatchingConfig
 from ifbbench.engine.interfaces import Executor, Observer
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
@@ -19,6 +18,8 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.files import OutputError
 from ifbbench.kv.interface import KvCache
 from ifbbench.models.config import ModelConfig
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from ifbbench.serving.library.client import (
     MAX_FAILURES,
     Callbacks,
@@ -177,14 +178,18 @@ class BatchManager:
             self._worker = Worker(self._turn, self._wait_for_requests, loop, owned_executor, self._aborting, self._wake)
 
     @property
+    def _scheduler(self) -> TensorRtLlmScheduler:
+        return cast(TensorRtLlmScheduler, self._loop.scheduler)
+
+    @property
     def config(self) -> BatchingConfig:
         """The limits of the engine."""
-        return self._loop.config
+        return self._scheduler.config
 
     @property
     def kv_cache(self) -> KvCache:
         """The KV cache, read-only. With a worker thread, only after `close()`."""
-        return self._loop.kv_cache
+        return self._scheduler.kv_cache
 
     @property
     def _ranks(self) -> "RankLoop":

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.config import BatchingConfig, BatchingType
-from ifbbench.engine.in_flight import Response
 from ifbbench.engine.interfaces import Observer, Unobserved
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.errors import IfbbenchError
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.serving.library.request import InferenceRequest, engine_request
+from ifbbench.settings.modes import BatchingType
 
 MAX_FAILURES = 3  # of one callback, or of the executor, in a row, after which the batch manager ends
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.engine.active import FloatArray, IntArray
+from ifbbench.engine.arrays import FloatArray, IntArray
 from ifbbench.engine.request import Request, ReuseIdentity
+from ifbbench.engine.retention import NO_RETENTION, Retention
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
-from ifbbench.kv.eviction import NO_RETENTION, Retention
 from ifbbench.serving.library.request_tensors import fields_of_tensors
 from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import boolean, choice, integer, number, unexpected

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from ifbbench.engine.active import IntArray
+from ifbbench.engine.arrays import IntArray
 from ifbbench.errors import InputError
 from ifbbench.models.config import LLAMA, ModelConfig
 from ifbbench.models.lora_modules import LoraModule, lora_modules

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ifbbench.clock import WallClock
-from ifbbench.engine.config import BatchingConfig
-from ifbbench.engine.in_flight import Response
-from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
 from ifbbench.kv.adapters import LoraConfig
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.lora_modules import MODULES_OF_PRODUCT, LayerProduct, PageLayout, Placement, lora_modules
+from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.torch.cache_windows import one_window_layout
 from ifbbench.torch.kernels import lora
 from ifbbench.torch.model.kernel_llama import KernelLlama
@@ -26,6 +26,7 @@ from ifbbench.torch.model.lora_files import Adapter, RandomAdapter
 from ifbbench.torch.model.lora_store import AdapterStore, pages_in_host_memory
 from ifbbench.torch.model.weights import random_weights
 from ifbbench.torch.model_executor import ModelExecutor
+from tests.engine.engine import adapters_of
 from tests.torch.driving import CPU
 from tests.torch.kernels.comparing import DTYPES, assert_close
 
@@ -212,11 +213,10 @@ def test_the_executor_gives_the_same_tokens_with_kernels_as_without(device: torc
         def get_requests(count: int, waiting: list[Request] = waiting) -> list[Request]:
             return [waiting.pop(0) for _ in range(min(count, len(waiting)))]
 
-        loop = TokenGenerationLoop(limits, executor, WallClock(), get_requests, respond)
+        loop = make_loop(limits, executor, WallClock(), get_requests, respond)
         while loop.step():
             pass
-        assert loop.adapters is not None
-        assert loop.adapters.counters.evictions > 0
+        assert adapters_of(loop).counters.evictions > 0
         outputs.append(found)
     assert outputs[0] == outputs[1]
     assert len({tuple(tokens) for tokens in outputs[0].values()}) == 6

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from ifbbench.engine.batch import BlockCopy, CopyKind
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.kv.blocks import BlockCopy, CopyKind
 from ifbbench.kv.sizing import CacheLayout, WindowLayout
 from ifbbench.models.config import ModelConfig, YarnRopeScaling
 from ifbbench.torch.model.kernel_llama import KernelLlama

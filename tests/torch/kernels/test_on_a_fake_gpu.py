@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from ifbbench.engine.batch import BlockCopy, CopyKind
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
-from ifbbench.kv.blocks import BlockCopy, CopyKind
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.torch.model.kernel_llama import KernelLlama

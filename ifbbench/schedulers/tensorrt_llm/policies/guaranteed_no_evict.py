@@ -5,15 +5,11 @@ STATIC_BATCH: the same while no request is in generation; then the batch runs un
 
 from mypy_extensions import mypyc_attr
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.plan import LeftOut, Limit
 from ifbbench.kv.adapters import NO_LORA, LoraLimits, LoraPages
 from ifbbench.kv.interface import KvCache
-from ifbbench.schedulers.tensorrt_llm.policies.policy import (
-    CapacityDecision,
-    LeftOut,
-    Limit,
-    ReuseDelay,
-)
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision, ReuseDelay
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

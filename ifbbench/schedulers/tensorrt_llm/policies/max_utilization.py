@@ -7,16 +7,12 @@ from operator import attrgetter
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.plan import Limit, Pause
 from ifbbench.engine.request import Request
 from ifbbench.kv.adapters import NO_LORA, LoraLimits, LoraPages
 from ifbbench.kv.interface import BlockCount, KvCache
-from ifbbench.schedulers.tensorrt_llm.policies.policy import (
-    CapacityDecision,
-    Limit,
-    Pause,
-    ReuseDelay,
-)
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision, ReuseDelay
 
 _ORDER = attrgetter("order")
 
@@ -94,7 +90,7 @@ class _Walk:
             if request.in_context:
                 self.decision.admitted.append(request)
                 # It may get no tokens and still claim blocks, which a generation request may need next.
-                self.decision.stands_until_block = True
+                self.decision.valid_until_next_allocation = True
         return self.decision
 
     def _missing(self, request: Request, need: BlockCount) -> Limit | None:

@@ -6,47 +6,17 @@ Its decision holds differences only: a generation request that it does not name 
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from mypy_extensions import mypyc_attr
 
-from ifbbench.engine.active import ActiveRequests
+from ifbbench.engine.plan import LeftOut, Limit, Pause
 from ifbbench.engine.request import Request
+from ifbbench.engine.tokens import BlockKey
 from ifbbench.kv.adapters import NO_LORA, LoraLimits, LoraPages
 from ifbbench.kv.interface import KvCache
-from ifbbench.kv.token_keys import BlockKey
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.settings.fields import shown, text
-
-
-class Limit(StrEnum):
-    """Why a request does not run in an iteration, or has its chunk cut: the only list of the engine's reasons."""
-
-    BATCH_SIZE = "batch_size"
-    NUM_TOKENS = "num_tokens"
-    KV_BLOCKS = "kv_blocks"
-    LORA_PAGES = "lora_pages"
-    STATIC_BATCH = "static_batch"
-    BEAM_WIDTH = "beam_width"
-    REUSE_DELAY = "reuse_delay"
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A request that does not run in this iteration, and why: a `Limit`, or a policy's own word for its reason."""
-
-    request: Request
-    limit: Limit | str
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """`victim` loses its KV blocks because `beneficiary` did not fit for `limit`. The beneficiary is before it in the
-    order, or is the victim itself: the last started request, which needs blocks that are not free."""
-
-    victim: Request
-    beneficiary: Request
-    limit: Limit | str
 
 
 @dataclass(slots=True)
@@ -58,7 +28,7 @@ class CapacityDecision:
     paused: in the order of the decision.
     left_out: the first request of the active list that does not fit and is not paused.
     generation_first: whether generation comes before context in the order; otherwise it is the order of the list.
-    stands_until_block: of a steady policy: the decision may differ as soon as a generation request takes a block.
+    valid_until_next_allocation: of a steady policy: the decision may differ once a generation request takes a block.
     """
 
     admitted: list[Request] = field(default_factory=list)
@@ -66,12 +36,24 @@ class CapacityDecision:
     paused: list[Pause] = field(default_factory=list)
     left_out: LeftOut | None = None
     generation_first: bool = True
-    stands_until_block: bool = False
+    valid_until_next_allocation: bool = False
 
     def leave_out(self, request: Request, limit: Limit) -> None:
         """Record the first request left out. One that is paused is recorded by its pause."""
         if self.left_out is None and all(pause.victim is not request for pause in self.paused):
             self.left_out = LeftOut(request, limit)
+
+
+class CapacityPolicy(Protocol):
+    """A capacity scheduler policy: reads the active requests and the cache, and changes neither.
+
+    A class may declare `may_pause = False`, if it never pauses, and `is_steady = True`, if its decision stays the same
+    while nothing happens but that the generation requests, which all fit, generate tokens. It is not asked then.
+    """
+
+    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
+        """Decide for one iteration. Called before blocks of the iteration are allocated or released."""
+        ...
 
 
 def check_decision(decision: Any, active: ActiveRequests, before: list[Request]) -> None:

@@ -1,7 +1,6 @@
 """The engine's limits, all resolved, as `ifbbench.build.resolve` or a script sets them."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
 from ifbbench.kv.adapters import LoraConfig
@@ -13,6 +12,7 @@ from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.kv.sizing import WindowLayout
 from ifbbench.kv.variable_window import VariableWindowCache
+from ifbbench.settings.modes import BatchingType, Overlap
 
 UNLIMITED = 2**62
 OVERLAPPING = 2  # micro batches with overlap partitioned, iterations in flight with overlap async
@@ -21,30 +21,6 @@ LOOK_AHEAD = 8
 BLOCK_ID_BYTES = 4
 V1_POLICY = "guaranteed_no_evict"
 CONTIGUOUS_POLICY = "max_requests"
-
-
-class Overlap(StrEnum):
-    """How the host's work overlaps with the device's.
-
-    PARTITIONED: the requests are divided into two micro batches, each scheduled while the other runs. ASYNC: all
-    requests run in each iteration, which is scheduled and submitted before the tokens of the one before are known.
-    """
-
-    PARTITIONED = "partitioned"
-    ASYNC = "async"
-
-
-class BatchingType(StrEnum):
-    """The three batching types (TensorRT-LLM's `TrtGptModelType`).
-
-    V1: static batches, which run until the last member is complete. INFLIGHT: requests join and leave in every
-    iteration; context and generation run in one pass each. INFLIGHT_FUSED: the same in one packed pass, which
-    TensorRT-LLM calls `inflight` today.
-    """
-
-    V1 = "v1"
-    INFLIGHT = "inflight_unfused"
-    INFLIGHT_FUSED = "inflight_fused"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,98 @@
+"""The decision for one iteration, in words that all schedulers share: what runs, what was paused for what, what waits.
+
+A plan names differences only where it can: generation requests are rows of the request table, and those that run as
+before cost nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from ifbbench.engine.arrays import NO_ROWS, IntArray, Rows
+from ifbbench.engine.request import Request
+
+
+class Limit(StrEnum):
+    """Why a request does not run in an iteration, or has its chunk cut: the only list of the engine's reasons."""
+
+    BATCH_SIZE = "batch_size"
+    NUM_TOKENS = "num_tokens"
+    KV_BLOCKS = "kv_blocks"
+    LORA_PAGES = "lora_pages"
+    STATIC_BATCH = "static_batch"
+    BEAM_WIDTH = "beam_width"
+    REUSE_DELAY = "reuse_delay"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A request that does not run in this iteration, and why: a `Limit`, or a policy's own word for its reason."""
+
+    request: Request
+    limit: Limit | str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """`victim` loses its KV blocks because `beneficiary` did not fit for `limit`. The beneficiary is before it in the
+    order, or is the victim itself: the last started request, which needs blocks that are not free."""
+
+    victim: Request
+    beneficiary: Request
+    limit: Limit | str
+
+
+class ContextChunk:
+    """A part of one prompt to compute: positions `start` to `start + length - 1` of `request`."""
+
+    def __init__(self, request: Request, start: int, length: int) -> None:
+        self.request, self.start, self.length = request, start, length
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the chunk completes the prompt, so that it yields a token."""
+        return self.start + self.length == self.request.prompt_len
+
+    def tokens(self) -> IntArray:
+        """Token ids of the chunk, [length]. ValueError if the prompt is symbolic."""
+        return self.request.tokens_between(self.start, self.start + self.length)
+
+
+@dataclass(slots=True)
+class Plan:
+    """The decision for one iteration.
+
+    context: requests with a chunk to run. rows: table rows of the generation requests to run, in batch order.
+    idle: rows of complete members of a static batch. held: generation requests that do not run. paused: requests to
+    pause, in this order. blocked: the first request that each part of the scheduler left out, and those paused.
+    valid_until_next_allocation: the decision may differ as soon as a generation request takes a block.
+    chunks: of `context`, once their requests have blocks and it is known how many of their tokens are reused.
+    """
+
+    context: list[Request]
+    rows: Rows
+    idle: Rows = field(default_factory=lambda: NO_ROWS)
+    held: list[Request] = field(default_factory=list)
+    paused: list[Pause] = field(default_factory=list)
+    blocked: tuple[LeftOut, ...] = ()
+    valid_until_next_allocation: bool = False
+    chunks: tuple[ContextChunk, ...] = ()
+
+    @property
+    def does_nothing(self) -> bool:
+        return not (self.context or len(self.rows) or len(self.idle) or self.paused)
+
+    def output_rows(self) -> Rows:
+        """[outputs], the table row of each, in batch order: of last chunks, of `rows`, and of `idle`."""
+        completing = [chunk.request.slot for chunk in self.chunks if chunk.is_last]
+        if not completing and not len(self.idle):
+            return self.rows
+        return np.concatenate([np.array(completing, np.int64), self.rows, self.idle])
+
+    def first_left_out(self, waiting: Sequence[Request]) -> LeftOut | None:
+        """The first request that does not run or has its chunk cut. waiting: requests that are not active yet."""
+        if self.blocked:
+            return min(self.blocked, key=lambda left_out: left_out.request.order)
+        return LeftOut(waiting[0], Limit.BATCH_SIZE) if waiting else None

@@ -1,0 +1,321 @@
+"""Iterations of a plan that is certain to be decided again: counters, blocks and ends after many of them at once."""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from ifbbench.engine.arrays import Rows
+from ifbbench.engine.batch import AdapterUse, Positions
+from ifbbench.engine.in_flight import InFlightIteration
+from ifbbench.engine.plan import Plan
+from ifbbench.engine.records import Growth
+from ifbbench.engine.request import Request
+from ifbbench.kv.adapters import AdapterCache, distinct_tasks
+from ifbbench.kv.attention_window import UNLIMITED, ceil_div
+from ifbbench.kv.counted import CountedCache, blocks_ahead, fitting_steps
+from ifbbench.kv.interface import KvCache
+from ifbbench.kv.manager import KvCacheManager
+from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.settings.modes import BatchingType
+
+# A number of iterations, the phase, LoRA task and order of the request in a batch, and its row.
+_Event = tuple[int, int, int, tuple[float, int], int]
+
+
+class StepsAhead:
+    """The next steps of generation requests of one beam in a cache with reuse, until a sequence wraps. The blocks that
+    sequences fill are stored, which may change which of the waiting requests starts. A CountedCache answers the same.
+
+    completing: requests on their last chunk, which the first step completes and is then the only one.
+    tokens: that the sequences have registered together. max_steps: how many steps are known.
+    """
+
+    def __init__(
+        self, cache: KvCacheManager, active: ActiveRequests, rows: Rows, completing: Sequence[Request]
+    ) -> None:
+        self._cache, self._active, self._rows, self._completing = cache, active, rows, completing
+        self._registered = registered = cache.registered[rows]
+        self._size = cache.attention_window.tokens_per_block
+        self._until_block = -registered % self._size
+        self.tokens = int(np.add.reduce(registered))
+        self.max_steps = cache.attention_window.capacity - int(registered.max(initial=0))
+        if cache.num_reuse_changes and active.context:
+            self.max_steps = min(self.max_steps, int(self._until_block.min(initial=UNLIMITED)) + 1)
+
+    def fitting_steps(self, steps: int, until_block: bool = False) -> int:
+        """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
+        `until_block`, none after the first one."""
+        if not until_block and len(self._rows) * ceil_div(steps, self._size) <= self._cache.free_blocks:
+            return steps
+        return fitting_steps(self._blocks_ahead(steps), self._cache.free_blocks, until_block)
+
+    def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
+        """Advance the cache by `steps` steps, at most those of `fitting_steps`, with the result of as many calls of
+        `add_tokens`, after the counters of the requests. Returns the blocks, the token positions and the blocks without
+        known tokens that all requests together have taken after each step since the first, [steps]."""
+        blocks, count = self._blocks_ahead(steps), len(self._rows)
+        positions = [step * count for step in range(steps)]
+        new_blocks = self._grow_and_store(steps) if blocks[-1] or self._completing else blocks
+        self._cache.register(self._rows, self._registered + steps, steps * count)
+        return [after - blocks[0] for after in blocks], positions, [after - new_blocks[0] for after in new_blocks]
+
+    def _blocks_ahead(self, steps: int) -> list[int]:
+        """[steps], blocks that all sequences together take up to each of the next steps."""
+        growing: list[int] = np.bincount(self._until_block, minlength=self._size).tolist()
+        return blocks_ahead(growing, 0, steps)
+
+    def _grow_and_store(self, steps: int) -> list[int]:
+        """Take blocks step by step, and store those that each step finds filled after it has taken blocks, which may
+        evict what was stored before: first those of the prompts that it completes, then those of generation. Of equal
+        blocks the first remains, so that the order decides when it is free. Returns the blocks without known tokens
+        taken after each step, [steps]."""
+        starting: dict[int, list[int]] = {}
+        for index, until_block in enumerate(self._until_block.tolist()):
+            for step in range(until_block, steps, self._size):
+                starting.setdefault(step, []).append(index)
+        counters, new_blocks = self._cache.counters, list[int]()
+        before = counters.allocated_new
+        for step in range(steps):
+            indices = starting.get(step)
+            if indices is not None:
+                self._cache.grow(self._rows[indices])
+            new_blocks.append(counters.allocated_new - before)
+            for request in self._completing:
+                self._cache.store_generated(request.slot, request.prompt_len - 1)
+            if indices is not None:
+                registered = self._registered[indices] + step
+                for row, num_tokens in zip(self._rows[indices].tolist(), registered.tolist(), strict=True):
+                    self._cache.store_known(self._active.by_slot[row], num_tokens)
+        return new_blocks
+
+
+class Repetition:
+    """Iterations of an executor that returns no tokens, whose decisions are certain: counters, cache and ends follow
+    from the plan alone, with the same results as batches.
+
+    Iterations of a plan that is certain to be decided again are advanced together, up to the first one that completes a
+    request. Streaming requests get their final response only.
+
+    Such iterations are counted when they are scheduled and when they are collected, and a request ends with a number of
+    the latter. The counters in the table lack these steps while plans repeat (`RequestTable.deferred_steps`). With
+    overlap, a request whose last step was scheduled is parked until it is collected.
+    """
+
+    def __init__(
+        self, config: BatchingConfig, active: ActiveRequests, kv_cache: KvCache, adapters: AdapterCache | None
+    ) -> None:
+        self._active, self._kv_cache, self._adapters = active, kv_cache, adapters
+        self._counted = [window for window in kv_cache.of_windows() if isinstance(window, CountedCache)]
+        self._ahead: Sequence[CountedCache | StepsAhead] = self._counted
+        self._runs_context = config.batching_type is not BatchingType.INFLIGHT
+        self._max_in_flight = config.max_in_flight
+        self._scheduled = self._collected = 0
+        # The generation requests that the heaps are about, None for none. The collected number with which each of them
+        # ends, and the scheduled number with which it is parked, each with what finds the request and its order.
+        self._rows: Rows | None = None
+        self._ends: list[_Event] = []
+        self._parks: list[_Event] = []
+        self._parked: set[int] = set()
+
+    @staticmethod
+    def works_with(config: BatchingConfig) -> bool:
+        """Whether what iterations do follows from their plans."""
+        if config.batching_type is BatchingType.V1 or config.has_dynamic_limits or config.drafts.max_len:
+            return False
+        if config.is_async and config.batching_type is BatchingType.INFLIGHT:  # an iteration has two passes in flight
+            return False
+        return config.num_micro_batches == config.max_beam_width == 1 and not config.is_contiguous
+
+    @property
+    def num_in_flight(self) -> int:
+        """Repeated iterations in flight."""
+        return self._scheduled - self._collected
+
+    def may_repeat(self, plan: Plan) -> bool:
+        """Whether iterations of `plan` need no batches. Those load adapters, count tokens that are computed again after
+        a pause, and overwrite blocks with ids."""
+        active, table, cache, rows = self._active, self._active.table, self._kv_cache, plan.rows
+        if active.num_reading_tokens or plan.paused or plan.held or not (plan.context or len(rows)):
+            return False
+        if plan.context and (
+            active.num_with_lora or table.any_paused or table.max_draft_tokens or not self._runs_context
+        ):
+            return False
+        may_wrap = not self._counted and cache.attention_window.wraps
+        if may_wrap and (cache.registered[rows] >= cache.attention_window.capacity).any():
+            return False
+        if table.any_paused and (cache.cached_tokens(rows) < table.cached_before_pause[rows]).any():
+            return False
+        if self._adapters is None or not active.num_with_lora:
+            return True
+        return self._adapters.has(distinct_tasks(table.lora_tasks[rows]))
+
+    def max_steps(self, plan: Plan, certain: int, in_flight: Sequence[InFlightIteration]) -> int:
+        """In how many iterations of `plan`, at most `certain`, only the last one completes a request, and blocks
+        suffice. in_flight: the iterations in flight."""
+        if not self._counted and isinstance(self._kv_cache, KvCacheManager):
+            completing = [request for request in plan.context if request.is_last_chunk]
+            self._ahead = [StepsAhead(self._kv_cache, self._active, plan.rows, completing)]
+        batches = [iteration for iteration in in_flight if not iteration.is_repeated]
+        self._find_events(batches)
+        steps = min(certain, *[window.max_steps for window in self._ahead])
+        if self._ends:
+            steps = min(steps, self._ends[0][0] - self._scheduled + self._max_in_flight - 1)
+        if self._max_in_flight > 1:
+            # What a batch in flight completes is not known here. What is stored depends on what was collected.
+            if batches or not self._counted:
+                steps = min(steps, 1)
+            while self._parks and not self._is_generating(self._parks[0]):
+                heappop(self._parks)
+            if self._parks:
+                steps = min(steps, self._parks[0][0] - self._scheduled)
+        for window in self._ahead:
+            steps = min(steps, window.fitting_steps(steps, plan.valid_until_next_allocation))
+        return steps
+
+    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
+        """Positions of the generation requests of `plan`, and the adapters that it uses."""
+        cache, rows = self._kv_cache, plan.rows
+        total = self._ahead[0].tokens - len(rows) * cache.attention_window.bubble
+        adapters = None
+        if self._adapters is not None and self._active.num_with_lora:
+            adapters = AdapterUse(self._active.table.lora_tasks[rows])
+        return Positions(len(rows), total, lambda: cache.cached_tokens(rows)), adapters
+
+    def repeat(self, plan: Plan, count: int) -> Growth:
+        """Schedule `count` iterations of `plan`, at most those of `max_steps`."""
+        active, ahead = self._active, self._ahead
+        if self._adapters is not None and active.num_with_lora:
+            self._adapters.use(distinct_tasks(active.table.lora_tasks[plan.rows]), count)
+        self._scheduled += count
+        active.table.deferred_steps += count
+        if self._max_in_flight == 1:  # now, because what is stored depends on it
+            self._collect(count)
+        more_blocks, more_tokens, more_new = ahead[0].take(count)
+        more_of_windows: list[list[int]] = []
+        if len(ahead) > 1:
+            taken = [(more_blocks, more_tokens, more_new), *[window.take(count) for window in ahead[1:]]]
+            more_of_windows = [of_window[0] for of_window in taken]
+            more_blocks, more_tokens, more_new = np.sum(taken, axis=0).tolist()
+        growth = Growth(self._kv_cache.state(), more_blocks, more_tokens, more_new, more_of_windows)
+        self._advance_context(plan.context, count)
+        while self._parks and self._parks[0][0] <= self._scheduled:
+            event = heappop(self._parks)
+            if self._is_generating(event):
+                self._park(event[4])
+        self._rows = active.generation_rows
+        self._kv_cache.take_copies()  # nothing is copied on such a device
+        return growth
+
+    def confirm(self, count: int) -> list[Request]:
+        """The oldest `count` repeated iterations in flight are collected. Returns the requests that they complete."""
+        if self._max_in_flight > 1:
+            self._collect(count)
+        is_known = self._rows is self._active.generation_rows
+        if not is_known:  # batches have run since these iterations were scheduled
+            self._active.settle()
+            self._find_events([])
+        finished = []
+        while self._ends and self._ends[0][0] <= self._collected:
+            event = heappop(self._ends)
+            if self._is_generating(event) or event[4] in self._parked:
+                finished.append(self._end(event[4]))
+        self._rows = self._active.generation_rows if is_known else None
+        return finished
+
+    def _collect(self, count: int) -> None:
+        table = self._active.table
+        self._collected += count
+        table.deferred_confirmed += count
+        for row in self._parked:
+            table.confirmed[row] += count
+
+    def leave(self) -> None:
+        """The next iteration runs as a batch."""
+        self._active.settle()
+        self._rows = None
+
+    def forget(self, request: Request) -> None:
+        """`request` has left."""
+        self._parked.discard(request.slot)
+
+    def park(self, row: int) -> None:
+        """The last step of the request in `row` was scheduled in a batch."""
+        self._kv_cache.end_generation(row)
+        self._parked.add(row)
+
+    def _find_events(self, batches: Sequence[InFlightIteration]) -> None:
+        """Find when requests end, unless it is known of these generation requests. batches: in flight."""
+        active, table, rows = self._active, self._active.table, self._active.generation_rows
+        if self._rows is rows:
+            return
+        in_batches = set[int]()
+        for iteration in batches:
+            in_batches.update(iteration.output_rows.tolist())
+        self._ends.clear()
+        self._parks.clear()
+        for request in [*active.generation, *[table.requests[row] for row in self._parked]]:
+            row = request.slot
+            confirmed, generated = int(table.confirmed[row]), int(table.generated[row])
+            if request.in_generation:
+                confirmed, generated = confirmed + table.deferred_confirmed, generated + table.deferred_steps
+                self._parks.append(self._event(request, self._scheduled + int(table.reserved[row]) - generated, 1))
+            remaining = int(table.stop_after[row]) - confirmed - (row in in_batches)
+            self._ends.append(self._event(request, self._collected + remaining, 1))
+        heapify(self._ends)
+        heapify(self._parks)
+        if self._max_in_flight == 1:
+            self._parks.clear()
+        self._rows = rows
+
+    def _event(self, request: Request, number: int, phase: int) -> _Event:
+        """phase: 0 of a request that ends with its first token, which comes before those of others in a batch."""
+        task = -1 if request.lora_task_id is None else request.lora_task_id
+        return number, phase, task, request.order, request.slot
+
+    def _is_generating(self, event: _Event) -> bool:
+        """Whether the request of an event is still there and in generation."""
+        request = self._active.by_slot.get(event[4])
+        return request is not None and request.order == event[3] and request.in_generation
+
+    def _park(self, row: int) -> None:
+        """The last step of the request in `row` is in flight."""
+        table = self._active.table
+        table.generated[row] += table.deferred_steps
+        table.confirmed[row] += table.deferred_confirmed
+        self._active.park(row)
+        self.park(row)
+
+    def _end(self, row: int) -> Request:
+        """The request in `row` has all its tokens."""
+        table, request = self._active.table, self._active.by_slot[row]
+        if row in self._parked:
+            self._parked.remove(row)
+        else:
+            self._active.park(row)
+        table.generated[row] = table.confirmed[row] = table.stop_after[row]
+        return request
+
+    def _advance_context(self, context: list[Request], steps: int) -> None:
+        """Advance prompts by their chunk, `steps` times."""
+        table, active = self._active.table, self._active
+        for request in context:
+            is_last = request.is_last_chunk
+            request.chunk *= steps
+            request.advance_context()
+            if is_last:
+                row = request.slot
+                request.start_generation()
+                active.move_to_generation(request)
+                self._kv_cache.begin_generation(row)
+                table.generated[row] = 1 - table.deferred_steps
+                # The iterations in flight before this one do not count for it.
+                table.confirmed[row] = 1 - table.deferred_confirmed - self.num_in_flight
+                stop_after = int(table.stop_after[row])
+                end = self._event(request, self._scheduled + stop_after - 1, 0 if stop_after == 1 else 1)
+                heappush(self._ends, end)
+                if self._max_in_flight > 1:
+                    park_at = self._scheduled + int(table.reserved[row]) - 1
+                    heappush(self._parks, self._event(request, park_at, 1))

@@ -1,0 +1,172 @@
+"""The border around a scheduler: the loop runs one that shares no rule with the built-in ones."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ifbbench.clock import VirtualClock
+from ifbbench.engine.arrays import NO_ROWS, Rows
+from ifbbench.engine.batch import AdapterUse, BatchLayout, NullExecutor, Positions, StepInputs, StepOutputs
+from ifbbench.engine.in_flight import InFlightIteration
+from ifbbench.engine.interfaces import NO_LIMIT, RequestSource, Scheduler
+from ifbbench.engine.loop import TokenGenerationLoop
+from ifbbench.engine.plan import ContextChunk, LeftOut, Plan
+from ifbbench.engine.records import CacheState, Growth, IterationRecord, Stretch
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.engine.responses import Response
+
+SLOTS = 2
+
+
+class LastComeFirstServed:
+    """A scheduler of two slots without KV blocks, in which the newest request runs first and takes its prompt whole."""
+
+    name, max_in_flight, num_micro_batches = "last_come", 1, 1
+
+    def __init__(self) -> None:
+        self.table = RequestTable(SLOTS)
+        self.layout = BatchLayout((np.zeros((SLOTS, 1, 1), np.int32),), tokens_per_block=1)
+        self._waiting: deque[Request] = deque()
+        self._order = 0
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        return self._waiting
+
+    def admit(self, source: RequestSource) -> Sequence[Request]:
+        for request in source.get(NO_LIMIT):
+            if request.prompt_len > 100:
+                source.refuse(request, "a prompt of more than 100 tokens")
+            else:
+                self._waiting.appendleft(request)
+        entered = []
+        while self._waiting and self.table.free_rows:
+            self._order += 1
+            self._waiting[0].enter(self.table, self._order)
+            entered.append(self._waiting.popleft())
+        return entered
+
+    def find(self, request_id: int) -> Request | None:
+        known = [*self._waiting, *self.table.requests.values()]
+        return next((request for request in known if request.request_id == request_id), None)
+
+    def remove(self, request: Request) -> None:
+        if request.table is None:
+            self._waiting.remove(request)
+        else:
+            request.leave()
+            request.complete()
+
+    def schedule(
+        self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
+    ) -> Plan:
+        context = [request for request in self.table.requests.values() if request.in_context]
+        rows = [row for row, request in self.table.requests.items() if request.in_generation]
+        blocked = tuple(LeftOut(request, "slots") for request in list(self._waiting)[:1])
+        plan = Plan(context, np.array(rows, np.int64) if rows else NO_ROWS, blocked=blocked)
+        plan.chunks = tuple(ContextChunk(request, 0, request.prompt_len) for request in context)
+        return plan
+
+    def allocate(self, plan: Plan) -> StepInputs:
+        return StepInputs(self._positions(plan.rows))
+
+    def advance(self, plan: Plan, iteration: int) -> int:
+        for request in plan.context:
+            request.set_chunk(request.prompt_len)
+            request.advance_context()
+            request.start_generation()
+        self.table.generated[plan.rows] += 1
+        return 0
+
+    def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
+        self.table.confirmed[iteration.output_rows] += 1
+        done = self.table.confirmed[iteration.output_rows] == self.table.stop_after[iteration.output_rows]
+        return [self.table.requests[row] for row in iteration.output_rows[done].tolist()]
+
+    def lose(self, iteration: InFlightIteration) -> list[Request]:
+        return list(self.table.requests.values())
+
+    def horizon(self, plan: Plan) -> int:
+        return 0
+
+    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
+        raise AssertionError("the executor is not predictable")
+
+    def repeat(self, plan: Plan, count: int) -> Growth:
+        raise AssertionError("no plan repeats")
+
+    def confirm(self, count: int) -> list[Request]:
+        raise AssertionError("no plan repeats")
+
+    def cache_state(self) -> CacheState:
+        return CacheState(None, None, None, None, None, None, SLOTS, len(self.table.requests), 0)
+
+    def figures(self) -> dict[str, Any]:
+        return {}
+
+    def truncate(self, conversation: Request, num_tokens: int) -> None:
+        """Nothing is reused."""
+
+    def _positions(self, rows: Rows) -> Rows:
+        return self.table.original_prompt_len[rows] + self.table.generated[rows] - 1
+
+
+class Records:
+    """Notes what the loop reports."""
+
+    def __init__(self) -> None:
+        self.records: list[IterationRecord] = []
+        self.left_with: dict[int, str | None] = {}
+
+    def iteration(self, record: IterationRecord) -> None:
+        self.records.append(record)
+
+    def stretch(self, stretch: Stretch) -> None:
+        raise AssertionError("no plan repeats")
+
+    def left(self, request: Request, error: str | None) -> None:
+        self.left_with[request.request_id] = error
+
+
+def test_the_loop_runs_another_scheduler() -> None:
+    requests = [Request(number, prompt_len, 3, index=number) for number, prompt_len in enumerate((10, 20, 101, 30))]
+    arriving, responses, seen = [requests], list[Response](), Records()
+    scheduler: Scheduler = LastComeFirstServed()
+    loop = TokenGenerationLoop(
+        scheduler,
+        NullExecutor(),
+        VirtualClock(),
+        lambda count: arriving.pop() if arriving else [],
+        responses.append,
+        seen,
+    )
+    while loop.step():
+        pass
+    assert [response.request.request_id for response in responses] == [2, 3, 1, 0]
+    assert seen.left_with == {2: "a prompt of more than 100 tokens"}
+    ran = [([chunk.length for chunk in one.context], one.num_generation) for one in seen.records]
+    assert ran == [([30, 20], 0), ([], 2), ([], 2), ([10], 0), ([], 1), ([], 1)]
+    assert [one.left_out.limit if one.left_out else None for one in seen.records] == ["slots"] * 3 + [None] * 3
+    assert not scheduler.table.requests
+
+
+def test_a_request_of_another_scheduler_is_stopped() -> None:
+    requests = [Request(number, 10, 50, index=number) for number in range(3)]
+    arriving, responses = [requests], list[Response]()
+    loop = TokenGenerationLoop(
+        LastComeFirstServed(),
+        NullExecutor(),
+        VirtualClock(),
+        lambda count: arriving.pop() if arriving else [],
+        responses.append,
+    )
+    loop.step()
+    loop.stop(0)  # waits
+    loop.stop(2)  # runs
+    loop.stop(7)  # is unknown
+    assert [(response.request.request_id, response.is_final) for response in responses] == [(0, True), (2, True)]
+    while loop.step():
+        pass
+    assert len(responses) == 3
