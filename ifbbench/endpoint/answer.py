@@ -26,7 +26,7 @@ class EventLines:
 
     def feed(self, part: bytes) -> list[bytes]:
         """The data of the events that are complete with `part`."""
-        is_one_line = part.find(b"\n") == len(part) - 2 and part[-1:] == b"\n"
+        is_one_line = part.find(b"\n") == len(part) - 2 and part[-1:] == b"\n" and part[-3:-2] != b"\r"
         if is_one_line and part[:6] == b"data: " and not (self._rest or self._data):
             return [part[6:-2]]  # one event, as most servers send it
         *lines, self._rest = (self._rest + part if self._rest else part).split(b"\n")

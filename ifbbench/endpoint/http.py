@@ -216,10 +216,22 @@ def refusal(exchange: Exchange) -> RequestFailed:
     status, text = exchange.status, exchange.body.decode(errors="replace").strip()
     after, place = exchange.header("retry-after"), printable(exchange.header("location"))
     retry_after_s = float(after) if after.isascii() and after.isdigit() else None
-    what = f"status {status}: {message_of(text) or 'no message'}"
+    # The bytes of a compressed message say nothing.
+    what = f"status {status}: {compression(exchange) or message_of(text) or 'no message'}"
     if 300 <= status < 400 and place:
         what = f"status {status}: redirects are not followed; the server redirects to {place}"
     return RequestFailed(f"http_{status}", what, status in REFUSED_FOR_NOW, retry_after_s)
+
+
+def compression(exchange: Exchange) -> str:
+    """What is to be said of a response that is compressed, which was not asked for; empty if it is not."""
+    encoding = exchange.header("content-encoding")
+    if encoding.lower() in ("", "identity"):
+        return ""
+    return (
+        f"compressed ({printable(encoding)}), which was not asked for; turn compression off in the server or in "
+        "the proxy before it"
+    )
 
 
 def message_of(text: str) -> str:

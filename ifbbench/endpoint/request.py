@@ -7,7 +7,7 @@ from typing import Any
 from ifbbench.endpoint.answer import Answer, EventLines
 from ifbbench.endpoint.api import EndpointApi
 from ifbbench.endpoint.connections import Connections
-from ifbbench.endpoint.http import Exchange, RequestFailed, printable, refusal
+from ifbbench.endpoint.http import Exchange, RequestFailed, compression, printable, refusal
 from ifbbench.rundir.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN, ClientRequestLine
 from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import memory_size
@@ -94,12 +94,8 @@ class EndpointRequest(Exchange):
         if self.status != 200:
             return refusal(self)
         answer, kind = self.answer, self.header("content-type") or "no content type"
-        if encoding := self.header("content-encoding"):
-            return RequestFailed(
-                "compressed",
-                f"the answer is compressed ({printable(encoding)}), which was not asked "
-                "for; turn compression off in the server or in the proxy before it",
-            )
+        if encoding := compression(self):
+            return RequestFailed("compressed", f"the answer is {encoding}")
         if not answer.chunk_s and not kind.startswith("text/event-stream"):
             return RequestFailed("malformed_stream", f"expected server-sent events, but got {printable(kind)}")
         if not answer.is_ended or not self._events.is_empty:

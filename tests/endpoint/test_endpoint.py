@@ -245,6 +245,18 @@ def test_events_may_be_split_anywhere(tmp_path: Path) -> None:
     assert summary["requests"]["failed"] == 0
 
 
+def test_line_ends_of_both_kinds_in_one_event(tmp_path: Path) -> None:
+    async def answer(_: Received, writer: Writer) -> None:
+        await writer.raw(STREAM)
+        for content in (json.dumps(token()), "[DONE]"):
+            await writer.part(f"data: {content}\r\n\n")
+            await asyncio.sleep(0)
+        await writer.end()
+
+    with fake_endpoint(answer) as server:
+        assert replay(server, tmp_path, count=2)["requests"]["completed"] == 2
+
+
 async def closes_early(_: Received, writer: Writer) -> None:
     await writer.raw(STREAM)
     await writer.event(token())

@@ -144,6 +144,22 @@ def test_a_compressed_answer_gets_a_hint(encoding: str, tmp_path: Path) -> None:
     assert f"compressed ({encoding})" in rows(tmp_path)[0]["error"]
 
 
+def test_a_compressed_error_gets_the_same_hint(tmp_path: Path) -> None:
+    answer = raw("HTTP/1.1 503 X\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\n\x1f\x0b\x08")
+    with fake_endpoint(answer) as server:
+        summary = replay(server, tmp_path)
+    assert summary["endpoint"]["errors"] == {"http_503": 3}
+    assert "status 503: compressed (gzip)" in rows(tmp_path)[0]["error"]
+
+
+@pytest.mark.parametrize("encoding", ["identity", "Identity"])
+def test_the_encoding_identity_is_no_compression(encoding: str, tmp_path: Path) -> None:
+    head = STREAM.replace("\r\n\r\n", f"\r\nContent-Encoding: {encoding}\r\n\r\n")
+    body = f"data: {json.dumps(token())}\n\ndata: [DONE]\n\n"
+    with fake_endpoint(raw(f"{head}{len(body):x}\r\n{body}\r\n0\r\n\r\n")) as server:
+        assert replay(server, tmp_path)["requests"]["completed"] == 3
+
+
 @pytest.mark.parametrize("model", ["a\nb", "a\x1b[31m", "a\u202eb"])
 def test_a_model_with_control_characters_is_refused(model: str, tmp_path: Path) -> None:
     with fake_endpoint(three_tokens, models=(model, "mock")) as server:
