@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,13 +26,18 @@ _log = logging.getLogger("ifbbench")
 
 def api_key(config: RunConfig) -> str | None:
     """The key of the server, from the settings or the environment. InputError if it cannot be in a header."""
-    given = {"--endpoint_api_key": config.endpoint_api_key} | {name: os.environ.get(name) for name in KEY_VARIABLES}
-    for source, key in given.items():
+    return first_key("--endpoint_api_key", config.endpoint_api_key, KEY_VARIABLES)
+
+
+def first_key(option: str, given: str | None, variables: Sequence[str]) -> str | None:
+    """The key of an option, else of the first of these environment variables that is set. InputError if it cannot be
+    in a header, where spaces around it are lost."""
+    for source, key in ((option, given), *((name, os.environ.get(name)) for name in variables)):
         if key:
-            if not key.isascii() or not key.isprintable():
+            if not key.isascii() or not key.isprintable() or key != key.strip():
                 raise InputError(
-                    f"{source}: the key has a line break or another character that a header cannot have; "
-                    "check how it was read."
+                    f"{source}: the key has a line break, a space around it or another character that a "
+                    "header cannot have; check how it was read."
                 )
             return key
     return None

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ from ifbbench.build.adapters import adapter_names
 from ifbbench.build.engine import Engine, build_engine, warm_up
 from ifbbench.clock import NO_PROGRESS, PacedClock, Progress, WallClock
 from ifbbench.endpoint.loop import allow_many_connections, new_event_loop
+from ifbbench.endpoint.server import first_key
 from ifbbench.errors import InputError
 from ifbbench.replay.rank_processes import WRITING, run_in_ranks
 from ifbbench.replay.rank_runs import leading, starts_ranks
@@ -71,6 +71,7 @@ def serve(
         return summary
     with closing(_listen(server)) as listener:
         _model_name(config, server)
+        _api_key(server)
         if server.record is not None:
             run_directory.check(Path(server.record), config.overwrite)
         with serving_engine(config, progress) as engine, asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -193,7 +194,7 @@ def endpoints_of(service: Service, config: RunConfig, server: ServerConfig) -> E
         metrics,
         name,
         adapter_names(config),
-        server.api_key or os.environ.get(API_KEY_VARIABLE) or None,
+        _api_key(server),
         int(WallClock().timestamp()),
     )
 
@@ -204,6 +205,11 @@ def _model_name(config: RunConfig, server: ServerConfig) -> str:
     if name in adapter_names(config):
         raise InputError(f"--served_model_name: {name} is also the name of an adapter; give another.")
     return name
+
+
+def _api_key(server: ServerConfig) -> str | None:
+    """What clients must send; None if they need not. InputError if no client could."""
+    return first_key("--api_key", server.api_key, (API_KEY_VARIABLE,))
 
 
 class _Server(uvicorn.Server):

@@ -170,7 +170,7 @@ def test_a_model_with_control_characters_is_refused(model: str, tmp_path: Path) 
         assert server.received[-1].body["model"] == "mock", "the server's own list is no better"
 
 
-@pytest.mark.parametrize("key", ["a\nX-Other: b", "a\x00", "schlüssel"])
+@pytest.mark.parametrize("key", ["a\nX-Other: b", "a\x00", "schlüssel", "a "])
 def test_a_key_that_no_header_can_have_is_refused(key: str, tmp_path: Path) -> None:
     with fake_endpoint(three_tokens) as server:
         with pytest.raises(InputError, match=r"--endpoint_api_key(: the key has| is .* expected a text)"):

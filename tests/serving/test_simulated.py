@@ -17,8 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ifbbench.cli.main import main
 from ifbbench.clock import MAX_LAG_S
+from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
 from ifbbench.serving.config import ServerConfig
+from ifbbench.serving.server import serve
 from ifbbench.settings.config import RunConfig
 from tests.report.test_schema import check
 from tests.serving.clients import ServerProcess, Stream, server_process, stream_completion
@@ -311,6 +313,15 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path) -> None:
     assert "No such option" in message("--time_scale", "0")
     with server_process(*MODEL) as server:
         assert "cannot be listened on" in message(*MODEL, "--port", str(server.port))
+
+
+@pytest.mark.parametrize("key", ["a\nb", "abc\n", "schlüssel", " ", "abc "])
+def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
+    result = CliRunner().invoke(main, ["serve", *MODEL, "--port", "0"], env={"IFBBENCH_API_KEY": key})
+    assert result.exit_code == 2
+    assert "IFBBENCH_API_KEY: the key has a line break" in result.output
+    with pytest.raises(InputError, match="--api_key"):
+        serve(RunConfig(device="sim:h100-sxm", model="llama-3.1-8b"), ServerConfig(port=0, api_key="abc "))
 
 
 def test_a_server_listens_to_its_machine_alone_unless_told_otherwise() -> None:
