@@ -30,7 +30,8 @@ async def answer_to(port: int, content: str, is_ended: bool = True) -> bytes:
         writer.write(content.encode())
         if is_ended:
             writer.write(b"\r\n")
-        return await asyncio.wait_for(reader.read(), timeout=300)
+        async with asyncio.timeout(300):
+            return await reader.read()
     finally:
         writer.close()
 
