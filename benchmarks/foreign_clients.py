@@ -39,7 +39,7 @@ def own_client(folder: Path, given: argparse.Namespace) -> Means:
         endpoint=given.url,
         endpoint_type="openai-chat" if given.chat else "openai",
         output=str(folder / "run"),
-        tokenizer=given.tokenizer if given.chat else None,
+        tokenizer=str(Path(given.tokenizer) / "tokenizer.json") if given.chat else None,
         endpoint_vocab_size=given.vocab_size,
         warm_up=0,
     )

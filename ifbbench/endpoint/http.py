@@ -239,12 +239,13 @@ def message_of(text: str) -> str:
     that a terminal shows as they are."""
     try:
         found = json.loads(text)
-    except ValueError:
-        return printable(text[:300])
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    return printable((found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))[:300])
+        for key in ("error", "message", "detail"):
+            if isinstance(found, dict) and key in found:
+                found = found[key]
+        shown = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+    except (ValueError, RecursionError):  # no JSON, or too deep to be read
+        shown = text
+    return printable(shown[:300])
 
 
 def printable(text: str) -> str:

@@ -83,7 +83,7 @@ def _model_names(text: str) -> list[str]:
     try:
         names = [one["id"] for one in decode(text)["data"] if isinstance(one["id"], str)]
         return [name for name in names if name.isprintable()]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
@@ -125,7 +125,7 @@ class MetricsPoll:
                 raise RequestFailed("metrics", f"{self._path} has status {answer.status}")
             writer.write([encode({"at_s": answer.active_s, **metrics_of(answer.body)})])
             self.samples += 1
-        except (RequestFailed, ValueError) as error:
+        except (RequestFailed, ValueError, RecursionError) as error:
             if not self.errors:
                 _log.warning("The server's metrics cannot be read: %s.", error)
             self.errors += 1

@@ -135,6 +135,24 @@ def test_what_a_server_says_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert rows(tmp_path)[0]["error"] == "status 500: \\x1b[31mred \\u202eleft é"
 
 
+@pytest.mark.parametrize(
+    "message",
+    ["[" * 50_000, "[" * 50_000 + "]" * 50_000, '{"error":' * 9_000 + "1" + "}" * 9_000],
+    ids=["no end", "lists", "objects"],
+)
+def test_json_of_any_depth_is_read(message: str, tmp_path: Path) -> None:
+    """What raises in a callback of a connection would leave a request that never ends."""
+    assert endpoint_http.message_of(message) == message[:300]
+    answer = raw(f"HTTP/1.1 400 X\r\nContent-Length: {len(message)}\r\n\r\n{message}")
+    with fake_endpoint(answer, metrics=(200, message)) as server:
+        summary = replay(server, tmp_path, poll_metrics=True)
+        assert summary["endpoint"]["errors"] == {"http_400": 3}
+        assert summary["endpoint"]["metrics_errors"] >= 1
+        server.gets["/v1/models"] = (200, message)
+        with pytest.raises(InputError, match="the server lists no model"):
+            replay(server, tmp_path, overwrite=True)
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br"])
 def test_a_compressed_answer_gets_a_hint(encoding: str, tmp_path: Path) -> None:
     head = STREAM.replace("\r\n\r\n", f"\r\nContent-Encoding: {encoding}\r\n\r\n")
