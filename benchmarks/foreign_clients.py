@@ -3,7 +3,8 @@
 Both send prompts of the same length at constant intervals, and stream. The server runs already; `vllm` is on the PATH.
 
 Run: `python -m benchmarks.foreign_clients --url URL --tokenizer DIRECTORY [--chat] [--turns 5] [--requests 40]
-[--rate 2] [--prompt_len 256] [--output_len 64]`. Prints the means of each turn in milliseconds as a table, and of all.
+[--rate 2] [--prompt_len 256] [--output_len 64]`. Prints means and medians of each turn in milliseconds as a table, and
+their means over all turns.
 """
 
 import argparse
@@ -18,11 +19,13 @@ from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
 
 NAMES = {"ttft_s": "ttft", "itl_s": "itl", "e2e_s": "e2el"}
-Means = dict[str, float]
+STATISTICS = {"mean": "mean", "p50": "median"}
+# Milliseconds by the name of a figure and of a statistic.
+Seen = dict[tuple[str, str], float]
 
 
-def own_client(folder: Path, given: argparse.Namespace) -> Means:
-    """Means in milliseconds, measured by `run --endpoint`."""
+def own_client(folder: Path, given: argparse.Namespace) -> Seen:
+    """What `run --endpoint` measures."""
     trace = folder / "trace.jsonl"
     rows = (
         {
@@ -45,11 +48,11 @@ def own_client(folder: Path, given: argparse.Namespace) -> Means:
     )
     summary = run_trace(str(trace), config).summary
     assert summary["requests"]["completed"] == given.requests, summary["requests"]
-    return {name: summary[name]["mean"] * 1000 for name in NAMES}
+    return {(name, one): summary[name][one] * 1000 for name in NAMES for one in STATISTICS}
 
 
-def vllm_client(folder: Path, given: argparse.Namespace) -> Means:
-    """Means in milliseconds, measured by `vllm bench serve`."""
+def vllm_client(folder: Path, given: argparse.Namespace) -> Seen:
+    """What `vllm bench serve` measures."""
     api = ["openai-chat", "/v1/chat/completions"] if given.chat else ["openai", "/v1/completions"]
     command = [
         "vllm",
@@ -90,11 +93,11 @@ def vllm_client(folder: Path, given: argparse.Namespace) -> Means:
     subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True, timeout=600)
     found = json.loads((folder / "result.json").read_text())
     assert found["completed"] == given.requests, found["completed"]
-    return {own: found[f"mean_{name}_ms"] for own, name in NAMES.items()}
+    return {(own, one): found[f"{their}_{name}_ms"] for own, name in NAMES.items() for one, their in STATISTICS.items()}
 
 
 def measure(given: argparse.Namespace) -> None:
-    seen: list[tuple[Means, Means]] = []
+    seen: list[tuple[Seen, Seen]] = []
     print("| turn | TTFT ms | | ITL ms | | E2E ms | |\n|---|---:|---:|---:|---:|---:|---:|")
     for turn in range(given.turns):
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
@@ -105,13 +108,18 @@ def measure(given: argparse.Namespace) -> None:
                 ours = own_client(Path(one), given)
                 theirs = vllm_client(Path(other), given)
         seen.append((ours, theirs))
-        print(row(str(turn + 1), ours, theirs), flush=True)
-    print(row("mean", *({name: fmean(one[of][name] for one in seen) for name in NAMES} for of in (0, 1))))
+        print(rows(str(turn + 1), ours, theirs), flush=True)
+    print(rows("all", *({key: fmean(one[of][key] for one in seen) for key in seen[0][0]} for of in (0, 1))))
 
 
-def row(name: str, ours: Means, theirs: Means) -> str:
-    cells = [f"{ours[key]:.2f} / {theirs[key]:.2f} | {(ours[key] / theirs[key] - 1) * 100:+.1f} %" for key in NAMES]
-    return f"| {name} | {' | '.join(cells)} |"
+def rows(turn: str, ours: Seen, theirs: Seen) -> str:
+    """A row of means and one of medians."""
+    lines = []
+    for one, name in STATISTICS.items():
+        pairs = [(ours[figure, one], theirs[figure, one]) for figure in NAMES]
+        cells = [f"{own:.2f} / {other:.2f} | {(own / other - 1) * 100:+.1f} %" for own, other in pairs]
+        lines.append(f"| {turn}, {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

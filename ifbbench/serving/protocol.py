@@ -343,6 +343,17 @@ def check_supported(body: Generating, makes_tokens: bool) -> None:
     if body.scores_prompt and body.stream:
         name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         raise InputError(f"{name}: those of a prompt are complete only at the end; leave out stream.")
+    if body.stream_options is not None and not body.stream:
+        raise InputError("stream_options: only a stream has them; leave it out, or add stream.")
+    if not body.use_beam_search:
+        for name, value, neutral in (
+            ("length_penalty", body.length_penalty, 1.0),
+            ("early_stopping", body.early_stopping, None),
+        ):
+            if value not in (None, neutral):
+                raise InputError(f"{name}: only beams have it; leave it out, or add use_beam_search.")
+    if body.min_tokens and body.max_new_tokens is not None and body.min_tokens > body.max_new_tokens:
+        raise InputError(f"min_tokens: {body.min_tokens} is more than the {body.max_new_tokens} tokens of the answer.")
     if body.use_beam_search and body.max_new_tokens == 0:
         raise InputError("max_tokens: beams need at least 1.")
     if body.use_beam_search and body.stream:

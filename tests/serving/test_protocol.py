@@ -19,6 +19,7 @@ from ifbbench.serving.protocol import (
     ChatRequest,
     CompletionRequest,
     Generating,
+    check_supported,
     read_body,
     read_long_body,
 )
@@ -84,6 +85,25 @@ def test_fields_that_change_no_answer_are_taken(body_type: type[Generating]) -> 
 def test_what_a_message_cannot_have_is_refused_by_its_path(message: dict[str, Any], path: str) -> None:
     with pytest.raises(InputError, match=rf"^{path}: "):
         read(ChatRequest, {"messages": [{"role": "user", **message}]})
+
+
+@pytest.mark.parametrize("body_type", [CompletionRequest, ChatRequest])
+@pytest.mark.parametrize(
+    ("fields", "name", "with_which_it_is_right"),
+    [
+        ({"stream_options": {}}, "stream_options", {"stream": True}),
+        ({"length_penalty": 0.5}, "length_penalty", {"use_beam_search": True}),
+        ({"length_penalty": 0.5}, "length_penalty", {"length_penalty": 1.0}),
+        ({"early_stopping": "never"}, "early_stopping", {"use_beam_search": True}),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", {"max_tokens": 3}),
+    ],
+)
+def test_a_field_without_effect_beside_the_others_is_refused(
+    body_type: type[Generating], fields: dict[str, Any], name: str, with_which_it_is_right: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError, match=f"^{name}: "):
+        check_supported(read(body_type, fields), makes_tokens=True)
+    check_supported(read(body_type, fields | with_which_it_is_right), makes_tokens=True)
 
 
 def test_a_chat_has_no_ranked_choices() -> None:
