@@ -10,10 +10,14 @@ their means over all turns.
 import argparse
 import json
 import os
+import random
 import subprocess
 import tempfile
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
@@ -27,7 +31,7 @@ Seen = dict[tuple[str, str], float]
 def own_client(folder: Path, given: argparse.Namespace) -> Seen:
     """What `run --endpoint` measures."""
     trace = folder / "trace.jsonl"
-    rows = (
+    rows: list[dict[str, Any]] = [
         {
             "request_id": index,
             "arrival_s": index / given.rate,
@@ -36,19 +40,33 @@ def own_client(folder: Path, given: argparse.Namespace) -> Seen:
             "max_new_tokens": given.output_len,
         }
         for index in range(given.requests)
-    )
+    ]
+    file = str(Path(given.tokenizer) / "tokenizer.json")
+    if given.chat:
+        draw, ids = random.Random(0), kept_ids(file)
+        for one in rows:
+            one["prompt_tokens"] = draw.choices(ids, k=given.prompt_len)
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = RunConfig(
         endpoint=given.url,
         endpoint_type="openai-chat" if given.chat else "openai",
         output=str(folder / "run"),
-        tokenizer=str(Path(given.tokenizer) / "tokenizer.json") if given.chat else None,
+        tokenizer=file if given.chat else None,
         endpoint_vocab_size=given.vocab_size,
         warm_up=0,
     )
     summary = run_trace(str(trace), config).summary
     assert summary["requests"]["completed"] == given.requests, summary["requests"]
     return {(name, one): summary[name][one] * 1000 for name in NAMES for one in STATISTICS}
+
+
+def kept_ids(file: str) -> list[int]:
+    """Token ids that are the same after they were text, as those of a chat are: half a character would become several
+    others, and a prompt longer than the other client's."""
+    tokenizer = Tokenizer.from_file(file)
+    texts = tokenizer.decode_batch([[one] for one in range(tokenizer.get_vocab_size())])
+    found = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [one for one, encoding in enumerate(found) if encoding.ids == [one]]
 
 
 def vllm_client(folder: Path, given: argparse.Namespace) -> Seen:

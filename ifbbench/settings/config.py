@@ -29,6 +29,8 @@ BATCHING_TYPE_ALIASES = {
 }
 OVERLAPS = ("partitioned", "async")
 EARLY_STOPPING = ("always", "heuristic", "never")
+# Of the JSON that an option takes: code that walks through it is recursive.
+MAX_JSON_DEPTH = 100
 DTYPES = ("float32", "bf16", "fp16", "fp8", "int4")
 KV_CACHE_DTYPES = ("float32", "bf16", "fp16", "fp8")
 DTYPE_BYTES = {"float32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int4": 0.5}
@@ -141,9 +143,18 @@ def _json_object(value: Any) -> Any:
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InputError(f"not valid JSON ({error}); expected an object.") from None
-        return json.dumps(table(value, "the value"))
+        fields = table(value, "the value")
+        if not _is_shallow(fields, MAX_JSON_DEPTH):
+            raise InputError(f"the value has more than {MAX_JSON_DEPTH} levels; nest it less.")
+        return json.dumps(fields)
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    """Whether no lists and objects in `value` are nested deeper than `levels`."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is None or (levels > 0 and all(_is_shallow(one, levels - 1) for one in inner))
 
 
 _replay, _endpoint, _scheduling, _cache, _lora, _execution, _recording = (

@@ -222,6 +222,16 @@ def test_values_that_look_like_secrets_are_sent_and_not_recorded(tmp_path: Path)
     assert "hush" not in "".join(path.read_text() for path in (tmp_path / "run").iterdir())
 
 
+@pytest.mark.parametrize("depth", [100, 600, 50_000])
+def test_an_extra_body_that_is_too_deep_is_refused(depth: int) -> None:
+    def text(levels: int) -> str:
+        return '{"a":' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+
+    with pytest.raises(InputError, match=r"^--extra_body: (not valid JSON|the value has more than 100 levels)"):
+        RunConfig(endpoint="http://x", extra_body=text(depth + 1))
+    RunConfig(endpoint="http://x", extra_body=text(100))
+
+
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
