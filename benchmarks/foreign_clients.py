@@ -1,6 +1,8 @@
 """`ifbbench run --endpoint` and `vllm bench serve` against the same server, in turns: do they measure the same?
 
-Both send prompts of the same length at constant intervals, and stream. The server runs already; `vllm` is on the PATH.
+Both send prompts of the same length at constant intervals, and stream. The server runs already, and has the metrics of
+vLLM: on a busy machine it is not as fast in one turn as in the next, so that each client is also held against what the
+server itself measured meanwhile. `vllm` is on the PATH.
 
 Run: `python -m benchmarks.foreign_clients --url URL --tokenizer DIRECTORY [--chat] [--turns 5] [--requests 40]
 [--rate 2] [--prompt_len 256] [--output_len 64]`. Prints means and medians of each turn in milliseconds as a table, and
@@ -13,10 +15,13 @@ import os
 import random
 import subprocess
 import tempfile
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from ifbbench.replay.run import run_trace
@@ -24,6 +29,8 @@ from ifbbench.settings.config import RunConfig
 
 NAMES = {"ttft_s": "ttft", "itl_s": "itl", "e2e_s": "e2el"}
 STATISTICS = {"mean": "mean", "p50": "median"}
+HISTOGRAMS = {"ttft_s": "time_to_first_token", "itl_s": "inter_token_latency", "e2e_s": "e2e_request_latency"}
+SERVER, BEYOND = "mean of the server", "mean less that of the server"
 # Milliseconds by the name of a figure and of a statistic.
 Seen = dict[tuple[str, str], float]
 
@@ -114,28 +121,52 @@ def vllm_client(folder: Path, given: argparse.Namespace) -> Seen:
     return {(own, one): found[f"{their}_{name}_ms"] for own, name in NAMES.items() for one, their in STATISTICS.items()}
 
 
+def sums(url: str) -> dict[str, float]:
+    """The sums and counts of the server's histograms by name."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def measured(client: Callable[[Path, argparse.Namespace], Seen], given: argparse.Namespace) -> Seen:
+    """What a client measures, and what the server does meanwhile. The one other request that `vllm bench serve` sends
+    before its own is among the server's."""
+    before = sums(given.url)
+    with tempfile.TemporaryDirectory() as folder:
+        seen = client(Path(folder), given)
+    after = sums(given.url)
+    for figure, name in HISTOGRAMS.items():
+        total, count = (after[key] - before[key] for key in (f"vllm:{name}_seconds_sum", f"vllm:{name}_seconds_count"))
+        seen[figure, SERVER] = total / count * 1000
+        seen[figure, BEYOND] = seen[figure, "mean"] - seen[figure, SERVER]
+    return seen
+
+
 def measure(given: argparse.Namespace) -> None:
     seen: list[tuple[Seen, Seen]] = []
     print("| turn | TTFT ms | | ITL ms | | E2E ms | |\n|---|---:|---:|---:|---:|---:|---:|")
     for turn in range(given.turns):
-        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-            if turn % 2:  # neither is always the first
-                theirs = vllm_client(Path(other), given)
-                ours = own_client(Path(one), given)
-            else:
-                ours = own_client(Path(one), given)
-                theirs = vllm_client(Path(other), given)
+        if turn % 2:  # neither is always the first
+            theirs = measured(vllm_client, given)
+            ours = measured(own_client, given)
+        else:
+            ours = measured(own_client, given)
+            theirs = measured(vllm_client, given)
         seen.append((ours, theirs))
         print(rows(str(turn + 1), ours, theirs), flush=True)
     print(rows("all", *({key: fmean(one[of][key] for one in seen) for key in seen[0][0]} for of in (0, 1))))
 
 
 def rows(turn: str, ours: Seen, theirs: Seen) -> str:
-    """A row of means and one of medians."""
+    """A row of each statistic."""
     lines = []
-    for one, name in STATISTICS.items():
+    for one, name in {**STATISTICS, SERVER: SERVER, BEYOND: BEYOND}.items():
         pairs = [(ours[figure, one], theirs[figure, one]) for figure in NAMES]
-        cells = [f"{own:.2f} / {other:.2f} | {(own / other - 1) * 100:+.1f} %" for own, other in pairs]
+        # A share of what is near 0 says nothing.
+        changes = [
+            f"{own - other:+.2f} ms" if one == BEYOND else f"{(own / other - 1) * 100:+.1f} %" for own, other in pairs
+        ]
+        cells = [f"{own:.2f} / {other:.2f} | {change}" for (own, other), change in zip(pairs, changes, strict=True)]
         lines.append(f"| {turn}, {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
