@@ -137,7 +137,7 @@ def bodies_at_the_limits(size: int) -> list[tuple[str, str, bytes, set[int]]]:
         (
             "biases",
             text,
-            asked + b'"logit_bias":{' + b",".join(b'"%d":1' % one for one in range(size // 11)) + b"}}",
+            asked + b'"logit_bias":{' + b",".join(b'"%d":1' % one for one in range(size // 12)) + b"}}",
             refused,
         ),
         ("the same bias", text, filled(asked + b'"logit_bias":{', b'"5":1', b"}}", size), {200}),
