@@ -325,7 +325,7 @@ class TokenGenerationLoop:
         submitted = [to_seconds(time_ns) for time_ns in times.submit_ns]
         ends = [to_seconds(time_ns) for time_ns in times.collect_ns]
         growth = scheduler.repeat(plan, len(starts))
-        first.cache = growth.cache(0)
+        first.cache, first.recomputed = growth.cache(0), growth.recomputed
         first.submit_s = submitted[0]
         self._activated = []
         self.iteration += len(starts)

@@ -103,7 +103,7 @@ class Growth:
 
     last: while the last one ran. more_blocks, more_tokens, more_new: [iterations], blocks, token positions, and blocks
     without known tokens, taken since the first one ran. more_of_windows: [windows][iterations], `more_blocks` of each
-    attention window; empty with one window.
+    attention window; empty with one window. recomputed: tokens of prompts that had been computed before a pause.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Growth:
         more_new: list[int],
         more_of_windows: Sequence[list[int]] = (),
     ) -> None:
-        self.last, self.more_of_windows = last, more_of_windows
+        self.last, self.more_of_windows, self.recomputed = last, more_of_windows, 0
         self.more_blocks, self.more_tokens, self.more_new = more_blocks, more_tokens, more_new
 
     def cache(self, index: int) -> CacheState:

@@ -134,14 +134,12 @@ class Repetition:
         return self._scheduled - self._collected
 
     def may_repeat(self, plan: Plan) -> bool:
-        """Whether iterations of `plan` need no batches. Those load adapters, count tokens that are computed again after
-        a pause, and overwrite blocks with ids."""
+        """Whether iterations of `plan` need no batches. Those load adapters, generate tokens again that a pause has
+        dropped, and overwrite blocks with ids."""
         active, table, cache, rows = self._active, self._active.table, self._kv_cache, plan.rows
-        if active.num_reading_tokens or plan.paused or plan.held or not (plan.context or len(rows)):
+        if active.num_reading_tokens or plan.held or not (plan.context or len(rows)):
             return False
-        if plan.context and (
-            active.num_with_lora or table.any_paused or table.max_draft_tokens or not self._runs_context
-        ):
+        if plan.context and (active.num_with_lora or table.max_draft_tokens or not self._runs_context):
             return False
         may_wrap = not self._counted and cache.attention_window.wraps
         if may_wrap and (cache.registered[rows] >= cache.attention_window.capacity).any():
@@ -200,7 +198,7 @@ class Repetition:
             more_of_windows = [of_window[0] for of_window in taken]
             more_blocks, more_tokens, more_new = np.sum(taken, axis=0).tolist()
         growth = Growth(self._kv_cache.state(), more_blocks, more_tokens, more_new, more_of_windows)
-        self._advance_context(plan.context, count)
+        growth.recomputed = self._advance_context(plan.context, count)
         while self._parks and self._parks[0][0] <= self._scheduled:
             event = heappop(self._parks)
             if self._is_generating(event):
@@ -263,7 +261,8 @@ class Repetition:
                 confirmed, generated = confirmed + table.deferred_confirmed, generated + table.deferred_steps
                 self._parks.append(self._event(request, self._scheduled + int(table.reserved[row]) - generated, 1))
             remaining = int(table.stop_after[row]) - confirmed - (row in in_batches)
-            self._ends.append(self._event(request, self._collected + remaining, 1))
+            if remaining or row not in in_batches:  # else it ends with that batch
+                self._ends.append(self._event(request, self._collected + remaining, 1))
         heapify(self._ends)
         heapify(self._parks)
         if self._max_in_flight == 1:
@@ -298,13 +297,14 @@ class Repetition:
         table.generated[row] = table.confirmed[row] = table.stop_after[row]
         return request
 
-    def _advance_context(self, context: list[Request], steps: int) -> None:
-        """Advance prompts by their chunk, `steps` times."""
-        table, active = self._active.table, self._active
+    def _advance_context(self, context: list[Request], steps: int) -> int:
+        """Advance prompts by their chunk, `steps` times; returns how many of these tokens were computed before a
+        pause."""
+        table, active, recomputed = self._active.table, self._active, 0
         for request in context:
             is_last = request.is_last_chunk
             request.chunk *= steps
-            request.advance_context()
+            recomputed += request.advance_context()
             if is_last:
                 row = request.slot
                 request.start_generation()
@@ -319,3 +319,4 @@ class Repetition:
                 if self._max_in_flight > 1:
                     park_at = self._scheduled + int(table.reserved[row]) - 1
                     heappush(self._parks, self._event(request, park_at, 1))
+        return recomputed
