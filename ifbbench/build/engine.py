@@ -26,8 +26,8 @@ from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.models.quantization import quantization_of
-from ifbbench.schedulers.loop import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.scheduler import make_loop
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.engines import EngineOverhead, load_overhead
@@ -36,7 +36,6 @@ from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.shard import Shard, kv_memory_bytes, plan_memory
 from ifbbench.simulated.step_work import StepWork, least_work
-from ifbbench.torch.ranks import num_ranks
 
 if TYPE_CHECKING:
     from ifbbench.torch.communicator import Communicator
@@ -122,10 +121,10 @@ def build_engine(
     from ifbbench.torch import build, host
     from ifbbench.torch.device import copy_bytes_per_s, matmul_flops_per_s
 
-    if communicator is None and num_ranks(config) > 1:
+    if communicator is None and config.num_ranks > 1:
         raise InputError(
             f"--tp_size {config.tp_size} --pp_size {config.pp_size}: this runs in one process, and they "
-            f"need {num_ranks(config)}; leave them out, or give a batch manager a communicator."
+            f"need {config.num_ranks}; leave them out, or give a batch manager a communicator."
         )
     device = build.choose_device(config) if communicator is None else communicator.device
     num_sharing = 1 if communicator is None else communicator.local_size

@@ -8,7 +8,7 @@ from ifbbench.engine.arrays import BoolArray, Int64Array, Rows
 from ifbbench.engine.batch import NO_OUTPUTS, StepOutputs
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.drafts import DraftCounts, DraftVerifier
-from ifbbench.engine.in_flight import InFlightIteration
+from ifbbench.engine.records import InFlightIteration
 from ifbbench.engine.request import Request, RequestTable
 
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ifbbench.engine.batch import AdapterUse, Batch, BatchLayout, Positions, StepInputs, StepOutputs
-from ifbbench.engine.in_flight import InFlightIteration
 from ifbbench.engine.plan import ContextChunk, Plan
-from ifbbench.engine.records import CacheState, Growth, IterationRecord, Stretch
+from ifbbench.engine.records import CacheState, Growth, InFlightIteration, IterationRecord, Stretch
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.errors import IfbbenchError
 

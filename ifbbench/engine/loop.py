@@ -9,7 +9,6 @@ from mypy_extensions import mypyc_attr
 from ifbbench.clock import Clock, VirtualClock, tick, to_seconds
 from ifbbench.engine.arrays import NO_ROWS
 from ifbbench.engine.batch import NO_OUTPUTS, BatchBuilder, StepOutputs, check_outputs
-from ifbbench.engine.in_flight import InFlightIteration, forget_empty_turns
 from ifbbench.engine.interfaces import (
     Executor,
     Observer,
@@ -20,7 +19,14 @@ from ifbbench.engine.interfaces import (
     Unobserved,
 )
 from ifbbench.engine.plan import Plan
-from ifbbench.engine.records import NO_CACHE_STATE, CacheState, IterationRecord, Stretch
+from ifbbench.engine.records import (
+    NO_CACHE_STATE,
+    CacheState,
+    InFlightIteration,
+    IterationRecord,
+    Stretch,
+    forget_empty_turns,
+)
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response, response_of, streamed
 from ifbbench.errors import IfbbenchError

@@ -2,11 +2,14 @@
 digest of a schedule, which are made of them."""
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from time import gmtime, strftime
 from typing import Any, Final
 
-from ifbbench.engine.batch import AdapterLoad
+from ifbbench.engine.arrays import Rows
+from ifbbench.engine.batch import AdapterLoad, Batch
 from ifbbench.engine.drafts import DraftCounts
 from ifbbench.engine.plan import ContextChunk, LeftOut, Pause
 from ifbbench.engine.request import Request
@@ -287,6 +290,39 @@ class Stretch:
             record.submit_s, record.end_s = submit_s, end_s
             record.finished = self.finished if index == self.length - 1 else []
             yield record
+
+
+@dataclass(slots=True)
+class InFlightIteration:
+    """One iteration from its submission to its outputs.
+
+    batches: its passes. output_rows: [outputs], the table row of each output. dropped: rows with outputs to ignore,
+    because the request has left or only pads the batch. num_submitted: passes that were not collected yet.
+    is_repeated: one of `Scheduler.repeat`, which has no batch.
+    """
+
+    record: IterationRecord
+    batches: tuple[Batch, ...]
+    output_rows: Rows
+    dropped: set[int] = field(default_factory=set)
+    num_submitted: int = 0
+    error: Exception | None = None
+    is_repeated: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is the turn of a micro batch without requests."""
+        return not self.batches and not self.is_repeated
+
+
+def forget_empty_turns(in_flight: deque[InFlightIteration]) -> int:
+    """Remove the latest of the iterations in flight, the oldest of which is the first, if they are turns of micro
+    batches without requests; returns how many."""
+    count = 0
+    while in_flight and in_flight[-1].is_empty:
+        in_flight.pop()
+        count += 1
+    return count
 
 
 class IterationStatistics:

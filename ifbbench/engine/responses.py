@@ -6,7 +6,7 @@ import numpy as np
 
 from ifbbench.engine.arrays import FloatArray, IntArray
 from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.in_flight import InFlightIteration
+from ifbbench.engine.records import InFlightIteration
 from ifbbench.engine.request import Request, RequestTable
 
 

@@ -27,7 +27,7 @@ from ifbbench.models.config import check_ranks
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.rank_runs import end_others, follow, starts_ranks
 from ifbbench.settings.config import RunConfig
-from ifbbench.torch.ranks import Place, RankFailed, cause_of, num_ranks
+from ifbbench.torch.ranks import Place, RankFailed, cause_of
 
 # After the first failure, how long others may take to report theirs, and rank 0 to write what it has.
 REPORT_S, WRITE_S = 4.0, 20.0
@@ -155,7 +155,7 @@ class Ranks:
     of what rank 0 reports, by its name."""
 
     def __init__(self, config: RunConfig, store: Path, subject: str, callbacks: Mapping[str, Any]) -> None:
-        self._size, self._config, self._store = num_ranks(config), config, store
+        self._size, self._config, self._store = config.num_ranks, config, store
         self._subject, self._callbacks = subject, callbacks
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from ifbbench.build.engine import build_engine, loop_maker, warm_up
 from ifbbench.errors import InputError
 from ifbbench.settings.config import RunConfig
-from ifbbench.torch.ranks import STORE, cause_of, launched_place, num_ranks
+from ifbbench.torch.ranks import STORE, cause_of, launched_place
 
 if TYPE_CHECKING:
     from ifbbench.build.ranks import RankLoop
@@ -33,7 +33,7 @@ def starts_ranks(config: RunConfig) -> bool:
     runs, and do not return."""
     place = launched_place(config)
     if place is None:
-        return num_ranks(config) > 1
+        return config.num_ranks > 1
     if place.rank:
         _follow_and_exit(config, place.rank)
     if not _has_parent():
@@ -87,7 +87,7 @@ def end_others() -> None:
 def leading(config: RunConfig, beam_width: int) -> "Iterator[Communicator | None]":
     """Lead a run in rank 0 that lasts until the end of the block, in which the other ranks make their engines; None for
     a single process. InputError after a run that failed, which has ended the others."""
-    if num_ranks(config) == 1:
+    if config.num_ranks == 1:
         yield None
         return
     from ifbbench.torch.communicator import communicator_of, share

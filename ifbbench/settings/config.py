@@ -863,6 +863,11 @@ class RunConfig:
         """Whether nothing is computed, so that output tokens have no ids."""
         return self.device == "null" or self.hardware is not None
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes of a run: one on devices without a model."""
+        return 1 if self.makes_no_tokens else self.tp_size * self.pp_size
+
     def as_dict(self) -> dict[str, Any]:
         """Setting name to value, in the order of definition."""
         return dataclasses.asdict(self)

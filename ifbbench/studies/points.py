@@ -15,7 +15,6 @@ from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.settings.config import RunConfig
 from ifbbench.studies.equal_schedules import EqualSchedules
 from ifbbench.studies.processes import Lost, run_in_processes, usable_cores
-from ifbbench.torch.ranks import num_ranks
 from ifbbench.workload.load import Source, in_memory, load_trace, read_source
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -83,7 +82,7 @@ def prove(runs: Iterable[tuple[Source, RunConfig]], replaces: bool) -> None:
     for source, config in runs:
         try:
             trace = load_trace(source, config)
-            if replaces and config.endpoint is None and (config.makes_no_tokens or num_ranks(config) == 1):
+            if replaces and config.endpoint is None and (config.makes_no_tokens or config.num_ranks == 1):
                 build_engine(config, columns_of(trace.requests).max_beam_width).executor.close()
             return
         except InputError as error:

@@ -85,21 +85,16 @@ def place_in_environment(environment: Mapping[str, str] = os.environ) -> Place |
     return None
 
 
-def num_ranks(config: RunConfig) -> int:
-    """Processes of a run with `config`: one on devices without a model."""
-    return 1 if config.makes_no_tokens else config.tp_size * config.pp_size
-
-
 def launched_place(config: RunConfig) -> Place | None:
     """The place of this process among those that a launcher started for `config`; None if none did, or it started one.
 
     InputError if it started another number than `config` needs."""
     place = None if config.makes_no_tokens else place_in_environment()
-    if place is None or place.world_size == num_ranks(config) == 1:
+    if place is None or place.world_size == config.num_ranks == 1:
         return None
-    if place.world_size != num_ranks(config):
+    if place.world_size != config.num_ranks:
         raise InputError(
-            f"--tp_size {config.tp_size} --pp_size {config.pp_size}: need {num_ranks(config)} processes, "
+            f"--tp_size {config.tp_size} --pp_size {config.pp_size}: need {config.num_ranks} processes, "
             f"and {place.world_size} were launched. Launch as many, or start ifbbench without a launcher: "
             "it starts them itself."
         )

@@ -139,7 +139,7 @@ def test_a_policy_may_read_what_the_page_lists(module: str, settings: list[str],
 
 
 def test_the_fields_of_a_decision_are_those_of_the_page() -> None:
-    internal = {"stands_until_block"}  # of policies that declare is_steady, for the engine's own
+    internal = {"valid_until_next_allocation"}  # of policies that declare is_steady, for the engine's own
     assert cells("| field | value |") == [one.name for one in fields(CapacityDecision) if one.name not in internal]
 
 

@@ -9,11 +9,10 @@ import numpy as np
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import AdapterUse, BatchLayout, NullExecutor, Positions, StepInputs, StepOutputs
-from ifbbench.engine.in_flight import InFlightIteration
 from ifbbench.engine.interfaces import NO_LIMIT, RequestSource, Scheduler
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.plan import ContextChunk, LeftOut, Plan
-from ifbbench.engine.records import CacheState, Growth, IterationRecord, Stretch
+from ifbbench.engine.records import CacheState, Growth, InFlightIteration, IterationRecord, Stretch
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.engine.responses import Response
 

@@ -7,9 +7,8 @@ import numpy as np
 
 from ifbbench.engine.arrays import Rows
 from ifbbench.engine.batch import AdapterUse, Positions
-from ifbbench.engine.in_flight import InFlightIteration
 from ifbbench.engine.plan import Plan
-from ifbbench.engine.records import Growth
+from ifbbench.engine.records import Growth, InFlightIteration
 from ifbbench.engine.request import Request
 from ifbbench.kv.adapters import AdapterCache, distinct_tasks
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div

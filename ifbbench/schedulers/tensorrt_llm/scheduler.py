@@ -5,7 +5,7 @@ run now. Static batches (V1) run until their last member is complete. (`TrtGptMo
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ from ifbbench.engine.arrays import Rows
 from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
 from ifbbench.engine.confirm import confirm
 from ifbbench.engine.drafts import DraftInputs
-from ifbbench.engine.in_flight import InFlightIteration
-from ifbbench.engine.interfaces import RequestSource, SchedulerStalled
+from ifbbench.engine.interfaces import Executor, Observer, RequestSource, SchedulerStalled
+from ifbbench.engine.loop import NextChange, TokenGenerationLoop, is_predicted, no_stop_signals, nothing_queued
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
-from ifbbench.engine.records import CacheState, Growth
+from ifbbench.engine.records import CacheState, Growth, InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
+from ifbbench.engine.responses import Response
 from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.attention_window import UNLIMITED
 from ifbbench.kv.blocks import OutOfBlocks
@@ -79,6 +80,7 @@ class TensorRtLlmScheduler:
         self._dynamic_limits = DynamicLimits(config, self._micro_batch) if config.has_dynamic_limits else None
         self._drafts = Drafts(config.drafts, self.active, cache)
         self._reuses_blocks = config.reuse.enabled
+        self._is_async = config.is_async
         self._is_static = config.batching_type is BatchingType.V1
         # Members of a static batch that stay in it, computed along as padding, until the last one is complete.
         self._complete: list[Request] = []
@@ -203,7 +205,7 @@ class TensorRtLlmScheduler:
 
     def _is_pause_in_flight(self, plan: Plan, in_flight: Sequence[InFlightIteration]) -> bool:
         """Whether a request that `plan` pauses is in one of the iterations in flight."""
-        if self.config.is_async:
+        if self._is_async:
             return len(in_flight) > 0
         micro_batches = {iteration.record.micro_batch for iteration in in_flight}
         return any(int(self.table.micro_batch[pause.victim.slot]) in micro_batches for pause in plan.paused)
@@ -272,7 +274,7 @@ class TensorRtLlmScheduler:
                 self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
         if reuses_blocks:
             self._store_generated(rows)
-        if self.config.is_async:
+        if self._is_async:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
                 self.active.park(row)
@@ -421,3 +423,30 @@ class TensorRtLlmScheduler:
                 cache.free_blocks,
                 decision,
             )
+
+
+def make_loop(
+    limits: BatchingConfig,
+    executor: Executor,
+    clock: Clock,
+    get_requests: Callable[[int], list[Request]],
+    send_response: Callable[[Response], None],
+    observer: Observer | None = None,
+    queued: Callable[[], int] = nothing_queued,
+    poll_stop_signals: Callable[[], Collection[int]] = no_stop_signals,
+    next_change: NextChange | None = None,
+    next_priority: Callable[[], float | None] | None = None,
+) -> TokenGenerationLoop:
+    """A loop over a new scheduler with these limits; the others are as for `TokenGenerationLoop`."""
+    return TokenGenerationLoop(
+        TensorRtLlmScheduler(limits, clock, is_predicted(executor, clock, next_change)),
+        executor,
+        clock,
+        get_requests,
+        send_response,
+        observer,
+        queued,
+        poll_stop_signals,
+        next_change,
+        next_priority,
+    )
