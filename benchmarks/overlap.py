@@ -12,8 +12,8 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.request import Request
 from ifbbench.rundir import run_directory
+from ifbbench.schedulers.loop import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
-from ifbbench.schedulers.tensorrt_llm.scheduler import make_loop
 from ifbbench.settings.modes import Overlap
 
 DEVICE_S = 0.005

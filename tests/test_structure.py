@@ -24,7 +24,7 @@ PACKAGE = Path(ifbbench.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 PAGES = [PACKAGE.parent / "README.md", *(PACKAGE.parent / "docs").glob("*.md")]
 
-MAX_FILES_OF_A_STEADY_STEP, MAX_FILES_OF_A_REQUEST = 22, 49
+MAX_FILES_OF_A_STEADY_STEP, MAX_FILES_OF_A_REQUEST = 22, 50
 OUTPUT_LEN = 70
 traces_functions = pytest.mark.skipif(compiled.description() == "compiled", reason="compiled functions are not traced")
 

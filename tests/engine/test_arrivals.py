@@ -12,8 +12,8 @@ from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import ReplayClient
+from ifbbench.schedulers.loop import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
-from ifbbench.schedulers.tensorrt_llm.scheduler import make_loop
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware

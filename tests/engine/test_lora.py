@@ -16,9 +16,9 @@ from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import AdapterCache, AdapterSize, LoraConfig
+from ifbbench.schedulers.loop import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, Limit
-from ifbbench.schedulers.tensorrt_llm.scheduler import make_loop
 from ifbbench.settings.modes import Overlap
 from tests.engine.engine import adapters_of
 

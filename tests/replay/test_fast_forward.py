@@ -21,8 +21,8 @@ from ifbbench.kv.sizing import WindowLayout
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import MakeRequest, ReplayClient
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.schedulers.loop import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
-from ifbbench.schedulers.tensorrt_llm.scheduler import make_loop
 from ifbbench.settings.modes import Overlap
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.executor import SimulatedExecutor

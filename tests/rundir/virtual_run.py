@@ -14,10 +14,10 @@ from ifbbench.engine.request import Request
 from ifbbench.kv.interface import KvCache
 from ifbbench.replay.client import ReplayClient
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.schedulers.loop import make_loop
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision, LeftOut
-from ifbbench.schedulers.tensorrt_llm.scheduler import make_loop
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.engine.engine import scheduler_of
 

@@ -5,7 +5,7 @@ run now. Static batches (V1) run until their last member is complete. (`TrtGptMo
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,10 @@ from ifbbench.engine.arrays import Rows
 from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
 from ifbbench.engine.confirm import confirm
 from ifbbench.engine.drafts import DraftInputs
-from ifbbench.engine.interfaces import Executor, Observer, RequestSource, SchedulerStalled
-from ifbbench.engine.loop import NextChange, TokenGenerationLoop, is_predicted, no_stop_signals, nothing_queued
+from ifbbench.engine.interfaces import RequestSource, SchedulerStalled
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, Growth, InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
-from ifbbench.engine.responses import Response
 from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.attention_window import UNLIMITED
 from ifbbench.kv.blocks import OutOfBlocks
@@ -423,30 +421,3 @@ class TensorRtLlmScheduler:
                 cache.free_blocks,
                 decision,
             )
-
-
-def make_loop(
-    limits: BatchingConfig,
-    executor: Executor,
-    clock: Clock,
-    get_requests: Callable[[int], list[Request]],
-    send_response: Callable[[Response], None],
-    observer: Observer | None = None,
-    queued: Callable[[], int] = nothing_queued,
-    poll_stop_signals: Callable[[], Collection[int]] = no_stop_signals,
-    next_change: NextChange | None = None,
-    next_priority: Callable[[], float | None] | None = None,
-) -> TokenGenerationLoop:
-    """A loop over a new scheduler with these limits; the others are as for `TokenGenerationLoop`."""
-    return TokenGenerationLoop(
-        TensorRtLlmScheduler(limits, clock, is_predicted(executor, clock, next_change)),
-        executor,
-        clock,
-        get_requests,
-        send_response,
-        observer,
-        queued,
-        poll_stop_signals,
-        next_change,
-        next_priority,
-    )
