@@ -12,7 +12,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from stat import S_ISBLK, S_ISCHR, S_ISREG
+from stat import S_ISBLK, S_ISCHR, S_ISDIR, S_ISREG
 from typing import BinaryIO, Protocol, cast
 from zipfile import BadZipFile, ZipFile
 
@@ -51,7 +51,7 @@ def content_path(path: Path) -> Path:
 
 
 class DamagedFile(ValueError):
-    """The content of a compressed file is not valid."""
+    """The content of a compressed file is not valid, or what should be a file is something else."""
 
 
 class Unpacker(Protocol):
@@ -120,10 +120,20 @@ def open_to_write(path: Path, mode: str = "w") -> BinaryIO | GzipWriter:
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:
-    """The content of `path` in pieces. EOFError after the last piece of a gzip file that was cut off, DamagedFile if it
-    is not valid gzip."""
+    """The content of a file of a run in pieces. EOFError after the last piece of a gzip file that was cut off,
+    DamagedFile if it is not valid gzip or no file: a pipe that nobody writes to would wait forever."""
+    check_regular(path)
     with path.open("rb") as file:
         yield from _gunzipped(path, file) if is_compressed(path) else _pieces(file)
+
+
+def check_regular(path: Path) -> None:
+    """DamagedFile if `path` is a pipe, a socket or a device; OSError if it cannot be looked at, or is a directory."""
+    mode = path.stat().st_mode
+    if S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not S_ISREG(mode):
+        raise DamagedFile("it is a pipe or a device, not a file")
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
@@ -308,9 +318,11 @@ class GrowingFile:
         self._rest, self._ahead = b"", 0
 
     def new_lines(self) -> Iterator[bytes]:
-        """The complete lines since the last call, in pieces of several lines. DamagedFile if it cannot be unpacked."""
+        """The complete lines since the last call, in pieces of several lines. DamagedFile if it cannot be unpacked
+        or is no file."""
         if not self.path.exists():
             return
+        check_regular(self.path)
         with self.path.open("rb") as file:
             file.seek(self._position)
             size = self.path.stat().st_size - (REPLACED_BYTES if self._unpacker else 0)

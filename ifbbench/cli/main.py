@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ from ifbbench.settings.fields import printable, shown
 
 FAILED, INTERRUPTED = 1, 130
 DEFECT = "This is a defect of ifbbench: please report it with the command; --debug shows the traceback."
+
+# What the dynamic linker says where a limit on memory leaves no room for a library.
+NO_ROOM_FOR_LIBRARY = "failed to map segment|[Cc]annot allocate memory|cannot create shared object descriptor"
 
 # Packages that a simulated run does without, and what pip installs them from.
 COMPUTING_PACKAGES = {"torch": "torch>=2.11,<2.14", "triton": "triton>=3.6,<3.8"}
@@ -99,12 +103,7 @@ class LazyGroup(click.Group):
         except IfbbenchError as error:
             _end(ctx, str(error), error.exit_status)
         except MemoryError as error:
-            _end(
-                ctx,
-                f"there is not enough memory ({str(error) or 'for what the command asks'}). Choose smaller sizes "
-                "or fewer requests.",
-                FAILED,
-            )
+            _end_without_memory(ctx, str(error) or "for what the command asks")
         except OSError as error:
             place = "" if error.filename is None else f"{shown(str(error.filename))}: "
             status = FAILED if error.errno in DEVICE_ERRORS else InputError.exit_status
@@ -120,10 +119,21 @@ class LazyGroup(click.Group):
                 InputError.exit_status,
             )
         except Exception as error:
+            if isinstance(error, ImportError) and re.search(NO_ROOM_FOR_LIBRARY, str(error)):
+                _end_without_memory(ctx, f"to load a library: {error}")
             _end(ctx, f"{type(error).__name__}: {error}. {DEFECT}", FAILED)
         except KeyboardInterrupt as interrupt:
             click.echo(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", [])]), err=True)
             ctx.exit(INTERRUPTED)
+
+
+def _end_without_memory(ctx: click.Context, reason: str) -> NoReturn:
+    _end(
+        ctx,
+        f"there is not enough memory ({reason}). Choose smaller sizes or fewer requests, or raise the limit "
+        "(ulimit -v).",
+        FAILED,
+    )
 
 
 def _end(ctx: click.Context | None, message: str, status: int) -> NoReturn:

@@ -17,6 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert, de
 from msgspec.json import Decoder
 from msgspec.structs import fields
 
+from ifbbench.compressed import check_regular
 from ifbbench.errors import InputError
 from ifbbench.rundir.line_types import ExecutorLine, InflightLine, IterationDetails, RequestLine, StaticLine
 from ifbbench.rundir.schema import FILES
@@ -50,6 +51,7 @@ def read_object(path: Path, of_repeats: bool = False) -> dict[str, Any]:
     """The content of run.json or summary.json, checked; InputError if the file is not one. of_repeats: the summary of
     a directory of repeats."""
     try:
+        check_regular(path)
         values = as_object(path.read_bytes())
         check(values, _of_repeats() if of_repeats else _as_read(FILES[path.name][0]))
         if path.name == "run.json":

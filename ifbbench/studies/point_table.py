@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from ifbbench.compressed import check_regular
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
 from ifbbench.rundir.checking import cell
@@ -88,6 +89,7 @@ def read_sweep(directory: Path) -> SweepTable:
     path, rows, columns = directory / SWEEP_FILE, list[Row](), list[str]()
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)  # of each column, by the text of a cell
     try:
+        check_regular(path)
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
             columns = next(reader, columns)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifbbench.compressed import DamagedFile, read_pieces
+from ifbbench.compressed import DamagedFile, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.rundir.checking import as_object, check_line
 from ifbbench.rundir.run_directory import find_iterations
@@ -34,8 +34,8 @@ def read_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log
         logs.append(log)
         if is_run(log.path):
             log.format = RUN
+            read_run(log)  # first: it refuses a pipe, which a run directory does not have
             log.sha256 = hashlib.sha256(_content(find_iterations(log.path))).hexdigest()
-            read_run(log)
             continue
         content = _content(path)
         log.sha256 = hashlib.sha256(content).hexdigest()
@@ -64,17 +64,13 @@ def read_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log
 
 
 def _content(path: Path) -> bytes:
-    """The content of a file, decompressed if its name ends in .gz; of one that was cut off, what is left."""
-    pieces = []
+    """The content of a file or a pipe, unpacked if it is compressed; of one that was cut off, what is left."""
     try:
-        for piece in read_pieces(path):
-            pieces.append(piece)
-    except EOFError:
-        pass
+        with open_to_read(path, accept_cut=True) as file:
+            return file.read()
     except (OSError, DamagedFile) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"--from {path}: cannot be read ({reason}); expected {FORMATS}.") from None
-    return b"".join(pieces)
 
 
 def _json_lines(log: Log, text: str) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from msgspec.json import decode
 
 from ifbbench import __version__
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.compressed import DamagedFile, check_regular
 from ifbbench.errors import InputError
 from ifbbench.files import (
     check_new_directory,
@@ -149,6 +150,7 @@ def run_sweep(
     if replaces_config := bool(described) and not _is_described(directory, identity, described):
         files.append(SWEEP_CONFIG)
     check_new_directory(directory, "--output", files)
+    _check_replaceable([directory / name for name in (*files, SWEEP_CONFIG)])
     prove([(run.trace, run.config) for run in runs], replaces=base.overwrite and directory.exists())
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -244,6 +246,17 @@ def _directory(base: RunConfig, over: Sequence[str], identity: str) -> Path:
     directories = (RESULTS / (name if number == 1 else f"{name}-{number}") for number in count(1))
     found = next(one for one in directories if base.overwrite or not one.exists() or identity_in(one) == identity)
     return say_number(RESULTS / name, found)
+
+
+def _check_replaceable(paths: Sequence[Path]) -> None:
+    """InputError if something other than a file is at one of `paths`: writing to a pipe would wait for a reader."""
+    for path in paths:
+        try:
+            if path.exists():
+                check_regular(path)
+        except (OSError, DamagedFile) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"{path}: cannot be replaced ({reason}); remove it, or give another --output.") from error
 
 
 def _is_described(directory: Path, identity: str, described: str) -> bool:
@@ -347,8 +360,11 @@ def identity_in(directory: Path) -> str | None:
 
 def _begun_in(directory: Path) -> _Begun | None:
     """The first line of `points.jsonl`; None if it has none, or another content."""
-    with suppress(OSError, ValueError, RecursionError), (directory / POINTS_FILE).open("rb") as file:
-        return decode(file.readline(), type=_Begun)
+    path = directory / POINTS_FILE
+    with suppress(OSError, ValueError, RecursionError):
+        check_regular(path)
+        with path.open("rb") as file:
+            return decode(file.readline(), type=_Begun)
     return None
 
 

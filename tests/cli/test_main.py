@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench import __version__, compiled
-from ifbbench.cli.main import COMMANDS, main
+from ifbbench.cli.main import COMMANDS, DEFECT, main
 from ifbbench.errors import IfbbenchError, InputError
 
 HEAVY = ("torch", "pandas", "matplotlib", "numpy", "triton", "transformers", "rich", "yaml")
@@ -66,6 +66,23 @@ def test_an_error_is_one_line_and_an_exit_status(replaced_run, error, status):
     assert done.exit_code == status
     assert done.stderr == f"Error: {error}\n"
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        ImportError("/x/groupby.so: failed to map segment from shared object"),
+        ImportError("libfoo.so: cannot allocate memory in static TLS block"),
+    ],
+)
+def test_no_memory_left_is_no_defect(replaced_run, error):
+    replaced_run(error)
+    done = CliRunner().invoke(main, ["run"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("Error: there is not enough memory (")
+    assert "ulimit -v" in done.stderr
+    assert DEFECT not in done.stderr
 
 
 def test_an_interrupt_tells_where_results_are_kept(replaced_run):

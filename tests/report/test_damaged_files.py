@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from ifbbench.errors import InputError
 from ifbbench.studies.point_table import read_sweep
+from tests.attack import commands as commands_module
 from tests.attack.commands import Outcomes
 
 SETTINGS = ("trace.jsonl", "--device", "sim:h100-sxm", "--model", "tiny", "--quiet", "--slo", "ttft=1s")
@@ -213,6 +215,54 @@ def test_damaged_results_are_named(count: int, results: Path, tmp_path: Path, mo
     print(outcomes.report())
     assert outcomes.tries >= min(count, 3000)
     assert not outcomes.problems, "\n\n".join([outcomes.report(), *outcomes.problems[:5]])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless device", "directory"])
+@pytest.mark.parametrize(
+    ("source", "file", "commands"),
+    [
+        *(
+            ("run", name, READ_RUN)
+            for name in ("run.json", "summary.json", "requests.jsonl", "iterations.jsonl", "spans.jsonl", "trace.jsonl")
+        ),
+        ("repeats", "summary.json", READ_REPEATS),
+        ("sweep", "sweep.csv", READ_TABLE),
+        ("sweep", "sweep.json", READ_TABLE),
+        ("sweep", "points.jsonl", READ_POINTS),
+        ("sweep", "sweep.yaml", READ_KEYS),
+    ],
+)
+def test_what_is_no_file_ends_no_command_late(
+    source: str,
+    file: str,
+    commands: tuple[str, ...],
+    kind: str,
+    results: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands_module, "LIMIT_WALL_S", 60)
+    for name in ("trace.jsonl", "run", "repeats"):
+        (tmp_path / name).symlink_to(results / name)
+    outcomes = Outcomes(kind)
+    for command in commands:
+        if command.startswith(("plot", "calibrate")) and (file, kind) != ("iterations.jsonl", "pipe"):
+            continue  # they take seconds, and read by the same functions
+        for name in ("damaged", "again"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        shutil.copytree(results / source, tmp_path / "damaged")
+        place = tmp_path / "damaged" / file
+        place.unlink()
+        if kind == "pipe":
+            os.mkfifo(place)
+        elif kind == "directory":
+            place.mkdir()
+        else:
+            place.symlink_to("/dev/zero")
+        printed = outcomes.attack(command.split(), f"where {source}/{file} is a {kind}")
+        assert sum(line.startswith("Error: ") for line in printed.splitlines()) <= 1, printed
+    assert not outcomes.problems, "\n\n".join([outcomes.report(), *outcomes.problems])
 
 
 @pytest.mark.parametrize(
