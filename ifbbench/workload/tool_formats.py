@@ -12,6 +12,8 @@ from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceReque
 
 NO_LORA = -1
 ANSWERER = "assistant"
+# The roles of turns of a conversation that are no answers.
+ASKERS = ("user", "human", "system", "developer", "tool", "function")
 # The lowest status of HTTP that is an error.
 BAD_REQUEST = 400
 # Time stamps since 1970 from here on are milliseconds: as seconds, this is the year 5138.
@@ -126,8 +128,9 @@ class ShareGptFormat(TextFormat):
     """ShareGPT: a JSON list of {"conversations": [{"from", "value"}, …]}; also LMSYS-Chat-1M and WildChat: rows with
     `conversation`, a list of {"role", "content"}, and WildChat's `timestamp` of a conversation.
 
-    As in other benchmarks, a conversation gives one request: its first two turns are the prompt and the answer. Those
-    without an answer are left out.
+    A conversation gives one request, as in other benchmarks: the answer is the first turn behind the first one that is
+    not of a user, the system or a tool, and the prompt is all before it, mostly one turn. Those without an answer are
+    left out.
     """
 
     needs = ("conversations|conversation",)
@@ -146,14 +149,19 @@ class ShareGptFormat(TextFormat):
         for position, turn in enumerate(turns):
             if not isinstance(turn, dict):
                 raise unexpected(f"{name}[{position}]", turn, "an object with from and value, or role and content")
-        if len(turns) < 2:
-            return ()
-        prompt, answer = (turn.get("value", turn.get("content")) for turn in turns[:2])
-        if answer == "" or prompt == "":
+        answer = next((number for number, turn in enumerate(turns) if number and _role(turn) not in ASKERS), None)
+        if answer is None:
             return ()
         key = "value" if "value" in turns[0] else "content"
-        prompt_len, tokens = self.texts.prompt(prompt, f"{name}[0].{key}")
-        output_len = self.texts.output_len(answer, f"{name}[1].{key}")
+        texts = [
+            (turn.get("value", turn.get("content")), f"{name}[{number}].{key}")
+            for number, turn in enumerate(turns[: answer + 1])
+        ]
+        prompt = "\n".join(filter(None, (content_text(content, where) for content, where in texts[:-1])))
+        if texts[-1][0] == "" or prompt == "":
+            return ()
+        prompt_len, tokens = self.texts.prompt(prompt, texts[0][1])
+        output_len = self.texts.output_len(*texts[-1])
         arrival_s = self._arrival_s(row.get("timestamp")) if self._has_times else 0.0
         return (TraceRequest(index, arrival_s, prompt_len, output_len, output_len, tokens),)
 
@@ -162,6 +170,12 @@ class ShareGptFormat(TextFormat):
             is_milliseconds = isinstance(stamp, int | float) and stamp >= MILLISECOND_STAMPS
             self._times = Times("timestamp", MILLISECONDS if is_milliseconds else 1)
         return self._times.seconds(stamp)
+
+
+def _role(turn: Row) -> Any:
+    """The role of a turn in lower case, None if it has none."""
+    role = turn.get("from", turn.get("role"))
+    return role.lower() if isinstance(role, str) else None
 
 
 class OpenAiBatchFormat(TextFormat):

@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from ifbbench.errors import InputError
 from ifbbench.workload.formats import ReadOptions, write_trace
 from ifbbench.workload.reading import read_trace
-from ifbbench.workload.texts import chat_text
+from ifbbench.workload.texts import PromptTexts, chat_text
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It is so."}]
 ROWS = [{"prompt": "one two three", "output_tokens": 5}, {"prompt": "one two four", "output_tokens": 5}]
@@ -54,6 +56,51 @@ def test_a_tokenizer_counts_answers(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "chats.json").write_text(json.dumps([{"conversations": turns}]))
     (request,) = read_trace(tmp_path / "chats.json", options=ReadOptions(tokenizer=tokenizer))
     assert (request.prompt_tokens, request.output_len) == ((1,), 3)
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ("system user assistant user", ("a\nb", "c")),
+        ("system user tool assistant", ("a\nb\nc", "d")),
+        ("user user assistant", ("a\nb", "c")),
+        ("user assistant system user", ("a", "b")),
+        ("assistant user assistant", ("a\nb", "c")),
+        ("Human GPT", ("a", "b")),
+        ("user bard", ("a", "b")),
+        ("- -", ("a", "b")),
+        ("user user", None),
+        ("system user", None),
+        ("system", None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "role", "content"), [("conversations", "from", "value"), ("conversation", "role", "content")]
+)
+def test_the_answer_of_a_conversation_is_known_by_its_role(
+    name: str, role: str, content: str, roles: str, expected: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    turns = [
+        {role: one, content: letter} if one != "-" else {content: letter}
+        for one, letter in zip(roles.split(), "abcd", strict=False)
+    ]
+    other = [{role: "user", content: "x"}, {role: "assistant", content: "yy"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({name: one}) + "\n" for one in (turns, other)))
+    texts: list[str] = []
+
+    class Noting(PromptTexts):
+        def prompt(self, value: Any, name: str) -> tuple[int, tuple[int, ...] | None]:
+            texts.append(value)
+            return super().prompt(value, name)
+
+        def output_len(self, answer: Any, name: str) -> int:
+            texts.append(answer)
+            return super().output_len(answer, name)
+
+    with patch("ifbbench.workload.tool_formats.PromptTexts", Noting):
+        trace = read_trace(tmp_path / "chats.jsonl")
+    assert texts == [*(expected or ()), "x", "yy"]
+    assert len(trace) == (2 if expected else 1)
 
 
 def test_a_session_of_texts_is_tokenized_again_turn_by_turn(tokenizer: str, tmp_path: Path) -> None:
