@@ -245,6 +245,7 @@ class RecordedRun:
                         f"{span.last}, and makes {span.produced} of {span.tokens} tokens; expected a last "
                         "iteration after the first, and no more tokens than it runs. Run again."
                     )
+                self.data.check_span(path, span.request_id, span.last)
                 spans.setdefault(span.request_id, []).append(span)
         for of_request in spans.values():
             of_request.sort(key=lambda span: span.first)

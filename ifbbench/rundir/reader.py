@@ -16,7 +16,7 @@ from msgspec import UnsetType
 from msgspec.structs import fields
 from numpy.typing import NDArray
 
-from ifbbench.compressed import DamagedFile, content_path, read_pieces
+from ifbbench.compressed import MAX_RATIO, DamagedFile, content_path, is_compressed, read_pieces
 from ifbbench.errors import InputError
 from ifbbench.files import is_part
 from ifbbench.report.limits import fullest_window
@@ -79,6 +79,9 @@ UNKNOWN_WHERE_THINNED = (
     "paused",
 )
 
+# Of the line of an iteration. And the most iterations that are missing in a killed run whose spans are there.
+SHORTEST_ITERATION_BYTES = 100
+MAX_UNRECORDED = 1_000_000
 Parsed = TypeVar("Parsed")
 # Integers and, from the first other number on, floats take eight bytes each; anything else is an object.
 _Column: TypeAlias = "list[Any] | array[Any]"
@@ -182,7 +185,28 @@ class RunData:
             table["first_iteration"], table["last_iteration"] = table["start_s"], table["end_s"]
         # A span that was open at the flush may have been closed in it too.
         table = table.drop_duplicates(["request_id", "first_iteration"])
+        if not self.endpoint and len(table):
+            latest = table.loc[table["last_iteration"].idxmax()]
+            self.check_span(paths[0], latest["request_id"], int(latest["last_iteration"]))
         return table.sort_values(["request_id", "first_iteration"], kind="stable", ignore_index=True)
+
+    def check_span(self, path: Path, request_id: int | str, last: int) -> None:
+        """InputError if a span in `path` ends with an iteration, `last`, which this run cannot have: tables have a row
+        for each iteration, and would take all memory."""
+        if last > self._max_iteration:
+            raise InputError(
+                f"{path}: a span of request {request_id} ends with iteration {last:,}; the run has fewer "
+                f"than {self._max_iteration:,}. Restore the file, or run again."
+            )
+
+    @cached_property
+    def _max_iteration(self) -> int:
+        """More than the iterations of the run, by the size of their file. Of a killed run, spans may have come further
+        than iterations."""
+        path = find_iterations(self.path)
+        size = path.stat().st_size if path.exists() else 0
+        unpacked = size * MAX_RATIO if is_compressed(path) else size
+        return MAX_UNRECORDED + self.recorded_every * (unpacked // SHORTEST_ITERATION_BYTES)
 
     @cached_property
     def requests(self) -> pd.DataFrame:

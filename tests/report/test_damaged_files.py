@@ -7,12 +7,14 @@ import os
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from ifbbench.compressed import open_to_write, read_pieces
 from ifbbench.errors import InputError
 from ifbbench.studies.point_table import read_sweep
 from tests.attack import commands as commands_module
@@ -263,6 +265,42 @@ def test_what_is_no_file_ends_no_command_late(
         printed = outcomes.attack(command.split(), f"where {source}/{file} is a {kind}")
         assert sum(line.startswith("Error: ") for line in printed.splitlines()) <= 1, printed
     assert not outcomes.problems, "\n\n".join([outcomes.report(), *outcomes.problems])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "report",
+        "why",
+        "why --request 3",
+        "compare run",
+        "plot --html",
+        "plot",
+        "export",
+        "export --format perfetto",
+    ],
+)
+@pytest.mark.parametrize(("every", "form"), [(1, "jsonl"), (3, "jsonl"), (1, "jsonl.gz")])
+def test_a_span_of_a_billion_iterations_takes_no_memory(
+    every: int, form: str, command: str, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands_module, "LIMIT_BYTES", 2 << 30)
+    (tmp_path / "run").symlink_to(results / "run")
+    (tmp_path / "trace.jsonl").symlink_to(results / "trace.jsonl")
+    outcomes = Outcomes("a billion iterations")
+    outcomes.attack([*RUN, "--output", "damaged", "--iteration_stats_every", str(every), "--recording_format", form])
+    path = tmp_path / "damaged" / f"spans.{form}"
+    rows = [json.loads(line) for line in b"".join(read_pieces(path)).splitlines()]
+    rows[-1]["last_iteration"] = 10**9
+    with closing(open_to_write(path)) as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    name, *words = command.split()
+    printed = outcomes.attack([name, *words, "damaged"])
+    assert not outcomes.problems, outcomes.problems
+    if command not in ("report", "compare run"):  # which need no span
+        assert "ends with iteration 1,000,000,000; the run has fewer than" in printed
+    assert "not enough memory" not in printed
 
 
 @pytest.mark.parametrize(
