@@ -10,7 +10,7 @@ NANOSECONDS = 1_000_000_000
 EXACT_NS = 2**53  # 104 days: a float of so many seconds still tells one nanosecond from the next
 # `time.sleep` returns this much too late at most times (measured: 0.15 ms on Linux, 0.5 ms when the host is busy).
 SPIN_S = 0.0005
-# Of a simulated device that serves live clients: a host that is later than this does not catch up.
+# A host that is later than this does not catch up, where a simulated device serves live clients.
 MAX_LAG_S = 0.05
 
 

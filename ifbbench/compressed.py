@@ -33,7 +33,7 @@ STANDARD_INPUT = "-"
 LEVEL = 1
 GZIP = 16 + zlib.MAX_WBITS
 BUFFER_BYTES = 1 << 16
-# Of a compressed file, a write replaces no more than this of the end that the flush before it wrote: zlib holds back
+# A write to a compressed file replaces no more than this of the end that the flush before it wrote: zlib holds back
 # one block, of at most 64 KiB.
 REPLACED_BYTES = 1 << 17
 MAX_LINE = 8 << 20
@@ -121,7 +121,7 @@ def open_to_write(path: Path, mode: str = "w") -> BinaryIO | GzipWriter:
 
 def read_pieces(path: Path) -> Iterator[bytes]:
     """The content of a file of a run in pieces. EOFError after the last piece of a gzip file that was cut off,
-    DamagedFile if it is not valid gzip or no file: a pipe that nobody writes to would wait forever."""
+    DamagedFile if it is not valid gzip or no file: a pipe without a writer would wait forever."""
     check_regular(path)
     with path.open("rb") as file:
         yield from _gunzipped(path, file) if is_compressed(path) else _pieces(file)

@@ -22,7 +22,7 @@ PART = ".part"
 DEVICE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE})
 
 
-# Of file systems without hard links, and without locks.
+# The errors of file systems without hard links, and without locks.
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF})
 # The files that a command reads: by device and inode, as the user names them.

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FrameType
@@ -38,6 +38,9 @@ PRIVATE_WORDS = re.compile(
     r"|most_(?!common|likely)\w+|(?<!in )(?<!in-)flights?)\b",
     re.IGNORECASE,
 )
+
+# What begins without the subject of a sentence.
+TELEGRAMS = re.compile(r'("""|^\s*# )(Of |That of |Those (of|that) |The same (of|as|for) )')
 
 
 @pytest.fixture
@@ -110,19 +113,26 @@ def test_files_are_counted_in_pure_python() -> None:
     assert "2 passed" in done.stdout
 
 
-@pytest.mark.parametrize("path", [*FILES, *PAGES], ids=lambda path: str(path.relative_to(PACKAGE.parent)))
-def test_prose_has_no_private_words(path: Path) -> None:
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    assert [f"{number}: {line.strip()}" for number, line in lines if PRIVATE_WORDS.search(line)] == []
+def offending(paths: Iterable[Path], pattern: re.Pattern[str]) -> list[str]:
+    """File, number and text of each line that matches."""
+    return [
+        f"{path.relative_to(PACKAGE.parent)}:{number}: {line.strip()}"
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
 
 
-# trtllm-bench writes 90.00%, and its report is copied as it is.
-@pytest.mark.parametrize(
-    "path",
-    [one for one in FILES if one.suffix == ".py" and one.name != "trtllm_text.py"],
-    ids=lambda path: str(path.relative_to(PACKAGE.parent)),
-)
-def test_shares_and_sizes_are_written_by_one_function(path: Path) -> None:
-    """`report.percent` and `fields.memory_size`: no `62%` beside `43 %`, and no counts of bytes in messages."""
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    assert [f"{number}: {line.strip()}" for number, line in lines if OTHER_FORMATS.search(line)] == []
+def test_prose_has_no_private_words() -> None:
+    assert offending([*FILES, *PAGES], PRIVATE_WORDS) == []
+
+
+def test_docstrings_and_comments_are_sentences() -> None:
+    assert offending(FILES, TELEGRAMS) == []
+
+
+def test_shares_and_sizes_are_written_by_one_function() -> None:
+    """`report.percent` and `fields.memory_size`: no `62%` beside `43 %`, and no counts of bytes in messages.
+
+    trtllm-bench writes 90.00%, and its report is copied as it is."""
+    assert offending([path for path in FILES if path.name != "trtllm_text.py"], OTHER_FORMATS) == []

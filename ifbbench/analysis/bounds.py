@@ -140,7 +140,7 @@ class Bounds:
         return self._device.least_s(context, 1) + self._device.least_s(generation, steps)
 
     def _least_s(self, chosen: "np.ndarray[Any, np.dtype[np.intp]]") -> float:
-        """Of the work of some requests, by their places. All pipeline stages may be busy all the time."""
+        """The least time for the work of some requests, by their indices, if all pipeline stages are always busy."""
         work = self.work
         if not len(chosen):
             return 0.0

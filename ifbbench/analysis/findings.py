@@ -82,7 +82,7 @@ class Findings:
 
     @property
     def lower_bound(self) -> LowerBound | str:
-        """Of the duration of the run, or why it is unknown."""
+        """The parts of the duration of the run, or why they are unknown."""
         return self.bounds if isinstance(self.bounds, str) else self.bounds.of_run
 
     def life(self, request_id: Id) -> RequestLife:

@@ -146,7 +146,7 @@ def _entry(run: RecordedRun, event: PauseEvent, pause: _Pause, nth: int) -> Ledg
     resumed_s = iterations.start_of(pause.span.last + 1)
     ends_s = iterations.end_of(pause.again[-1].last) if pause.again else resumed_s
     tokens = sum(span.tokens for span in pause.again)
-    # Of a complete recomputation, what was never computed before is new work.
+    # What a complete recomputation computes for the first time is new work.
     new = pause.target - pause.computed if any(span.produced for span in pause.again) else 0
     size = run.config.get("tokens_per_block")
     has_blocks = bool(run.data.run.get("num_kv_blocks"))

@@ -19,7 +19,7 @@ from ifbbench.settings.config import DEFAULT_PRIORITY
 Id = int | str
 Number = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 Count = Annotated[int, Meta(ge=0, le=10**9)]
-"""Of iterations: more than any run has, and few enough for arrays of them."""
+"""A number of iterations: more than any run has, and few enough for arrays of them."""
 PIECE_BYTES = 1 << 22
 SCANNED_BYTES = 1 << 15
 
@@ -71,7 +71,7 @@ class _CacheStatistics(Struct, gc=False):
 
 
 class ExecutorRow(Struct, gc=False):
-    """The same of a line with the executor's statistics (`--iteration_stats_format trtllm`)."""
+    """A line with the executor's statistics (`--iteration_stats_format trtllm`)."""
 
     details: IterationDetails = field(name="ifbbench")
     number: Count = field(name="iter")

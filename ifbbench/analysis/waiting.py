@@ -154,7 +154,7 @@ class HeadsOfLine:
                 None if code == NO_REQUEST else iterations.left_out_pairs[code]
                 for code in iterations.left_out[changes].tolist()
             ]
-        # Those that another scheduler left out have a span of their own; so have the paused, which do not fit.
+        # Requests that another scheduler left out have a span of their own; so have the paused, which do not fit.
         held = sorted(
             (
                 span

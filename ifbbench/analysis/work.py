@@ -94,7 +94,7 @@ class _Reader:
         self.steps_again: list[_Steps] = []
         self.idle: list[_Steps] = []
         self.needed: list[_Needed] = []
-        # Of the request being read: output tokens so far, positions computed at any time.
+        # The request that is read has so many output tokens so far, and positions computed at any time.
         self._produced = self._known = 0
 
     def read(self, request_id: Id, spans: Sequence[Span]) -> None:

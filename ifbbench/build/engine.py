@@ -52,8 +52,10 @@ _cost_model = lru_cache(maxsize=16)(CostModel)
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Of a run with --profile. steps: the times of iterations. flops_per_s, bytes_per_s: measured speed of large matrix
-    products and copies on the device."""
+    """What a run with --profile measures.
+
+    steps: the times of iterations. flops_per_s, bytes_per_s: measured speed of large matrix products and copies on the
+    device."""
 
     steps: StepProfile
     flops_per_s: float
@@ -301,7 +303,7 @@ def warm_up(engine: Engine, progress: Progress = NO_PROGRESS) -> None:
         return
     progress.stage("warming up")
     lengths, lora = _warm_up_lengths(engine), engine.limits.lora
-    # Of the second of each two requests, so that batches with and without adapters run.
+    # Every second warm-up request uses an adapter, so that batches with and without adapters run.
     adapter = None if lora is None else next(iter(lora.source.tasks()), None)
     requests = [
         Request(

@@ -61,7 +61,7 @@ class _Log:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.iteration = 0
-        # Of this rank's executor: the loop answers its requests and goes on, but rank 0 does not know.
+        # The failure of this rank's executor: the loop answers its requests and continues, but rank 0 does not know.
         self.failure: Exception | None = None
         self._entries: deque[tuple[str, Any]] = deque()
         self._sent = WallClock()

@@ -112,7 +112,7 @@ def capacity(
 def _requests(
     config: RunConfig, input_len: int | None, output_len: int | None, trace: str | None, progress: Progress
 ) -> "Requests":
-    """Those of the trace, or one that represents all of these lengths; none where neither is given."""
+    """The requests of the trace, or one that represents all of these lengths; none where neither is given."""
     if trace is not None:
         from ifbbench.workload.load import load_trace
 

@@ -288,7 +288,7 @@ def _print_figures(
 
     names = [name for name in comparisons[0].figures if all(name in one.figures for one in comparisons)]
     if not all_figures:
-        # Of several attention windows, requests wait for the fullest one, which the sum over the windows hides.
+        # With several attention windows, requests wait for the fullest one, which the sum over the windows hides.
         windows = [name for name in names if re.fullmatch(r"kv_blocks\.per_window_size\.\d+\.peak_used", name)]
         names = [name for name in (*HEADLINES, *windows) if name in names]
     unlimited = console.options.update(max_width=10_000)

@@ -209,7 +209,7 @@ def _offer_all_at_once(values: dict[str, Any]) -> None:
 
 
 def _set_log_level(ctx: click.Context, level: int) -> None:
-    """Of the messages of ifbbench, which the handler of last resort prints, until the command ends."""
+    """Messages of ifbbench, which the handler of last resort prints, until the command ends."""
     levels: list[tuple[Any, int]] = [(_log, _log.level)]
     if logging.lastResort is not None:
         levels.append((logging.lastResort, logging.lastResort.level))

@@ -150,7 +150,7 @@ def _end(ctx: click.Context | None, message: str, status: int) -> NoReturn:
 
 
 def _earlier_messages() -> list[str]:
-    """Of the errors of ifbbench during which the one that is handled was raised: an output may be impossible to write
+    """The errors of ifbbench during which the one that is handled was raised: an output may be impossible to write
     after a run that failed. Causes are left out, because what they caused quotes them."""
     messages: list[str] = []
     later = sys.exception()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DIRECTORY = click.Path(path_type=Path)
 EXPORT_FORMATS = ("csv", "parquet", "perfetto")
-# Of charts. matplotlib is imported only when something is drawn.
+# The formats of charts. matplotlib is imported only when something is drawn.
 FORMATS = ("png", "svg", "pdf")
 DEFAULT_FORMATS = ("png", "svg")
 Drawing = tuple[str, Callable[[], Sequence[Path]]]

@@ -29,7 +29,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str, name: str = "--endpoint") -> "Address":
-        """That of a URL; a /v1 at its end is left out. InputError if it is no URL of HTTP."""
+        """The address of a URL; a /v1 at its end is left out. InputError if it is no URL of HTTP."""
         text = url if "://" in url else f"http://{url}"
         try:
             parts = urlsplit(text)

@@ -16,7 +16,7 @@ from ifbbench.errors import IfbbenchError
 from ifbbench.settings.fields import memory_size
 
 MAX_ERROR_BODY = 64 * 1024
-# Of a response that is not streamed, and of the headers of one.
+# The longest response that is not streamed, and the longest headers of one.
 MAX_BODY = 64 * 1024 * 1024
 MAX_HEADERS = 256 * 1024
 REFUSED_FOR_NOW = (429, 502, 503, 504)

@@ -25,7 +25,7 @@ SWITCH_S = 0.0003
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """That of uvloop, which is twice as fast, where there is one."""
+    """The event loop of uvloop, which is twice as fast, where it is installed."""
     try:
         import uvloop
     except ImportError:

@@ -48,8 +48,8 @@ class DraftInputs:
     logits: dict[int, FloatArray] = field(default_factory=dict)
 
     def split(self, first: int) -> tuple["DraftInputs | None", "DraftInputs | None"]:
-        """Those of the first `first` outputs, and of the others (generation requests, without logits); None without any
-        drafts."""
+        """The drafts of the first `first` outputs, and of the others (generation requests, without logits); None
+        without drafts."""
         border = int(self.counts[:first].sum())
         return (
             DraftInputs(self.counts[:first], self.tokens[:border], self.logits) if border else None,

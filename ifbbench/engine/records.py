@@ -97,7 +97,7 @@ class CacheState:
         )
 
 
-# Of a record that is not complete yet.
+# The cache of a record that is not complete yet.
 NO_CACHE_STATE = CacheState(None, None, None, None, None, None, 0, 0, 0)
 
 
@@ -435,7 +435,7 @@ class ScheduleDigest:
         self._hash = hashlib.sha256()
         self._lines: list[str] = []  # those that are not in the hash yet
         self._generating, self._held = set[int](), set[int]()
-        # Those that enter or leave generation with the next turn of each micro batch.
+        # The requests that enter or leave generation with the next turn of each micro batch.
         self._entering, self._leaving = list[set[int]](), list[set[int]]()
 
     def add(self, record: IterationRecord) -> None:

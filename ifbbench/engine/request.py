@@ -62,7 +62,7 @@ NO_IDENTITY = ReuseIdentity()
 class Request:
     """One request in the engine.
 
-    `prompt_len` (L in the spec) is the current prompt: when a paused request is resumed, its generated tokens have
+    `prompt_len` is the current prompt: when a paused request is resumed, its generated tokens have
     joined the prompt, and `max_new_tokens` (N) is smaller by as much. `position` is the context cursor and `chunk` the
     size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
     brings, until they are verified with the prompt's last chunk; those of generation steps are in the table.

@@ -269,7 +269,7 @@ class AdapterCache:
         evictable = [task_id for task_id in self._host if not self._num_requests[task_id] or self._is_stored(task_id)]
         if pages > self._free_host_pages + sum([self._host[task_id] for task_id in evictable]):
             return False
-        # Those that no request uses first.
+        # Adapters that no request uses are dropped first.
         for task_id in sorted(evictable, key=lambda task_id: self._num_requests[task_id] > 0):
             if pages <= self._free_host_pages:
                 break

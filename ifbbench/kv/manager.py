@@ -40,7 +40,7 @@ class KvCacheManager(PagedCache):
         self._sequences = Sequences(window, self.blocks, reuse)
         self.sequences = self._sequences.by_slot
         self.blocks_held = np.zeros(slots, np.int64)
-        # Of each slot's request, the blocks that its beams hold, a shared one once for each, and those still to come.
+        # By slot, the blocks that the beams of its request hold, a shared one once for each, and those still to come.
         self._all_blocks = np.zeros(slots, np.int64)
         self.block_tables = np.zeros((slots, window.max_beam_width, window.max_blocks_per_sequence), np.int32)
         # By slot, of requests that have no sequence yet: how far the search for their first missing block has come.

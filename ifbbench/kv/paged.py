@@ -28,7 +28,7 @@ class PagedCache(KvCache):
         self.num_blocks = num_blocks
         self.places = num_blocks * attention_window.tokens_per_block
         self.registered = np.zeros(slots, np.int64)
-        # Of each slot's request, the maximum of tokens that it may register.
+        # The maximum number of tokens that the request in each slot may register.
         self._limit = np.zeros(slots, np.int64)
         self._beam_width = np.ones(slots, np.int64)
         self._filled = 0

@@ -17,7 +17,7 @@ from ifbbench.settings.fields import located, table
 FP8, INT4 = "fp8", "int4"
 # Formats of weights: the data type of ours that they are simulated in, None if there is none.
 FORMATS: Mapping[str, str | None] = {"fp8": FP8, "int4": INT4, "fp4": INT4, "int8": None}
-# Of 4 bits in floating point: what is simulated instead.
+# What is simulated instead of 4 bits in floating point.
 NEAREST = {"fp4": "as int4: 4 bits in memory, products in 16 bits"}
 # Formats by the words of a name, of which the first that a name has decides.
 NAME_WORDS = (

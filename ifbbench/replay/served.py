@@ -23,7 +23,7 @@ class ServedClient(ReplayClient):
     def __init__(self, *arguments: Any, process: ServingProcess, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._process = process
-        # Of each request, by its number: its index, and, once the process has accepted it, when the engine gets it.
+        # By the number of a request: its index, and, once the process has accepted it, when the engine gets it.
         self._indices = array("q")
         self._ready = array("d")
         self._num_ready = 0
@@ -37,7 +37,7 @@ class ServedClient(ReplayClient):
         return self._delivered_s
 
     def of_stretch(self, stretch: Stretch) -> Floats:
-        """The same for each iteration of a stretch, [iterations]."""
+        """When the tokens of each iteration of a stretch reach their clients, [iterations]."""
         end_s, outputs, parts, done = stretch.end_s, stretch.first.num_generation, [], 0
         while (received_s := self._next_received_s()) <= end_s[-1]:
             before = max(done, bisect_left(end_s, received_s))

@@ -46,9 +46,9 @@ from ifbbench.rundir.run_directory import METRICS, find_lines
 NEAR = 10
 # The colours of several attention windows: that of KV blocks, darker or lighter.
 WINDOW_TINTS = (0.0, -0.55, 0.45, -0.3)
-# Those of a run against an endpoint, which has no iterations.
+# The charts of a run against an endpoint, which has no iterations.
 ENDPOINT_CHARTS = ("timeline", "throughput", "latency", "ttft", "itl", "server")
-# Those that need neither iterations nor spans.
+# The charts that need neither iterations nor spans.
 SUMMARY_CHARTS = ("latency", "ttft")
 _log = logging.getLogger("ifbbench")
 
@@ -160,7 +160,7 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
     for limit, colour in limit_colours((*BINDING, *run.iterations["bound_by"].unique())).items():
         above = below + bins.means(np.where(run.iterations["bound_by"] == limit, number, 0.0))
         if above.max() > below.max() or shares.get(limit):
-            # Of a killed run, no request that waited for this limit may have completed.
+            # In a killed run, no request that waited for this limit may have completed.
             share = f" ({percent(shares.get(limit, 0.0) / sum(shares.values()))})" if sum(shares.values()) else ""
             axes.stairs(
                 above,

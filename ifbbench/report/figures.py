@@ -131,7 +131,7 @@ class TokenGaps:
 
 
 def token_times(run: RunData) -> dict[str, Floats]:
-    """Of a run against an endpoint, request id to the times of its output tokens (s). Failed requests are left out."""
+    """Request id to the times of its output tokens (s), of a run against an endpoint. Failed requests are left out."""
     spans = run.spans[(run.spans["phase"] == "generation") & run.spans["request_id"].isin(run.completed["request_id"])]
     if spans.empty:  # no request has a token, so that no line has the columns of chunks
         return {}

@@ -234,7 +234,7 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
         axes.set(yticks=[], ylabel="stalls")
         return
     total = len(chosen)
-    # Of each bin the longest ones: many others would hide them.
+    # The longest gaps of each bin alone are drawn: many others would hide them.
     bin_of = np.searchsorted(bins.edges_s, gaps.end_s[chosen])
     order = np.lexsort((-gaps.seconds[chosen], bin_of))
     ordered_bins = bin_of[order]

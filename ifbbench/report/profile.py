@@ -33,10 +33,12 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class ProfileFigures:
-    """Of a whole run. parts: mean seconds an iteration of what the host does, which together are the run's duration.
+    """The profile of a whole run.
 
-    device_busy: share of the duration in which the device computes. bandwidth: reached in iterations of generation
-    alone, by weights, keys and values. arithmetic: reached in iterations with context. None where there were none.
+    parts: mean seconds an iteration of what the host does, which together are the run's duration.
+    device_busy: share of the duration in which the device computes.
+    bandwidth: reached in iterations of generation alone, by weights, keys and values.
+    arithmetic: reached in iterations with context. None where there were none.
     """
 
     parts: dict[str, float]

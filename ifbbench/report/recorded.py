@@ -82,7 +82,7 @@ def steady_figures(run: RunData) -> dict[str, Any]:
     """The figures of the run's steady state, and under `steady_state` its window; where there is none that is None, and
     the figures are those of the whole run."""
     done = run.completed
-    # Of a server that is not ours, the time until the first token stands for that in the queue.
+    # The time until the first token stands for the time in the queue where the server is not ours.
     names = ("arrival_s", "ttft_s" if run.endpoint else "queue_time_s", "e2e_s")
     columns = (done[name].to_numpy(dtype=float) for name in names)
     window = steady_state(*columns)

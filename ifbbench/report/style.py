@@ -28,7 +28,7 @@ from ifbbench.rundir.reader import Floats, RunData
 LIMIT_DASHES = (0, (4, 3))
 # The width of all charts of a run but that of cells, in inches. Pages show them one below the other.
 WIDTH = 11.0
-# Of the lines of one set of axes, the first is solid and widest.
+# The first line of a set of axes is solid and widest.
 DASHES = ("-", "--", ":", "-.")
 WIDEST_LINE = 2.4
 FORMATS = ("png", "svg")

@@ -141,7 +141,7 @@ def _without_equal(groups: Mapping[str, list[SweepRow]], metrics: Sequence[Metri
 
 
 def _group_styles(count: int, numeric: bool) -> list[dict[str, Any]]:
-    """Of each group the style of its line, and the size of its marks, which is smaller for what is drawn later. Between
+    """The line style of each group, and the size of its marks, which is smaller for what is drawn later. Between
     values that are no numbers there are no lines, and marks are beside each other."""
     if not numeric:
         return [how | {"markersize": 5, "linestyle": ""} for how in line_styles(count)]

@@ -140,7 +140,7 @@ def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[s
     known = {name: [row for row in rows if row.get(f"slo.{name}.met") is not None] for name in names}
     found = []
     for name, some in known.items():
-        # Of an objective of each request, the share of requests that meet it.
+        # An objective of each request has the share of requests that meet it.
         shares_met = [number_in(row, f"slo.{name}.share") for row in some]
         values = [number_in(row, f"slo.{name}.value") for row in some]
         if any(row[f"slo.{name}.met"] for row in some) or any(shares_met) or None in values or not some:

@@ -23,7 +23,7 @@ LIMIT_SHARES = {
     "waiting_by_limit": ("of waiting", 16),
     "bound_by": ("of iterations", 0),
 }
-# Of each class or priority: heading, and the figure and its statistic.
+# The columns for each class or priority: heading, figure and statistic.
 GROUP_COLUMNS = {
     "TTFT p50": ("ttft_s", "p50"),
     "TTFT p99": ("ttft_s", "p99"),

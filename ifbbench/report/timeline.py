@@ -53,7 +53,7 @@ HAIRLINE_SHARE = 1 / 60
 FEW = 60
 # Beyond this an SVG of outlines is slow to open; the bars alone become an image in it.
 MAX_SPANS_AS_OUTLINES = 20_000
-# Of the picture of requests from their arrival: rows and columns of cells, and the percentile of E2E that it reaches.
+# Rows and columns of cells in the picture of requests from their arrival, and the percentile of E2E that it reaches.
 ALIGNED_ROWS, ALIGNED_COLUMNS, REACHED = 500, 700, 99.0
 
 

@@ -33,7 +33,7 @@ Id = int | str
 Token = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 # Integers that are no counts.
 KINDS = {"request_id": Id, "beneficiary": Id, "prompt_tokens": Token, "prefix_ids": Token, "stop_ids": Token}
-# Of the figures of requests, and of a line of iterations.
+# Keys that the figures of requests must have, and those of a line of iterations.
 REQUIRED = frozenset({
     "requests", "request_throughput_per_s", "output_throughput_tokens_per_s", "total_throughput_tokens_per_s",
     "duration_s", "queue_time_s", "ttft_s", "tpot_s", "e2e_s", "itl_s", "total", "completed", "failed", "mean", "p50",

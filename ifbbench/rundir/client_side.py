@@ -132,7 +132,7 @@ class ChunkGaps(TokenGaps):
 
     def __init__(self) -> None:
         super().__init__()
-        # Of each chunk: the time since the one before (NaN for the first of an answer), when it came, and its tokens.
+        # Each chunk has the time since the one before (NaN for the first of an answer), when it came, and its tokens.
         self.gap_s, self.end_s, self.tokens = array("d"), array("d"), array("q")
 
     def add_chunks(self, times_s: Sequence[float], tokens: Sequence[int]) -> None:

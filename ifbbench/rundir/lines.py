@@ -166,7 +166,7 @@ def is_thinned_out(iteration: int, every: int, bound_by: str, before: str) -> bo
 
 
 def thinned(lines: Iterable[bytes], every: int) -> Iterator[bytes]:
-    """Those of the lines of all iterations that IterationLines makes of every so many."""
+    """The lines that IterationLines writes with `every`, out of the lines of all iterations."""
     before, latest = "", None
     for line in lines:
         row = decode(line)

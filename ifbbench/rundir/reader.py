@@ -79,7 +79,7 @@ UNKNOWN_WHERE_THINNED = (
     "paused",
 )
 
-# Of the line of an iteration. And the most iterations that are missing in a killed run whose spans are there.
+# The shortest line of an iteration, and the maximum number of iterations that a killed run lacks where it has spans.
 SHORTEST_ITERATION_BYTES = 100
 MAX_UNRECORDED = 1_000_000
 Parsed = TypeVar("Parsed")

@@ -46,7 +46,7 @@ class RunMetrics:
         # None where the cache has no blocks.
         self.peak_used_blocks: int | None = None
         self.max_blocks: int | None = None
-        # Of several attention windows, the size of the pool and the peak use by the tokens of each.
+        # With several attention windows: the size of the pool and its peak use, by the tokens of each window.
         self._windows: dict[str, dict[str, int]] = {}
         self.tokens_per_block: int | None = None
         self.max_tokens = self.peak_held_tokens = self.peak_filled_tokens = 0

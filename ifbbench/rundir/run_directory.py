@@ -40,7 +40,7 @@ WriteStart = Callable[[Path, str], None]
 OPEN_SPANS = "open_spans.jsonl"
 # The result of `--result_format` without a file of its own.
 RESULT = "result.json"
-# Of static batches (V1), which `iterations` reports as a whole, the steps: iterations of the token generation loop.
+# The steps of static batches (V1), which `iterations` reports as a whole: iterations of the token generation loop.
 STEPS = "steps"
 # Metrics of the server of a run against an endpoint.
 METRICS = "metrics"
@@ -48,7 +48,7 @@ METRICS = "metrics"
 LINE_FILES = ("iterations", STEPS, "spans", "requests", "trace", METRICS)
 # What `plot` and `export` write.
 RESULT_DIRECTORIES = ("charts", "export")
-# Of LINE_FILES, those that `--recording summary` leaves out.
+# The LINE_FILES that `--recording summary` leaves out.
 NOT_IN_SUMMARY = ("iterations", STEPS, "spans")
 # The table of the repeats of a run, beside the mean of their summaries.
 REPEATS_FILE = "repeats.csv"
@@ -84,7 +84,7 @@ def find_iterations(directory: Path) -> Path:
 
 
 def numbered(path: Path) -> Iterator[Path]:
-    """Of `path` and the same name with -2, -3 and so on, those that do not exist."""
+    """`path` and the same name with -2, -3 and so on, as far as they do not exist."""
     names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
     return (path.with_name(name) for name in names if not os.path.exists(path.with_name(name)))
 

@@ -97,7 +97,7 @@ class Choice:
         return parts
 
     def prompt_log_probs(self, top: int) -> list[LogProb]:
-        """Of the prompt, after the final response. top: how many of the most likely tokens to list."""
+        """The log-probabilities of the prompt, after the final response, and of the `top` most likely tokens."""
         tokens = self.generation.request.input_ids
         return of_prompt(list(tokens), self.generation.context_logits, top, self._tokenizer)
 

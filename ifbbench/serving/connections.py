@@ -11,7 +11,7 @@ from ifbbench.serving.answers import encode, error_object
 from ifbbench.serving.config import ServerConfig
 from ifbbench.settings.fields import memory_size
 
-# Of one request: its headers, and all bytes of them and of its address.
+# Limits of one request: the number of headers, and all bytes of them and of its address.
 MAX_HEADERS = 200
 MAX_HEADER_BYTES = 64 * 1024
 # How long the client of a refused request may go on sending before its connection is closed.

@@ -21,8 +21,10 @@ class Likely(NamedTuple):
 
 @dataclass(slots=True)
 class LogProb:
-    """Of the token at a place. log_prob: None for the first token of a prompt, which follows none. rank: among all
-    tokens, 1 for the most likely; of prompts only. top: the most likely tokens there, in order."""
+    """The log-probability of the token at one position.
+
+    log_prob: None for the first token of a prompt, which follows none. rank: among all tokens, 1 for the most likely;
+    for prompts only. top: the most likely tokens there, in order."""
 
     id: int
     text: str
@@ -34,7 +36,7 @@ class LogProb:
 def of_outputs(
     ids: Sequence[int], numbers: Sequence[float], logits: FloatArray | None, top: int, tokenizer: Tokenizer
 ) -> list[LogProb]:
-    """Of output tokens with these log-probabilities. logits: [tokens, vocabulary], for the `top` most likely tokens."""
+    """Output tokens with these log-probabilities. logits: [tokens, vocabulary], for the `top` most likely tokens."""
     found = [LogProb(one, tokenizer.decode([one]), number, []) for one, number in zip(ids, numbers, strict=False)]
     if logits is not None and top:
         for one, row in zip(found, _normalized(logits), strict=False):
@@ -43,7 +45,7 @@ def of_outputs(
 
 
 def of_prompt(ids: Sequence[int], logits: FloatArray | None, top: int, tokenizer: Tokenizer) -> list[LogProb]:
-    """Of the tokens of a prompt. logits: [tokens, vocabulary]; None on a simulated device, where each token is
+    """The tokens of a prompt. logits: [tokens, vocabulary]; None on a simulated device, where each token is
     certain."""
     found = [LogProb(one, tokenizer.decode([one]), None if place == 0 else 0.0, []) for place, one in enumerate(ids)]
     if logits is not None:
@@ -73,7 +75,7 @@ def _most_likely(row: NDArray[np.float64], count: int, tokenizer: Tokenizer) -> 
 
 
 def completion_form(log_probs: Sequence[LogProb], start: int) -> dict[str, Any]:
-    """Of text completions. start: of the first token in the text."""
+    """The form of text completions. start: position of the first token in the text."""
     offsets = np.cumsum([start, *(len(one.text) for one in log_probs)])[:-1].tolist()
     return {
         "tokens": [one.text for one in log_probs],
@@ -87,7 +89,7 @@ def completion_form(log_probs: Sequence[LogProb], start: int) -> dict[str, Any]:
 
 
 def chat_form(log_probs: Sequence[LogProb]) -> dict[str, Any]:
-    """Of chats."""
+    """The form of chats."""
     return {
         "content": [
             _of_chat(one.text, one.log_prob) | {"top_logprobs": [_of_chat(text, number) for _, text, number in one.top]}
@@ -101,7 +103,7 @@ def _of_chat(text: str, log_prob: float | None) -> dict[str, Any]:
 
 
 def prompt_form(log_probs: Sequence[LogProb]) -> list[dict[str, Any] | None]:
-    """Of vLLM's `prompt_logprobs`: by token id, the token itself and the most likely ones."""
+    """The form of vLLM's `prompt_logprobs`: by token id, the token itself and the most likely ones."""
     places: list[dict[str, Any] | None] = []
     for one in log_probs:
         ranked = [(rank, *likely) for rank, likely in enumerate(one.top, 1)]

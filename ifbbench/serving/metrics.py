@@ -19,7 +19,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 Metric = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 Values = Mapping[str, float]
 
-# Of the Triton backend: family, its label, and the documented field of each value of the label.
+# Gauges of the Triton backend: family, its label, and the documented field of each value of the label.
 TRTLLM_GAUGES: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     ("nv_trt_llm_request_metrics", "request_type", "Requests.", {
         "active": "Active Request Count", "max": "Max Request Count", "scheduled": "Scheduled Requests",

@@ -170,7 +170,7 @@ class Service:
     ) -> None:
         self.engine = engine
         self.statistics = statistics
-        # Of the recording, once it is complete.
+        # The summary of the recording, once it is complete.
         self.summary: dict[str, Any] | None = None
         self._recording = recording
         self._max_queue_size = max_queue_size

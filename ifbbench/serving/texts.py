@@ -98,7 +98,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, directory: Path) -> "ChatTemplate | None":
-        """That of a model directory, None if it has none."""
+        """The tokenizer of a model directory, None if it has none."""
         path = directory / "tokenizer_config.json"
         try:
             config = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}

@@ -264,7 +264,7 @@ class FrontDoor:
         self._calls[call] = None
 
     def _sequences(self, tensors: Tensors) -> list[Sequence]:
-        """Those of each prompt: tensors have the prompts as their first dimension."""
+        """The tensors of each prompt, out of those that have the prompts as their first dimension."""
         tensors = {name: array for name, array in tensors.items() if array.size or name == "input_ids"}
         num_prompts = len(tensors["input_ids"])
         tensors.setdefault("exclude_input_in_output", np.full((num_prompts, 1), self._triton.exclude_input_in_output))

@@ -29,7 +29,7 @@ BATCHING_TYPE_ALIASES = {
 }
 OVERLAPS = ("partitioned", "async")
 EARLY_STOPPING = ("always", "heuristic", "never")
-# Of the JSON that an option takes: code that walks through it is recursive.
+# The deepest JSON that an option takes: code that walks through it is recursive.
 MAX_JSON_DEPTH = 100
 DTYPES = ("float32", "bf16", "fp16", "fp8", "int4")
 KV_CACHE_DTYPES = ("float32", "bf16", "fp16", "fp8")
@@ -75,7 +75,7 @@ ENDPOINT_REFUSES = (
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5
-# Of GPUs with several hardware profiles, or one with a longer name: the one that the short name means.
+# The hardware profile that a short name means, where there are several or its name is longer.
 DEVICE_FAMILIES = {"a100": "a100-80gb-sxm", "gh200": "gh200-96gb", "h100": "h100-sxm", "h200": "h200-sxm"}
 # Upper bounds of settings, where the general ones of `fields` would make arrays that no memory holds, or never end.
 MAX_BEAMS, MAX_BATCH, MAX_GPUS, MAX_WAIT_MS = 1024, 1_000_000, 1024, 86_400_000

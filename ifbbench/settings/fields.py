@@ -28,10 +28,10 @@ MAX_INTEGER = 2**63 - 1
 MAX_NUMBER = sys.float_info.max
 # Limits of settings from here on only guard against overflow: help texts leave them out.
 TECHNICAL_LIMIT = 10_000
-# Of settings that declare no maximum of their own: larger values would overflow, or take years.
+# The maxima of settings that declare none of their own: larger values would overflow, or take years.
 MAX_INTEGER_SETTING, MAX_NUMBER_SETTING = 2**31 - 1, 1e9
 _LONGEST_NUMBER = 400  # characters; Python refuses to parse integers of more than 4,300 digits
-# Of a file name in bytes; the rest of the 255 that systems allow is left for numbers and suffixes.
+# The longest file name in bytes; the rest of the 255 that systems allow is left for numbers and suffixes.
 _LONGEST_NAME = 200
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # How a number of bytes may be given.

@@ -15,7 +15,7 @@ from ifbbench.simulated.step_work import OperationCost, StepWork, StepWorks
 KERNELS_PER_LAYER = 9
 # Norms of queries and keys, where a model has them, which then are not fused with the rotary embedding.
 QUERY_KEY_NORM_KERNELS = 3
-# Of a mixture of experts: router, choice of the experts, sorting tokens by expert, and adding up their outputs.
+# A mixture of experts has these too: router, choice of the experts, sorting tokens by expert, adding up their outputs.
 EXPERT_KERNELS = 4
 ALL_REDUCES_PER_LAYER = 2
 # Embedding, last norm, output layer and sampling.

@@ -102,7 +102,7 @@ class SimulatedExecutor:
         within_ns: int | None,
         adapters: AdapterUse | None,
     ) -> tuple[int, list[int]]:
-        """Of the next `steps` iterations: the host's time in each, and the device's, [steps]; both in nanoseconds.
+        """The host's time in each of the next `steps` iterations, and the device's, [steps]; both in nanoseconds.
         within_ns: iterations that start later than that, from now on, may be left out."""
         count, keys = positions.count, self._generation_keys(positions, steps)
         chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in context]

@@ -65,7 +65,7 @@ class LoraCost:
         return int(times[0]) + round(self.load_s(use.loads) * NANOSECONDS)
 
     def generation_ns(self, use: AdapterUse, base_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same of iterations of these generation requests alone, [iterations], without copies."""
+        """`batch_ns` of iterations of these generation requests alone, [iterations], without copies."""
         return self._with_adapters(base_ns, Counter(use.tasks.tolist()))
 
     def products_s(self, tokens: Mapping[int, int]) -> float:

@@ -19,7 +19,7 @@ from ifbbench.simulated.hardware import SUFFIX, HardwareProfile
 from ifbbench.studies.fit import FitError, Floats, Timed
 
 MILLISECONDS = 1000
-# Of iterations by their phases, and of the figures of load tests.
+# The colours of iterations by their phases, and of the figures of load tests.
 COLOURS = {
     "context": SERIES[0],
     "generation": SERIES[1],

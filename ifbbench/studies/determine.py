@@ -28,7 +28,7 @@ LEAST_NOISE = 0.01
 NORMAL_MEDIAN = 1.4826
 # Standard deviation of a constant's logarithm before anything is measured.
 PRIOR = 1.0
-# The same for a constant that is kept: profiles of similar devices and engines differ by so much.
+# The prior of a constant that is kept: profiles of similar devices and engines differ by so much.
 PRIOR_OF_KEPT = 0.5
 # Constants that explain each other's influence to this share cannot be told apart.
 SAME_INFLUENCE = 0.9

@@ -178,7 +178,7 @@ def _lacking(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _timing(rows: Sequence[Mapping[str, Any]], overlaps: bool) -> tuple[float, bool] | None:
-    """Of the first of three rows: its seconds, and whether they include the host's. None if unknown.
+    """The seconds of the first of three rows, and whether they include the host's. None if unknown.
 
     Without overlap `iterLatencyMS` is the iteration. With it, that covers about two: then the iteration's own GPU time
     counts, or how long the loop of the next one took, which waits for this one.

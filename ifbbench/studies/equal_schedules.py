@@ -62,7 +62,7 @@ class EqualSchedules:
 
     def __init__(self) -> None:
         self._ended: defaultdict[tuple[int, RunConfig], list[_Ended]] = defaultdict(list)
-        # Of runs whose summary was asked for and is not known.
+        # Runs whose summary was asked for and is not known.
         self._asked: dict[tuple[int, RunConfig], _Asked] = {}
 
     def add(self, trace: Trace, config: RunConfig, summary: Mapping[str, Any], max_active: int) -> None:

@@ -40,7 +40,7 @@ class RayCluster:
         self._ray = ray
         self._is_started_here = not ray.is_initialized()
         if self._is_started_here:
-            # Of a cluster that exists, the number of CPUs is known.
+            # A cluster that exists knows its number of CPUs.
             cpus = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": self._processes}
             try:
                 ray.init(**cpus, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)

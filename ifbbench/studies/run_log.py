@@ -128,7 +128,7 @@ def _add_samples(log: Log, rows: Sequence[Mapping[str, Any]], works: Sequence[St
             continue
         waited = gap_s[index] >= WAIT_S
         if log.overlaps:
-            # Of micro batches, the device's time is known where one was submitted before the other ended.
+            # The device's time of micro batches is known where one was submitted before the other ended.
             is_known = not waited and index and counted[0] + counted[2] > 0
             if every > 1:
                 is_known = is_known and start_s[index] + host_s[index] <= end_s[index - 1]
@@ -176,7 +176,7 @@ class _Works:
         self._before.append(first_keys - first // self._every)
 
     def works(self) -> list[StepWork]:
-        """Of each iteration."""
+        """One value for each iteration."""
         first, end, before = (np.array(column, dtype=np.int64) for column in (self._first, self._end, self._before))
         size, every = self._last + 1, self._every
         requests, keys = np.zeros(size + every, dtype=np.int64), np.zeros(size + every, dtype=np.int64)
@@ -203,7 +203,7 @@ def _works(directory: Path, last: int, every: int) -> list[StepWork]:
     trace = read_lines(find_lines(directory, "trace"), ("request_id", "prompt_len"))
     prompt_lens = {str(row["request_id"]): row["prompt_len"] for row in trace}
     spans: defaultdict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
-    # Of a killed run also those open when it was last flushed, unless they were closed in that flush too.
+    # A killed run also has the spans open when it was last flushed, unless they were closed in that flush too.
     for path in (directory / OPEN_SPANS, find_lines(directory, "spans")):
         for span in read_lines(path, SPAN_FIELDS):
             _check_span(path, span, last, every)

@@ -45,7 +45,7 @@ from ifbbench.workload.load import in_memory, read_source, reading_of
 from ifbbench.workload.trace import Trace
 
 POINTS_FILE = "points.jsonl"
-# Of more runs than these, only the summaries are kept unless run directories are asked for: those of an hour of traffic
+# With more runs than these, only summaries are kept unless run directories are asked for: those of an hour of traffic
 # have 100 MB each.
 MAX_KEPT_RUNS = 16
 # While points end, the table is written at most so often, and for at most this share of the time.

@@ -165,7 +165,7 @@ def _nearest(best: Candidate, goal: Goal) -> str:
 
 
 def pareto(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
-    """Those that no other one beats in both output throughput and the latency of the picture, in order of latency."""
+    """The candidates that no other one beats in both throughput and the latency of the picture, by latency."""
     places = pareto_front([(latency(one, goal), throughput(one, goal)) for one in candidates])
     return [candidates[place] for place in places]
 

@@ -35,9 +35,9 @@ from ifbbench.torch.timed_executor import TimedExecutor
 if TYPE_CHECKING:
     from ifbbench.torch.communicator import Communicator
 
-# Of weights, activations, embeddings, norms and the output layer; all but the layers' weights are bfloat16 with fp8.
+# Types of weights, activations, embeddings, norms and output layer; with fp8 all but the layers' weights are bfloat16.
 TORCH_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Of keys and values in the cache; fp8 is e4m3 without scales.
+# Types of keys and values in the cache; fp8 is e4m3 without scales.
 KV_CACHE_DTYPES = TORCH_DTYPES | {"fp8": torch.float8_e4m3fn}
 # The first GPUs with fp8 in matrix units and Triton: Ada, then Hopper.
 FIRST_CAPABILITY_WITH_FP8 = (8, 9)

@@ -87,7 +87,7 @@ class GenerationGraphs:
         self._sizes = ladder(max_sequences)
         self._max_seq_len = max_seq_len
         self._record = record or CudaGraphRecorder()
-        # Of each window, the width of its block tables; known from the first batch.
+        # The width of the block tables of each window; known from the first batch.
         self._table_widths: list[int] = []
         self._graphs: dict[int, _Graph] = {}
 

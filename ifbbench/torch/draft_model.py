@@ -65,7 +65,7 @@ class DraftModel:
         # Virtual tokens have embeddings of the large model only: here they are token 0, which costs accepted drafts.
         packed.context_tokens[packed.context_tokens >= self._model.config.vocab_size] = 0
         moves = self._cache.plan_moves(first, packed)
-        # Of generation requests, the logits behind the newest token.
+        # Generation requests need the logits behind their newest token.
         newest_rows = packed.output_rows[counts.cumsum() + np.arange(len(counts))][num_last:]
         passes = [self._pass(first, packed, newest_rows)] if first.num_tokens else []
         members = []

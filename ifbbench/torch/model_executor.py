@@ -88,7 +88,7 @@ class ModelExecutor:
 
     @property
     def tokens_per_block(self) -> int:
-        """Of the paged KV cache."""
+        """The block size of the paged KV cache."""
         return self._cache.tokens_per_block
 
     def use_graphs(self, num_slots: int, max_seq_len: int, record: "Recorder | None" = None) -> None:

@@ -158,7 +158,7 @@ class ContextRows:
 
     @classmethod
     def of(cls, batch: Batch, packed: PackedBatch) -> "ContextRows | None":
-        """Those of `batch`; None if no request asks."""
+        """The rows of `batch` with context logits; None if no request asks."""
         chunks = tuple([i for i, chunk in enumerate(batch.context) if chunk.request.options.return_context_logits])
         if not chunks:
             return None

@@ -45,7 +45,7 @@ class SlotOwner:
 
     @classmethod
     def of(cls, chunk: ContextChunk) -> "SlotOwner":
-        """Those of the request of `chunk` now."""
+        """The fields of the request of `chunk` as they are now."""
         request = chunk.request
         is_needed = chunk.is_last and request.sampling.changes_logits
         prompt = request.tokens_between(0, request.prompt_len).copy() if is_needed else None

@@ -104,7 +104,7 @@ class Ramp(Limited):
             of_ramp = (start + end) / 2 * duration
             slope = (end - start) / duration
             root = np.sqrt(start**2 + 2 * slope * np.minimum(work, of_ramp))
-            # Of the two forms of the solution, the one that does not divide 0 by 0 at the start of a ramp from 0.
+            # The form of the solution that does not divide 0 by 0 at the start of a ramp from 0.
             times = 2 * np.minimum(work, of_ramp) / np.where(start + root, start + root, 1)
         return times + np.maximum(work - of_ramp, 0) / end
 

@@ -117,7 +117,7 @@ class _Streams(NamedTuple):
 
     @classmethod
     def of_class(cls, seed: int, number: int, kind: RequestClass) -> "_Streams":
-        """Those of the class at `number`; of a workload without classes, those without a key."""
+        """The streams of the class at `number`; without a key in a workload without classes."""
         return cls(seed, () if kind.name is None else (number,))
 
     def of(self, stream: Stream) -> Generator:

@@ -80,7 +80,7 @@ def _packets(run: RecordedRun) -> Iterator[bytes]:
 
 
 def _client_packets(run: RecordedRun) -> Iterator[bytes]:
-    """Of a run against an endpoint: requests in flight, gauges of the server, and what the client saw of requests."""
+    """The tracks of a run against an endpoint: requests in flight, gauges of the server, and what the client saw."""
     yield _names()
     process = _number(1, 1) + _text(6, f"endpoint {(run.data.endpoint or {}).get('url')}")
     yield _track(ENGINE, "", _part(3, process))

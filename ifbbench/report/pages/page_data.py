@@ -129,7 +129,7 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
 
 
 def _limit_texts(run: RecordedRun, causes: list[str]) -> dict[str, tuple[str, str, str]]:
-    """Of each limit and cause of waiting its name, what a request waits for, and its colour."""
+    """Name, what a request waits for, and colour of each limit and cause of waiting."""
     colours = limit_colours((*LIMITS, *run.iterations.limits, *causes))
     return {name: (limit_name(name), waits_for(name), colour) for name, colour in colours.items()}
 
@@ -202,7 +202,7 @@ def _integers(values: Any) -> NDArray[np.int64]:
 
 
 def _cause(span: Span, numbers: dict[str, int], place: dict[Id, int]) -> int:
-    """Of waiting, the number of its cause; of a pause, the place of the request that it made room for."""
+    """The number of the cause of waiting, or the index of the request for which a pause made room."""
     if span.phase == "waiting":
         return numbers[str(span.cause)]
     return NO_REQUEST if span.cause is None else place.get(span.cause, NO_REQUEST)

@@ -48,7 +48,7 @@ class ActiveRequests:
         return self.generation_rows[np.argsort(self.table.lora_tasks[self.generation_rows], kind="stable")]
 
     def ready(self, rows: Rows) -> Rows:
-        """Those of `rows` that are not in flight in another micro batch."""
+        """The `rows` that are not in flight in another micro batch."""
         if not self.table.any_in_flight:
             return rows
         ready: Rows = rows[self.table.micro_batch[rows] == NO_MICRO_BATCH]

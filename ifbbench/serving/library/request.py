@@ -18,7 +18,7 @@ from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import boolean, choice, integer, number, unexpected
 
 MAX_REQUEST_ID = 2**64 - 1
-# Of integers whose size does not matter: only the low bits of a seed count, and a top_k above the vocabulary is all.
+# Bounds integers of which the size does not matter: the low bits of a seed, a top_k above the vocabulary.
 MAX_WIDE_INTEGER = 2**127
 NO_TOKEN = -1
 TOKEN_LIMITS = np.iinfo(np.int32)
@@ -205,7 +205,7 @@ def _reuse_identity(
 
 
 def _digest(table: FloatArray) -> np.int64:
-    """Of shape and content: the same virtual token of another table has another extra id."""
+    """Made of shape and content: the same virtual token of another table has another extra id."""
     content = hashlib.blake2b(repr(table.shape).encode(), digest_size=8)
     content.update(table.tobytes())
     return np.int64(int.from_bytes(content.digest(), "big", signed=True))

@@ -29,7 +29,7 @@ from ifbbench.torch.kernels.launch import (
     upcasts,
 )
 
-# Of a tile: packed row of the first query, number of queries, position of the first query, position of the chunk's
+# The fields of a tile: packed row of the first query, number of queries, its position, position of the chunk's
 # first token (equal to the number of cached tokens), row of the block tables.
 TILE_FIELDS = 5
 

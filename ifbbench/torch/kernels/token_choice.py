@@ -103,7 +103,7 @@ def _kept_reach(
     if top_p < 1.0:
         count, weight = _weigh(row, size, highest, temperature, reach, WIDTH)
         if has_top_k:
-            # Of the tokens as far as the k-th, only as many count as complete k.
+            # Tokens as far as the k-th count only until there are k of them.
             last = tl.exp(-reach.to(tl.float32, bitcast=True)).to(tl.float64)
             weight += (top_k - count).to(tl.float64) * last
         target = (weight * top_p).to(tl.float32)

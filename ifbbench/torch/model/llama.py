@@ -102,7 +102,7 @@ class LlamaModel:
         self._weights = weights
         self._rotary = RotaryEmbedding(config, self.device)
         self.part = part = weights.part
-        # Of the results of products whose inputs the ranks share.
+        # Adds up the results of products whose inputs the ranks share.
         self._sum: Callable[[Tensor], Tensor] = _unchanged if part is None or part.tp_size == 1 else part.links.sum
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
@@ -114,7 +114,7 @@ class LlamaModel:
         hidden = self._embedded(inputs)
         angles = self.operations.angles(self._rotary, inputs.positions, hidden)
         part, adapters = self.part, inputs.adapters
-        # Of a part whose hidden state goes to the next stage, all rows are needed.
+        # All rows of a part whose hidden state goes to the next stage are needed.
         last = self.config.num_layers - 1 if part is None or part.is_last else None
         for index, layer in enumerate(self._weights.layers):
             attention = self._attention(index, layer, hidden, angles, inputs)

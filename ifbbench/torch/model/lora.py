@@ -18,7 +18,7 @@ class BatchAdapters(Protocol):
 
     @property
     def of_outputs(self) -> "BatchAdapters":
-        """The same for the rows `ForwardInputs.output_rows`, which alone are left after the last attention."""
+        """The plan for the rows `ForwardInputs.output_rows`, which alone are left after the last attention."""
         ...
 
     def add(self, layer: int, product: LayerProduct, rows: Tensor, output: Tensor) -> None:
