@@ -136,3 +136,19 @@ def test_shares_and_sizes_are_written_by_one_function() -> None:
 
     trtllm-bench writes 90.00%, and its report is copied as it is."""
     assert offending([path for path in FILES if path.name != "trtllm_text.py"], OTHER_FORMATS) == []
+
+
+def test_a_simulated_run_and_its_report_read_no_tables(trace: Path, tmp_path: Path) -> None:
+    """pandas takes longer to import than such a run; neither does it need what draws or computes."""
+    program = (
+        "import sys\n"
+        "from ifbbench.cli.main import main\n"
+        "main(sys.argv[1:], standalone_mode=False)\n"
+        "print(sorted({'pandas', 'matplotlib', 'torch', 'pyarrow'} & sys.modules.keys()))\n"
+    )
+    options = ["--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--output", str(tmp_path / "run")]
+    command = [sys.executable, "-c", program, "run", str(trace), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Output throughput" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -4,6 +4,8 @@ Of a killed run, the figures of summary.json are computed from what it had writt
 follow from spans and iterations.
 """
 
+from __future__ import annotations
+
 import csv
 import math
 from array import array
@@ -13,10 +15,9 @@ from dataclasses import dataclass
 from io import StringIO
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 from msgspec import UNSET
 from numpy.typing import ArrayLike, NDArray
 
@@ -25,6 +26,9 @@ from ifbbench.report.recorded import producing_spans, recorded_figures
 from ifbbench.rundir.checking import decode_request
 from ifbbench.rundir.reader import REQUEST_FIELDS, Floats, RunData, covering, delivered_s, parse_line, parsed_lines
 from ifbbench.rundir.run_directory import find_lines
+
+if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table
+    import pandas as pd
 
 Integers = NDArray[np.int64]
 SECONDS_OF_A_CLIENT = 10_001
@@ -49,7 +53,7 @@ class IterationClock:
     delivered_s: Floats
 
     @classmethod
-    def of(cls, run: RunData) -> "IterationClock":
+    def of(cls, run: RunData) -> IterationClock:
         """The clock of `run`. Against an endpoint, spans have seconds in the place of iterations."""
         if run.endpoint:
             seconds = np.linspace(0.0, max(float(run.spans["last_iteration"].max()), 1e-3), SECONDS_OF_A_CLIENT)
@@ -72,12 +76,14 @@ class IterationClock:
         return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.delivered_s))
 
 
-def span_ends(run: RunData) -> "pd.Series[float]":
+def span_ends(run: RunData) -> pd.Series[float]:
     """When each of `run.spans` ends: when the next one of its request begins, if that is in the next iteration; else
     with its last iteration. An engine without requests may wait long between the two."""
     spans, clock = run.spans, IterationClock.of(run)
     following = spans.groupby("request_id", sort=False)["first_iteration"].shift(-1) == spans["last_iteration"] + 1
     starts, ends = clock.starts(spans["last_iteration"] + 1), clock.ends(spans["last_iteration"])
+    import pandas as pd
+
     return pd.Series(np.where(following, np.maximum(starts, ends), ends), spans.index)
 
 
@@ -106,7 +112,7 @@ class TokenGaps:
     over_pause: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, run: RunData) -> "TokenGaps":
+    def of(cls, run: RunData) -> TokenGaps:
         """The gaps of `run`."""
         if run.endpoint:
             times = list(token_times(run).values())
@@ -122,6 +128,8 @@ class TokenGaps:
         total = int(ends[-1]) if len(ends) else 0
         iterations = np.repeat(last, counts) - run.num_micro_batches * (np.repeat(ends - 1, counts) - np.arange(total))
         times_s = clock.tokens(iterations)
+        import pandas as pd
+
         request = np.repeat(pd.factorize(spans["request_id"])[0], counts)
         begins = np.zeros(total, bool)
         begins[(ends - counts)[counts > 0]] = True

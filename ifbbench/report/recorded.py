@@ -1,9 +1,10 @@
 """The figures of summary.json from the other files of a run: of a killed run, and of the steady state of any."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from ifbbench.engine.drafts import DraftCounts
 from ifbbench.report.client_side import client_figures
@@ -15,6 +16,9 @@ from ifbbench.rundir.run_directory import write_json
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
 from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.objectives import parse_objectives
+
+if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table
+    import pandas as pd
 
 PART_OF_ATTRIBUTION = "attribution_s."
 
@@ -180,6 +184,8 @@ def _populations(
 
 def _groups(table: pd.DataFrame) -> tuple[list[str | None], list[float]]:
     """The class and the priority of each request."""
+    import pandas as pd
+
     nothing = pd.Series([None] * len(table), index=table.index, dtype=object)
     classes = table.get("class", nothing).astype(object)
     priorities = table.get("priority", nothing).astype(float).fillna(DEFAULT_PRIORITY)
@@ -189,6 +195,8 @@ def _groups(table: pd.DataFrame) -> tuple[list[str | None], list[float]]:
 def _numbered(limits: pd.Series) -> tuple[list[str], Any]:
     """The names of limits, and of each iteration the position of its limit in them."""
     names = list(dict.fromkeys((*BOUND_BY, *limits)))
+    import pandas as pd
+
     return names, pd.Categorical(limits, categories=names).codes
 
 

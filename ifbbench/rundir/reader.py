@@ -1,5 +1,7 @@
 """The reader of run directories: files of JSON lines as tables, of finished, killed and thinned runs."""
 
+from __future__ import annotations
+
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,10 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
 
 import numpy as np
-import pandas as pd
 from msgspec import UnsetType
 from msgspec.structs import fields
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from ifbbench.rundir.checking import as_object, check_line, read_object
 from ifbbench.rundir.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.settings.modes import BatchingType, Overlap
+
+if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table
+    import pandas as pd
 
 Floats = NDArray[np.float64]
 
@@ -186,7 +190,7 @@ class RunData:
         # A span that was open at the flush may have been closed in it too.
         table = table.drop_duplicates(["request_id", "first_iteration"])
         if not self.endpoint and len(table):
-            latest = table.loc[table["last_iteration"].idxmax()]
+            latest = table.iloc[int(table["last_iteration"].to_numpy().argmax())]
             self.check_span(paths[0], latest["request_id"], int(latest["last_iteration"]))
         return table.sort_values(["request_id", "first_iteration"], kind="stable", ignore_index=True)
 
@@ -354,6 +358,8 @@ def _table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.D
                 column.append(math.nan if value is None else float(value))
         count += 1
     padded = ((name, _padded(column, count)) for name, column in table.items())
+    import pandas as pd
+
     return pd.DataFrame({name: column if isinstance(column, list) else np.asarray(column) for name, column in padded})
 
 
