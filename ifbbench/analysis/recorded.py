@@ -16,7 +16,7 @@ from ifbbench.compressed import is_compressed
 from ifbbench.engine.plan import Limit
 from ifbbench.errors import InputError
 from ifbbench.report.confidence import RunSample
-from ifbbench.rundir.reader import REQUEST_FIELDS, RunData, load_run, read_lines
+from ifbbench.rundir.reader import REQUEST_FIELDS, RunData, check_lines, load_run, read_lines
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 
 Floats = NDArray[np.float64]
@@ -216,12 +216,7 @@ class RecordedRun:
     def iterations(self) -> Iterations:
         path = find_iterations(self.data.path)
         found = read_iterations(path)
-        last, recorded = int(found.number.max(initial=0)), (len(found) + 1) * self.data.recorded_every
-        if last > recorded:
-            raise InputError(
-                f"{path}: has iteration {last}, but {len(found)} lines; expected one for each. Restore "
-                "the file, or run again."
-            )
+        check_lines(path, int(found.number.max(initial=0)), len(found), self.data.recorded_every)
         return found
 
     def row_at(self, number: int) -> AnyIterationRow | None:

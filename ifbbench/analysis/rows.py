@@ -19,7 +19,10 @@ from ifbbench.settings.config import DEFAULT_PRIORITY
 Id = int | str
 Number = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 Count = Annotated[int, Meta(ge=0, le=10**9)]
-"""A number of iterations: more than any run has, and few enough for arrays of them."""
+"""A number of iterations: more than any run has."""
+Seconds = Annotated[float, Meta(ge=-9e9, le=9e9)]
+Milliseconds = Annotated[float, Meta(ge=-9e12, le=9e12)]
+"""Times which 64 bits hold in nanoseconds."""
 PIECE_BYTES = 1 << 22
 SCANNED_BYTES = 1 << 15
 
@@ -44,17 +47,17 @@ class WindowRow(Struct, gc=False):
 class IterationDetails(Struct, gc=False):
     """What is under "ifbbench" in a line of `iterations.jsonl`, as far as it is used here and in the live view."""
 
-    start_s: float
-    latency_ms: float
+    start_s: Seconds
+    latency_ms: Milliseconds
     queued: Number
     waiting: Number
     bound_by: str
     first_left_out: _LeftOut | None
     paused: tuple[_Paused, ...]
     budget_used: Number
-    host_ms: float = 0.0
+    host_ms: Milliseconds = 0.0
     windows: dict[str, WindowRow] = field(name="kv_cache_iteration_stats", default_factory=dict)
-    delivery_ms: float = 0.0
+    delivery_ms: Milliseconds = 0.0
 
 
 class IterationRow(Struct, gc=False):

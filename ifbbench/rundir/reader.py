@@ -174,6 +174,9 @@ class RunData:
         rows = map(_flat_iteration, read_lines(find_iterations(self.path), required))
         recorded = _table_of(rows, ITERATION_COLUMNS)
         recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
+        if len(recorded):
+            last = int(recorded["iteration_counter"].iloc[-1])
+            check_lines(find_iterations(self.path), last, len(recorded), self.recorded_every)
         return _filled(recorded, self.spans, self.num_micro_batches) if self.recorded_every > 1 else recorded
 
     @cached_property
@@ -233,6 +236,15 @@ def delivered_s(iterations: pd.DataFrame) -> Floats:
     if "delivery_ms" in iterations:
         latency_ms = latency_ms + iterations["delivery_ms"].fillna(0.0)
     return (iterations["start_s"] + latency_ms / 1000).to_numpy(dtype=float)
+
+
+def check_lines(path: Path, last: int, lines: int, recorded_every: int) -> None:
+    """InputError if the `lines` of iterations in `path` go to an iteration `last` that so few do not reach: one of
+    `recorded_every` is there. Tables have a row for each iteration, and would take all memory."""
+    if last > (lines + 1) * recorded_every:
+        raise InputError(
+            f"{path}: has iteration {last}, but {lines} lines; expected one for each. Restore the file, or run again."
+        )
 
 
 def micro_batches_of(config: Mapping[str, Any]) -> int:

@@ -73,7 +73,7 @@ def find_lines(directory: Path, name: str) -> Path:
 
 
 def _has_only_summary(path: Path) -> bool:
-    described = json.loads(path.read_bytes() or b"{}") if path.exists() else {}
+    described = json.loads(path.read_bytes() or b"{}") if path.is_file() else {}
     return (described.get("config") or {}).get("recording") == "summary"
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ifbbench.errors import InputError
 from ifbbench.rundir.checking import read_object
 from ifbbench.rundir.line_types import documented_fields
-from ifbbench.rundir.reader import SPAN_FIELDS, cumulated, micro_batches_of, read_lines
+from ifbbench.rundir.reader import SPAN_FIELDS, check_lines, cumulated, micro_batches_of, read_lines
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.studies.log import BatchCounts, BatchTracker, Log, overlap_of_periods
@@ -63,10 +63,7 @@ def read_run(log: Log) -> None:
     if not rows:
         raise InputError(f"{directory}: has no iterations; expected iterations.jsonl of a run.")
     last, recorded = max(row["iteration_counter"] for row in rows), int(config.get("iteration_stats_every") or 1)
-    if last > (len(rows) + 1) * recorded:
-        raise InputError(
-            f"{path}: has iteration {last}, but {len(rows)} lines; expected one for each. Restore the file."
-        )
+    check_lines(path, last, len(rows), recorded)
     every = micro_batches_of(config)
     works = _works(directory, last, every)
     _add_samples(log, rows, [works[row["iteration_counter"]] for row in rows], every)

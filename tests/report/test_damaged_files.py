@@ -303,6 +303,42 @@ def test_a_span_of_a_billion_iterations_takes_no_memory(
     assert "not enough memory" not in printed
 
 
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("file", "field", "value", "expected"),
+    [
+        ("iterations.jsonl", "Iteration Counter", 3_000_000, "has iteration 3000000, but"),
+        ("iterations.jsonl", "start_s", 1e19, "line"),
+    ],
+)
+def test_a_number_far_beyond_those_of_the_run_is_refused(
+    file: str,
+    field: str,
+    value: float,
+    expected: str,
+    every: int,
+    results: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Arrays of all iterations, and times in nanoseconds, would not hold it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.jsonl").symlink_to(results / "trace.jsonl")
+    shutil.copytree(results / "run", tmp_path / "run")
+    outcomes = Outcomes("numbers")
+    outcomes.attack([*RUN, "--output", "damaged", "--iteration_stats_every", str(every)], "a run")
+    path = tmp_path / "damaged" / file
+    lines = path.read_text().splitlines()
+    row = json.loads(lines[1])
+    (row if field in row else row["ifbbench"])[field] = value
+    path.write_text("\n".join([lines[0], json.dumps(row), *lines[2:]]) + "\n")
+    for command in ("why damaged", "export damaged --format perfetto", "plot damaged --only timeline"):
+        printed = outcomes.attack(command.split(), f"{field} of {value} in {file}")
+        refused = field != "start_s" or command.startswith("export")
+        assert not refused or (f"Error: damaged/{file}" in printed and expected in printed), f"{command}: {printed}"
+    assert not outcomes.problems, "\n\n".join([outcomes.report(), *outcomes.problems])
+
+
 @pytest.mark.parametrize(
     ("column", "text", "expected"),
     [
