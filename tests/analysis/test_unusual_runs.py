@@ -195,7 +195,7 @@ def test_a_run_whose_executor_failed(trace: Path, normal: Path, tmp_path: Path, 
 
     monkeypatch.setattr(SimulatedExecutor, "submit", fail)
     with pytest.raises(IfbbenchError, match="device lost"):
-        simulate(tmp_path, "run", trace, policy="max_utilization")
+        simulate(tmp_path, "run", trace, policy="max_utilization", overlap="partitioned")  # which runs batches
     answer = json.loads(run("why", tmp_path / "run", "--json"))
     assert answer["partial"]
     failed = [
