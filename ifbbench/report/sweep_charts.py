@@ -19,6 +19,8 @@ from ifbbench.report.sweep_metrics import (
     BOUND_BY,
     LOG_FROM_RATIO,
     METRICS,
+    MISSED_COLOUR,
+    MISSED_MARKS,
     Metric,
     colour_of,
     is_complete,
@@ -106,7 +108,7 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
             f"knee: {text_of(knee)}", (knee, 0), xytext=(4, 4), textcoords="offset points", fontsize=8, color=MUTED
         )
     each = "a line for each" if len(groups) > 1 else "the same for each"
-    missed = "empty marks miss an objective" if any(meets_objectives(row) is False for row in rows) else ""
+    missed = MISSED_MARKS if any(meets_objectives(row) is False for row in rows) else ""
     notes = [subject_of(rows), f"{each} {' and '.join(others)}" if others else "", missed]
     title(panels[0], f"Sweep over {over}", " · ".join(filter(None, notes)))
     if 1 < len(groups) <= MAX_LINES:
@@ -194,7 +196,9 @@ def _draw_missed(
     """Empty the marks of the points that miss an objective."""
     missed = [(x, y) for x, y, row in zip(positions, values, rows, strict=True) if meets_objectives(row) is False]
     if missed:
-        axes.plot(*zip(*missed, strict=True), "o", color=colour, markersize=size, markerfacecolor="white", zorder=3)
+        axes.plot(
+            *zip(*missed, strict=True), "o", color=colour, markersize=size, markerfacecolor=MISSED_COLOUR, zorder=3
+        )
 
 
 def _draw_groups(

@@ -20,6 +20,8 @@ from ifbbench.report.style import in_percent, round_ticks, title
 from ifbbench.report.sweep_metrics import (
     LOG_FROM_RATIO,
     METRICS,
+    MISSED_COLOUR,
+    MISSED_MARKS,
     THROUGHPUT,
     colour_of,
     is_complete,
@@ -29,7 +31,7 @@ from ifbbench.report.sweep_metrics import (
     text_of,
     ticks_of,
 )
-from ifbbench.report.sweep_table import SHORT_NAMES, SweepRow, number_in
+from ifbbench.report.sweep_table import SHORT_NAMES, SweepRow, meets_objectives, number_in
 from ifbbench.rundir.reader import Floats
 
 # The metrics of heat maps, and the latencies that throughput is drawn against.
@@ -43,6 +45,8 @@ OFFSETS = tuple(
     for across, up in ((-1, 1), (1, -1), (1, 0), (-1, 0), (1, 1), (-1, -1), (0, 1), (0, -1))
 )
 MARK_RADIUS, LINE_PIECES = 3.5, 40
+# How many times as far as from its own point a label is from each other point.
+CLEARLY_NEARER = 1.5
 # Points that the chart of limits has a bar for, and those up to which its bars are wide.
 MAX_BARS, MAX_WIDE_BARS = 300, 48
 
@@ -126,7 +130,15 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
         points = [(number_in(row, key), number_in(row, THROUGHPUT), row) for row in complete]
         known = [(x * scale, y, row) for x, y, row in points if x is not None and y is not None]
         for x, y, row in known:
-            axes.plot(x, y, "o", color=colour_of(main_limit(row) or "none"), markersize=5, zorder=2)
+            axes.plot(
+                x,
+                y,
+                "o",
+                color=colour_of(main_limit(row) or "none"),
+                markersize=5,
+                zorder=2,
+                markerfacecolor=MISSED_COLOUR if meets_objectives(row) is False else None,
+            )
         front = pareto_front([(x, y) for x, y, _ in known])
         axes.plot([known[i][0] for i in front], [known[i][1] for i in front], "-", color=INK, linewidth=1.2, zorder=1)
         xs = [x for x, _, _ in known]
@@ -149,7 +161,8 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     figure.legend(handles=handles, loc="outside lower center", ncols=5)
     left_out = len(rows) - len(complete)
     note = f"{left_out} points with failed requests are left out" if left_out else f"labels: {', '.join(varied)}"
-    title(panels[0], "Throughput against latency", " · ".join(filter(None, (subject_of(rows), note))))
+    missed = MISSED_MARKS if any(meets_objectives(row) is False for row in complete) else ""
+    title(panels[0], "Throughput against latency", " · ".join(filter(None, (subject_of(rows), note, missed))))
     if (engine := figure.get_layout_engine()) is not None:
         engine.execute(figure)
     for axes, marks, of_front in drawn:
@@ -164,7 +177,8 @@ def _label_front(
     varied: Sequence[str],
 ) -> None:
     """Write the settings beside points of the front: the last, the first, then those between them. A label covers no
-    point, no other label and not the line of the front, and is within the axes; a point without room has none.
+    point, no other label and not the line of the front, is within the axes, and nearer to its point than to any other;
+    a point without room has none.
 
     After the layout, which decides where there is room. points: all marks of these axes, front included."""
     renderer: Any = FigureCanvasAgg(axes.figure).get_renderer()  # type: ignore[arg-type,no-untyped-call]
@@ -182,7 +196,7 @@ def _label_front(
         )
         for x, y in places
     ]
-    inside = axes.get_window_extent()
+    inside = axes.get_window_extent().padded(-MARK_RADIUS * size)
     for index in dict.fromkeys((len(front) - 1, *range(len(front)))) if front else ():
         x, y, row = front[index]
         text = ", ".join(text_of(row[name]) for name in varied)
@@ -192,11 +206,18 @@ def _label_front(
             label.set(position=offset, ha=across, va=up)
             box = label.get_window_extent(renderer)
             is_inside = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
-            if is_inside and not box.count_overlaps(taken):
+            own, *others = _distances(box, np.concatenate([corners[[index]], marks[(marks != corners[index]).any(1)]]))
+            if is_inside and min(others, default=np.inf) > CLEARLY_NEARER * own and not box.count_overlaps(taken):
                 taken.append(box)
                 break
         else:
             label.remove()
+
+
+def _distances(box: Bbox, points: Floats) -> list[float]:
+    """The distance of `box` from each point, of shape [points, 2]."""
+    nearest = np.clip(points, [box.x0, box.y0], [box.x1, box.y1])
+    return np.hypot(*(points - nearest).T).tolist()  # type: ignore[no-any-return]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -20,6 +20,8 @@ LONG_FROM = 1e5
 LETTERS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 # The ratio of the largest to the smallest value from which an axis is logarithmic.
 LOG_FROM_RATIO = 8
+# How points that miss an objective are drawn, and what a chart says of them.
+MISSED_COLOUR, MISSED_MARKS = "white", "empty marks miss an objective"
 MIN_KNEE_POINTS, MIN_KNEE_HEIGHT = 4, 0.15
 
 

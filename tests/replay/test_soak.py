@@ -162,7 +162,7 @@ DRAWS: dict[str, Draw] = {
     "pp_size": sometimes(0.06, 2, 4),
     "check_ranks": sometimes(0.02, 1, 7),
     "rank_timeout": sometimes(0.02, 60.0),
-    "engine_overhead": sometimes(0.3, "vllm"),
+    "engine_overhead": sometimes(0.3, "vllm", "sglang", "tensorrt-llm"),
     "draft_model": sometimes(0.06, "tiny"),
     "draft_ngram": sometimes(0.12, 1, 3),
     "draft_len": sometimes(0.06, 1, 3, 7),

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -159,6 +160,53 @@ def test_points_with_failed_requests_are_not_on_the_front() -> None:
         figure = draw_pareto(rows, ["batch", "policy"])
     highest = [max(np.max(np.asarray(line.get_ydata(), dtype=float)) for line in axes.lines) for axes in figure.axes]
     assert highest == [801, 801]
+
+
+def test_points_that_miss_an_objective_have_empty_marks() -> None:
+    rows = rows_of_grid()
+    for number, row in enumerate(rows):
+        row["slo.ttft.met"] = number % 3 == 0
+    with styled():
+        figure = draw_pareto(rows, ["batch", "policy"])
+    for axes in figure.axes:
+        marks = [line for line in axes.lines if line.get_marker() == "o"]
+        assert [line.get_markerfacecolor() != "white" for line in marks] == [row["slo.ttft.met"] for row in rows]
+        assert all(line.get_markeredgecolor() != "white" for line in marks)
+    assert "empty marks miss an objective" in "".join(text.get_text() for text in figure.axes[0].texts)
+
+
+def test_a_label_is_nearest_to_its_own_point() -> None:
+    rows = [
+        {
+            "trace": "t",
+            "batch": batch,
+            "requests.failed": 0,
+            "ttft_s.p99": ttft_s,
+            "tpot_s.p99": tpot_s,
+            "output_throughput_tokens_per_s": tokens,
+            "error": "",
+        }
+        for batch, ttft_s, tpot_s, tokens in (
+            (1024, 0.112, 11.7, 1753),
+            (256, 0.182, 9.04, 1754),
+            (4, 35.2, 7.39, 590),
+            (8, 12.0, 7.68, 1070),
+        )
+    ]
+    with styled():
+        figure = draw_pareto(rows, ["batch"])
+        renderer = FigureCanvasAgg(figure).get_renderer()
+    names, labels = [str(row["batch"]) for row in rows], 0
+    for axes in figure.axes:
+        marks = [line.get_xydata()[0] for line in axes.lines if line.get_marker() == "o"]
+        places = dict(zip(names, axes.transData.transform(marks), strict=True))
+        for text in axes.texts:
+            if text.get_text() in names:
+                box = text.get_window_extent(renderer)
+                away = {name: np.hypot(*(place - np.clip(place, box.min, box.max))) for name, place in places.items()}
+                assert min(away, key=away.__getitem__) == text.get_text()
+                labels += 1
+    assert labels > 3
 
 
 @pytest.mark.parametrize(

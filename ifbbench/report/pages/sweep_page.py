@@ -8,7 +8,7 @@ from typing import Any
 from ifbbench.report.limits import BINDING, limit_colours, limit_name
 from ifbbench.report.pages.page import write_html
 from ifbbench.report.sweep_metrics import BOUND_BY, METRICS, is_complete, knee_of, subject_of, ticks_of, varied_in
-from ifbbench.report.sweep_table import GROWTH, SWEEP_COLUMNS, WHERE_ANY, SweepRow, number_in, shares
+from ifbbench.report.sweep_table import GROWTH, SWEEP_COLUMNS, WHERE_ANY, SweepRow, meets_objectives, number_in, shares
 from ifbbench.settings.config import settings
 from ifbbench.settings.fields import as_text
 
@@ -47,6 +47,7 @@ def write_sweep_page(
                 "values": [row.get(key) for key in over],
                 "error": row.get("error"),
                 "complete": is_complete(row),
+                "meets": meets_objectives(row),
                 "shares": shares(row, BOUND_BY),
                 "command": command_of(row),
                 "runs": runs.get(Path(str(row.get("output"))).name, []),

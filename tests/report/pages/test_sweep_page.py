@@ -158,6 +158,30 @@ def test_the_front_is_of_points_that_no_other_one_beats(page: Any) -> None:
     assert len(page.locator("#pareto .front").first.get_attribute("points").split()) == len(best)
 
 
+def test_points_that_miss_an_objective_have_empty_marks(tmp_path: Path, opened: Any) -> None:
+    _invoke(
+        *SWEEP.split(),
+        "--over",
+        "max_batch_size=4,16,64",
+        "--slo",
+        "ttft.p99=5s",
+        "--keep",
+        "summary",
+        "--output",
+        str(tmp_path / "sweep"),
+    )
+    _invoke("plot", str(tmp_path / "sweep"), "--html")
+    met = [row["slo.ttft.p99.met"] for row in read_sweep(tmp_path / "sweep").rows]
+    assert {True, False} == set(met), "one of each is needed"
+    page = opened(tmp_path / "sweep" / "sweep.html")
+    for chart in ("#pareto", "#curves"):
+        for number, is_met in enumerate(met):
+            mark = page.locator(f"{chart} circle.mark[data-point='{number}']").first
+            assert (mark.get_attribute("fill") == "var(--ground)") is not is_met
+            assert mark.get_attribute("stroke") != "var(--ground)"
+    assert "empty marks miss an objective" in page.locator("#legend").inner_text()
+
+
 def test_failed_points_and_a_sweep_over_one_setting(tmp_path: Path, opened: Any) -> None:
     directory = tmp_path / "windows"
     done = CliRunner().invoke(

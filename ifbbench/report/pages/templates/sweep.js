@@ -160,7 +160,8 @@ function start() {
     element("p", { class: "settings" }, `${sweep.name} · ${grouped(sweep.points.length)} points${failed ? `, ${grouped(failed)} failed` : ""}`));
   const limits = [...new Set(sweep.all.map(i => sweep.limitOf(i)))];
   by("limit").append(...limits.map(limit => element("option", { value: limit }, sweep.nameOf(limit))));
-  by("legend").append("bound by: ", ...[...new Set(sweep.points.flatMap(one => Object.keys(one.shares).filter(limit => one.shares[limit] > 0)))].map(limit => element("span", {}, element("i", { style: `background:${sweep.colourOf(limit)}` }), sweep.nameOf(limit))));
+  by("legend").append("bound by: ", ...[...new Set(sweep.points.flatMap(one => Object.keys(one.shares).filter(limit => one.shares[limit] > 0)))].map(limit => element("span", {}, element("i", { style: `background:${sweep.colourOf(limit)}` }), sweep.nameOf(limit))),
+    ...(sweep.points.some(one => one.meets === false) ? [element("span", {}, "empty marks miss an objective")] : []));
   const options = () => (varied.length ? varied : over).map(name => element("option", { value: name }, name));
   by("against").append(...options());
   for (const id of ["map-rows", "map-columns"]) by(id).append(...options());

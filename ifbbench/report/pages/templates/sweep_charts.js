@@ -87,10 +87,10 @@ function lineKey(k) {
   return svg;
 }
 
-/** A mark of a point, with what a click and the pointer on it do. */
+/** A mark of a point, with what a click and the pointer on it do. Circles of points that miss an objective are empty. */
 function mark(sweep, add, i, tag, attributes) {
-  const shown = sweep.shown.has(i);
-  return add(tag, { ...attributes, class: sweep.selected === i ? "mark selected" : "mark", opacity: shown ? 1 : 0.15, "data-point": i,
+  const shown = sweep.shown.has(i), empty = tag === "circle" && sweep.points[i].meets === false ? { fill: "var(--ground)", stroke: attributes.fill, "stroke-width": 1.5 } : {};
+  return add(tag, { ...attributes, ...empty, class: sweep.selected === i ? "mark selected" : "mark", opacity: shown ? 1 : 0.15, "data-point": i,
     onclick: () => sweep.select(i), onpointermove: event => sweep.hover(i, event), onpointerleave: () => sweep.hover(null) });
 }
 
