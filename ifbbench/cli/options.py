@@ -558,10 +558,12 @@ def _parse(suffix: str, text: str) -> Any:
             raise InputError(f"not valid JSON: {error}.") from error
     if suffix not in CONFIG_SUFFIXES:
         raise InputError("the name of a config file must end in .toml, .yaml or .yml, or be run.json.")
-    import yaml
+    from yaml import YAMLError
+
+    from ifbbench.yaml_text import parse_yaml
 
     try:
-        # BaseLoader keeps every value as text, as on the command line; otherwise `device: null` would be no device.
-        return yaml.load(text, Loader=yaml.BaseLoader) or {}
-    except yaml.YAMLError as error:
+        # Every value is kept as text, as on the command line; otherwise `device: null` would be no device.
+        return parse_yaml(text, as_texts=True) or {}
+    except YAMLError as error:
         raise InputError(f"not valid YAML: {' '.join(str(error).split())}.") from error

@@ -147,15 +147,17 @@ def _plain(value: Any) -> Any:
 
 def read_spec(path: Path) -> WorkloadSpec:
     """The specification in the file at `path`; InputError names the file and the key that is wrong."""
-    import yaml
+    from yaml import YAMLError
+
+    from ifbbench.yaml_text import parse_yaml
 
     with located(str(path), "See datasets/README.md for what a workload specification holds."):
         try:
             text = read_text(path)
-            document = tomllib.loads(text) if path.suffix.lower() == ".toml" else yaml.safe_load(text)
+            document = tomllib.loads(text) if path.suffix.lower() == ".toml" else parse_yaml(text)
         except OSError as error:
             raise InputError(f"cannot be read: {error.strerror}.") from error
-        except (ValueError, RecursionError, yaml.YAMLError) as error:
+        except (ValueError, RecursionError, YAMLError) as error:
             raise InputError(f"not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())[:300]}.") from error
         return parse_spec(document, default_name=path.stem)
 

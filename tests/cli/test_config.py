@@ -1,6 +1,7 @@
 """`ifbbench config`, and config files that name the trace, sweep settings, or are those of a run or a sweep."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ifbbench.cli.options import PLACES, given_config
 from ifbbench.cli.run import SweepKeys
 from ifbbench.settings.config import settings
 from ifbbench.settings.names import from_mapping
+from ifbbench.yaml_text import parse_yaml
 
 SIMULATED = ["--device", "h100-sxm", "--model", "llama-3.1-8b", "--max_num_samples", "12", "--request_rate", "20"]
 SWEEP = """
@@ -303,3 +305,26 @@ def test_a_sweep_says_which_objectives_no_point_meets_and_which_all_do() -> None
     easy = ifbbench("sweep", "chat", *SIMULATED, *over, "--slo", "ttft=100s", "--output", "b").stdout
     assert "Every point meets every objective" in easy
     assert "No point" not in easy
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("twice.yaml", "max_batch_size: 4\nseed: 1\nmax_batch_size: 5\n"),
+        ("twice.yaml", "over:\n  max_batch_size: 2,4\n  max_batch_size: 8\n"),
+        ("twice.toml", "max_batch_size = 4\nmax_batch_size = 5\n"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    done = CliRunner().invoke(main, ["sweep" if "over" in content else "run", "--config", str(tmp_path / name)])
+    assert done.exit_code == 2
+    assert re.search("there twice|Cannot overwrite a value", done.stderr), done.stderr
+    assert str(tmp_path / name) in done.stderr
+
+
+def test_keys_that_are_merged_into_a_mapping_are_not_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("a: &a {seed: 1, max_batch_size: 4}\nb: &b\n  <<: *a\n  seed: 2\nc:\n  <<: *b\n  seed: 3\n")
+    assert parse_yaml(path.read_text())["c"] == {"seed": 3, "max_batch_size": 4}
+    assert parse_yaml("") is None
