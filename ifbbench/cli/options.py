@@ -560,7 +560,7 @@ def _parse(suffix: str, text: str) -> Any:
         raise InputError("the name of a config file must end in .toml, .yaml or .yml, or be run.json.")
     from yaml import YAMLError
 
-    from ifbbench.yaml_text import parse_yaml
+    from ifbbench.settings.yaml_text import parse_yaml
 
     try:
         # Every value is kept as text, as on the command line; otherwise `device: null` would be no device.

@@ -149,7 +149,7 @@ def read_spec(path: Path) -> WorkloadSpec:
     """The specification in the file at `path`; InputError names the file and the key that is wrong."""
     from yaml import YAMLError
 
-    from ifbbench.yaml_text import parse_yaml
+    from ifbbench.settings.yaml_text import parse_yaml
 
     with located(str(path), "See datasets/README.md for what a workload specification holds."):
         try:

@@ -14,7 +14,7 @@ from ifbbench.cli.options import PLACES, given_config
 from ifbbench.cli.run import SweepKeys
 from ifbbench.settings.config import settings
 from ifbbench.settings.names import from_mapping
-from ifbbench.yaml_text import parse_yaml
+from ifbbench.settings.yaml_text import parse_yaml
 
 SIMULATED = ["--device", "h100-sxm", "--model", "llama-3.1-8b", "--max_num_samples", "12", "--request_rate", "20"]
 SWEEP = """

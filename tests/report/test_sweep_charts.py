@@ -198,8 +198,8 @@ def test_a_label_is_nearest_to_its_own_point() -> None:
         renderer = FigureCanvasAgg(figure).get_renderer()
     names, labels = [str(row["batch"]) for row in rows], 0
     for axes in figure.axes:
-        marks = [line.get_xydata()[0] for line in axes.lines if line.get_marker() == "o"]
-        places = dict(zip(names, axes.transData.transform(marks), strict=True))
+        marks = [np.asarray(line.get_xydata())[0] for line in axes.lines if line.get_marker() == "o"]
+        places = dict(zip(names, axes.transData.transform(np.array(marks)), strict=True))
         for text in axes.texts:
             if text.get_text() in names:
                 box = text.get_window_extent(renderer)
