@@ -105,7 +105,7 @@ class AttentionWindow:
         """The places of registered tokens, the bubble counted.
 
         This is the only definition of the wrap in Python. The Triton kernels restate it in
-        `kernels.attention_parts.cache_offsets`, because they cannot call Python."""
+        `torch.kernels.launch.cache_offsets`, because they cannot call Python."""
         first = self.sink + self.bubble
         return np.where(  # type: ignore[return-value]
             registered < self.capacity, registered, first + (registered - first) % (self.capacity - first)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # it imports Triton, which is not installed everywhere
 
 
 class ModelExecutor:
-    """An `ifbbench.engine.batch.Executor` that runs batches through a model over a KV cache of its own.
+    """An `ifbbench.engine.interfaces.Executor` that runs batches through a model over a KV cache of its own.
 
     The newest token of each slot stays on the device, so that a batch can start before the host has the tokens of the
     batch before.
