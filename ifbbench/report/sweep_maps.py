@@ -177,8 +177,8 @@ def _label_front(
     varied: Sequence[str],
 ) -> None:
     """Write the settings beside points of the front: the last, the first, then those between them. A label covers no
-    point, no other label and not the line of the front, is within the axes, and nearer to its point than to any other;
-    a point without room has none.
+    point, no other label and not the line of the front, is within the axes, and clearly nearer to its point than to any
+    other, but for the two ends; a point without room has none.
 
     After the layout, which decides where there is room. points: all marks of these axes, front included."""
     renderer: Any = FigureCanvasAgg(axes.figure).get_renderer()  # type: ignore[arg-type,no-untyped-call]
@@ -202,16 +202,26 @@ def _label_front(
         text = ", ".join(text_of(row[name]) for name in varied)
         label = axes.annotate(text, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=7, color=INK)
         label.set_in_layout(False)
+        # How much nearer to its own point than to any other, of each position that is free.
+        free: list[tuple[float, tuple[Any, str, str], Bbox]] = []
         for offset, across, up in OFFSETS:
             label.set(position=offset, ha=across, va=up)
             box = label.get_window_extent(renderer)
             is_inside = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
-            own, *others = _distances(box, np.concatenate([corners[[index]], marks[(marks != corners[index]).any(1)]]))
-            if is_inside and min(others, default=np.inf) > CLEARLY_NEARER * own and not box.count_overlaps(taken):
-                taken.append(box)
-                break
-        else:
+            if is_inside and not box.count_overlaps(taken):
+                own, *others = _distances(
+                    box, np.concatenate([corners[[index]], marks[(marks != corners[index]).any(1)]])
+                )
+                free.append((min(others, default=np.inf) / max(own, 1e-9), (offset, across, up), box))
+        clear = [one for one in free if one[0] > CLEARLY_NEARER]
+        if not clear and free and index in (0, len(front) - 1):  # the ends of the front are labelled in a crowd, too
+            clear = [max(free, key=lambda one: one[0])]
+        if not clear:
             label.remove()
+            continue
+        _, (offset, across, up), box = clear[0]
+        label.set(position=offset, ha=across, va=up)
+        taken.append(box)
 
 
 def _distances(box: Bbox, points: Floats) -> list[float]:
