@@ -31,7 +31,7 @@ def write_checkpoint(shape: str, directory: Path, device: torch.device) -> None:
 
 
 def _drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Of the size that keeps the size of what goes in, as `ifbbench.torch.model.weights.random_weights` has it."""
+    """A tensor with the standard deviation of `ifbbench.torch.model.weights.random_weights`."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     scale = 1.0 if "embed" in name else 1 / math.sqrt(shape[1])

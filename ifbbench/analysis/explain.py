@@ -11,7 +11,6 @@ from ifbbench.report import percent
 from ifbbench.report.limits import fullest_window, waits_for
 from ifbbench.settings.modes import Overlap
 
-BEFORE_ITERATION = "waiting_iteration"
 SETTING_OF = {
     "batch_size": "max_batch_size",
     "num_tokens": "max_num_tokens",

@@ -14,7 +14,7 @@ from typing import Any
 from ifbbench.clock import Clock, WallClock
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor, Observer
-from ifbbench.engine.loop import TokenGenerationLoop
+from ifbbench.engine.loop import NextChange, TokenGenerationLoop, no_stop_signals, nothing_queued
 from ifbbench.engine.pickling import dumps, loads
 from ifbbench.engine.records import IterationRecord, ScheduleDigest, Stretch
 from ifbbench.engine.request import Request
@@ -222,9 +222,9 @@ class RankLoop(TokenGenerationLoop):
         get_requests: Callable[[int], list[Request]] = lambda count: [],
         send_response: Callable[[Response], None] = _ignored,
         observer: Observer | None = None,
-        queued: Callable[[], int] = lambda: 0,
-        poll_stop_signals: Callable[[], Collection[int]] = lambda: (),
-        next_change: Callable[[float], float | None] | None = None,
+        queued: Callable[[], int] = nothing_queued,
+        poll_stop_signals: Callable[[], Collection[int]] = no_stop_signals,
+        next_change: NextChange | None = None,
         next_priority: Callable[[], float | None] | None = None,
     ) -> None:
         """As `TokenGenerationLoop`; functions other than rank 0's are not called. check_interval: iterations between

@@ -32,6 +32,14 @@ HELP = {
     "num_loras": "Random adapters, which requests name lora-0, lora-1 and so on; without --lora_dir.",
 }
 
+engine_config_option = click.option(
+    "config_file",
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Settings of the engine from a YAML or TOML file; options on the command line win.",
+)
+
 
 class ServeCommand(SettingsCommand):
     """A command with the settings of the server before those of the engine."""
@@ -42,13 +50,7 @@ class ServeCommand(SettingsCommand):
 
 
 @click.command(cls=ServeCommand)
-@click.option(
-    "config_file",
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Settings of the engine from a YAML or TOML file; options on the command line win.",
-)
+@engine_config_option
 def serve(config_file: Path | None, **options: Any) -> None:
     """Serve a model, or a simulated device at its pace, to OpenAI clients.
 

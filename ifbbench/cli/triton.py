@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ifbbench.cli.options import SettingOption, SettingsCommand, given_config
-from ifbbench.cli.serve import NAMES
+from ifbbench.cli.serve import NAMES, engine_config_option
 from ifbbench.serving.triton_repository import TritonConfig, triton_settings, write_repository
 
 HELP = {
@@ -25,13 +25,7 @@ class TritonCommand(SettingsCommand):
 
 
 @click.command(cls=TritonCommand)
-@click.option(
-    "config_file",
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Settings of the engine from a YAML or TOML file; options on the command line win.",
-)
+@engine_config_option
 @click.option(
     "--model_repository",
     type=click.Path(path_type=Path, file_okay=False),

@@ -155,13 +155,6 @@ class KvCacheManager(PagedCache):
         self._filled += new
         self.registered[rows] = registered
 
-    def remove_token(self, slot: int) -> None:
-        """Remove the newest token (a rejected draft). If that empties its block, the block is the next to be taken."""
-        self._filled -= int(self.registered[slot] <= self.attention_window.capacity)
-        self.registered[slot] -= 1
-        if self.registered[slot] % self.attention_window.tokens_per_block == 0:
-            self._shrink(slot)
-
     def rewind(self, rows: Rows, registered: Rows) -> None:
         before, size = self.registered[rows], self.attention_window.tokens_per_block
         self._filled -= int((before - registered).sum())

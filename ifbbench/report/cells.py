@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 from ifbbench.errors import InputError
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PHASE_COLOURS, REQUEST_COLOURS
 from ifbbench.report.limits import LIMITS, limit_name, window_name
-from ifbbench.report.style import LIMIT_DASHES, heading, legend_above, limit_of, round_ticks
+from ifbbench.report.style import LIMIT_DASHES, heading, is_near, legend_above, limit_of, round_ticks
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import find_lines
 
@@ -248,7 +248,7 @@ def _blocks_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
 
 def _limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:
     """As draw_limit, with the name at the top: the numbers of the bars are at the line."""
-    near = limit is not None and limit <= 3 * highest
+    near = is_near(limit, highest)
     axes.set_ylim(0, max(highest, (limit or 0) if near else 0, 1.0) * 1.5)
     if limit is None:
         return

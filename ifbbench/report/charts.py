@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ifbbench.errors import InputError
-from ifbbench.report import percent, significant
+from ifbbench.report import percent
 from ifbbench.report.cells import draw_cells, tint
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PAUSE, PHASE_COLOURS
@@ -30,6 +30,7 @@ from ifbbench.report.style import (
     draw_limit,
     heading,
     in_percent,
+    label_mean,
     legend_above,
     line_styles,
     nothing_to_draw,
@@ -184,16 +185,7 @@ def _rate(axes: Axes, bins: TimeBins, tokens: Floats, phase: str, label: str) ->
     axes.stairs(rates, bins.edges, fill=True, color=PHASE_COLOURS[phase], linewidth=0)
     mean = tokens[tokens == tokens].sum() / (bins.edges_s[-1] - bins.edges_s[0])
     axes.axhline(mean, color=INK, linewidth=0.8, linestyle=":")
-    axes.annotate(
-        f"mean {significant(mean)}",
-        (1, mean),
-        xycoords=("axes fraction", "data"),
-        xytext=(4, 0),
-        textcoords="offset points",
-        color=INK,
-        fontsize=8,
-        va="center",
-    )
+    label_mean(axes, mean)
     axes.set_ylabel(label)
     axes.set_ylim(bottom=0)
     round_ticks(axes.yaxis)

@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ifbbench.report import percent, significant
+from ifbbench.report import percent
 from ifbbench.report.cells import tint
 from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS
 from ifbbench.report.figures import span_ends
@@ -15,6 +15,9 @@ from ifbbench.report.style import (
     TimeBins,
     heading,
     in_percent,
+    is_near,
+    label_limit,
+    label_mean,
     legend_above,
     limit_of,
     round_ticks,
@@ -71,25 +74,11 @@ def draw_budget(run: RunData) -> Figure:
 
 def _axis_to_limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:
     """Scale to the limit if the values come near it; else to the values, with the limit in words."""
-    near = limit is not None and limit <= 3 * highest
+    near = is_near(limit, highest)
     axes.set_ylim(0, max((limit or 0) * 1.2 if near else 0.0, highest * 1.25, 1.0))
     round_ticks(axes.yaxis, 5, whole=True)
-    if limit is None:
-        return
-    share = percent(highest / limit)
-    if near:
-        axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
-    axes.annotate(
-        f"{name} {limit:,} · largest use {share}",
-        (1, limit if near else 1),
-        xycoords=("axes fraction", "data" if near else "axes fraction"),
-        xytext=(-3, 3 if near else -3),
-        textcoords="offset points",
-        color=LIMIT,
-        fontsize=8,
-        ha="right",
-        va="bottom" if near else "top",
-    )
+    if limit is not None:
+        label_limit(axes, f"{name} {limit:,} · largest use {percent(highest / limit)}", limit, near)
 
 
 def _time_at(axes: Axes, values: Floats, weights: Floats, top: float, limit: int | None) -> None:
@@ -132,16 +121,7 @@ def draw_queue(run: RunData) -> Figure:
     if layers:
         legend_above(axes, min(len(layers), 3))
         mean = sum(waited_s.values()) / (bins.edges_s[-1] - bins.edges_s[0])
-        axes.annotate(
-            f"mean {significant(mean)}",
-            (1, mean),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            color=INK,
-            fontsize=8,
-            va="center",
-        )
+        label_mean(axes, mean)
     else:
         axes.text(0.5, 0.5, "no request waited for a limit", transform=axes.transAxes, ha="center", color=MUTED)
     bins.label(axes)

@@ -174,15 +174,23 @@ def stack(
 
 def draw_limit(axes: Axes, name: str, limit: float | None, highest: float) -> None:
     """Scale the y-axis for values up to `highest`; draw the setting `name` as a line if it is near, else in words."""
-    near = limit is not None and limit <= 3 * highest
+    near = is_near(limit, highest)
     axes.set_ylim(0, max(highest * 1.3, (limit or 0) * 1.3 if near else 0.0, 1.0))
-    if limit is None:
-        return
+    if limit is not None:
+        label_limit(axes, f"{name} {limit:,}" + ("" if near else " (above this scale)"), limit, near)
+
+
+def is_near(limit: float | None, highest: float) -> bool:
+    """Whether a chart of values up to `highest` has room for a line at `limit`."""
+    return limit is not None and limit <= 3 * highest
+
+
+def label_limit(axes: Axes, text: str, limit: float, near: bool) -> None:
+    """A line at `limit` with `text` above it if it is near; else `text` at the top."""
     if near:
         axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
-    words = f"{name} {limit:,}" + ("" if near else " (above this scale)")
     axes.annotate(
-        words,
+        text,
         (1, limit if near else 1),
         xycoords=("axes fraction", "data" if near else "axes fraction"),
         xytext=(-3, 3 if near else -3),
@@ -191,6 +199,20 @@ def draw_limit(axes: Axes, name: str, limit: float | None, highest: float) -> No
         fontsize=8,
         ha="right",
         va="bottom" if near else "top",
+    )
+
+
+def label_mean(axes: Axes, mean: float) -> None:
+    """The mean in words, to the right of the axes and at its height."""
+    axes.annotate(
+        f"mean {significant(mean)}",
+        (1, mean),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        color=INK,
+        fontsize=8,
+        va="center",
     )
 
 

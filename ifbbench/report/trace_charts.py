@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from ifbbench.report import count, percent, significant
 from ifbbench.report.colours import INK, MUTED, SERIES
-from ifbbench.report.style import in_percent, round_ticks, save, styled, title
+from ifbbench.report.style import in_percent, label_mean, round_ticks, save, styled, title
 from ifbbench.workload.reuse import reuse_distances
 from ifbbench.workload.statistics import TraceStatistics
 from ifbbench.workload.trace import RequestColumns, Trace, columns_of
@@ -87,16 +87,7 @@ def draw_arrivals(name: str, columns: RequestColumns, statistics: TraceStatistic
         axes.stairs(amounts / width_s, edges_s / per_unit, fill=True, color=colour, linewidth=0)
         mean = float(amounts.sum() / statistics.span_s)
         axes.axhline(mean, color=INK, linewidth=0.8, linestyle=":")
-        axes.annotate(
-            f"mean {significant(mean)}",
-            (1, mean),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            color=INK,
-            fontsize=8,
-            va="center",
-        )
+        label_mean(axes, mean)
         axes.set_ylabel(label)
         round_ticks(axes.yaxis, 4)
         axes.set_ylim(bottom=0)

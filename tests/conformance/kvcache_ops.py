@@ -193,8 +193,8 @@ class Operations:
             self.cache.add_tokens(np.array([self._slot(step["id"])]))
 
     def _rewind(self, step: Mapping[str, Any]) -> None:
-        for _ in range(step["count"]):
-            self.cache.remove_token(self._slot(step["id"]))
+        rows = np.array([self._slot(step["id"])])
+        self.cache.rewind(rows, self.cache.registered[rows] - step["count"])
 
     def _store_context(self, step: Mapping[str, Any]) -> None:
         self.cache.store_context(self._slot(step["id"]))

@@ -12,21 +12,7 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
-from tests.engine.engine import CheckingExecutor, run, token_of, with_tokens
-
-SMALL = BatchingConfig(
-    policy="guaranteed_no_evict",
-    max_batch_size=4,
-    max_num_tokens=12,
-    max_seq_len=40,
-    max_input_len=12,
-    tokens_per_block=4,
-    num_blocks=100,
-)
-
-
-def at_once(*requests):
-    return [(0, with_tokens(request)) for request in requests]
+from tests.engine.engine import CheckingExecutor, at_once, limits, run, token_of, with_tokens
 
 
 def documented_requests():
@@ -34,8 +20,8 @@ def documented_requests():
 
 
 def test_the_documented_example_without_chunks():
-    executor = CheckingExecutor(SMALL.tokens_per_block)
-    result = run(SMALL, documented_requests(), executor)
+    executor = CheckingExecutor(limits().tokens_per_block)
+    result = run(limits(), documented_requests(), executor)
     assert executor.frames[:4] == [
         ([(1, 5), (2, 5)], []),
         ([(3, 5), (4, 5)], [1, 2]),
@@ -51,7 +37,7 @@ def test_the_documented_example_without_chunks():
 
 
 def test_the_documented_example_with_chunks():
-    config = dataclasses.replace(SMALL, chunk_unit=1, max_input_len=39)
+    config = limits(chunk_unit=1, max_input_len=39)
     executor = CheckingExecutor(config.tokens_per_block)
     run(config, documented_requests(), executor)
     first, second, third = (executor.frames[iteration] for iteration in range(3))
@@ -62,7 +48,7 @@ def test_the_documented_example_with_chunks():
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization", "static_batch"])
 def test_generation_requests_are_in_the_batch_by_lora_id_and_then_in_order(policy):
-    config = dataclasses.replace(SMALL, max_batch_size=6, max_num_tokens=24, policy=policy)
+    config = limits(max_batch_size=6, max_num_tokens=24, policy=policy)
     lora_ids = [2, None, 1, 2, None, 1]
     requests = [Request(index, 2, 4, lora_task_id=lora_id) for index, lora_id in enumerate(lora_ids)]
     executor = CheckingExecutor(config.tokens_per_block)
@@ -95,7 +81,7 @@ def test_hardware_parity_28_of_64_requests_run_at_once():
 
 
 def test_a_paused_request_resumes_with_its_tokens_joined_and_makes_each_once():
-    config = dataclasses.replace(SMALL, policy="max_utilization", num_blocks=5)
+    config = limits(policy="max_utilization", num_blocks=5)
     executor = CheckingExecutor(config.tokens_per_block)
     first, second = Request(0, 4, 16), Request(1, 4, 16)
     result = run(config, at_once(first, second), executor)
@@ -109,7 +95,7 @@ def test_a_paused_request_resumes_with_its_tokens_joined_and_makes_each_once():
 
 
 def test_tokens_that_do_not_fit_the_resumed_prompt_are_made_and_counted_again():
-    config = dataclasses.replace(SMALL, policy="max_utilization", num_blocks=9, max_num_tokens=12, max_input_len=6)
+    config = limits(policy="max_utilization", num_blocks=9, max_num_tokens=12, max_input_len=6)
     executor = CheckingExecutor(config.tokens_per_block)
     second = Request(1, 4, 20)
     result = run(config, at_once(Request(0, 4, 28), second), executor)
@@ -122,14 +108,14 @@ def test_tokens_that_do_not_fit_the_resumed_prompt_are_made_and_counted_again():
 def test_an_end_token_ends_a_request_early():
     ending = Request(3, 5, 10)
     ending.stop = StopConditions(end_tokens=(1_000_000, token_of(ending, 5 + 2)))
-    result = run(SMALL, at_once(ending, Request(4, 5, 4)), CheckingExecutor(SMALL.tokens_per_block))
+    result = run(limits(), at_once(ending, Request(4, 5, 4)), CheckingExecutor(limits().tokens_per_block))
     outputs = {response.request.request_id: response.output_tokens for response in result.responses}
     lengths = {request_id: len(tokens) for request_id, tokens in outputs.items() if tokens is not None}
     assert lengths == {3: 3, 4: 4}
 
 
 def test_output_shorter_than_reserved_frees_the_reserve():
-    config = dataclasses.replace(SMALL, num_blocks=6)
+    config = limits(num_blocks=6)
     executor = CheckingExecutor(config.tokens_per_block)
     run(config, at_once(Request(0, 4, 20, output_len=2), Request(1, 4, 16)), executor)
     assert executor.frames[:3] == [([(0, 4)], []), ([], [0]), ([(1, 4)], [])]
@@ -147,7 +133,7 @@ def test_output_shorter_than_reserved_frees_the_reserve():
     ],
 )
 def test_a_refused_request_gets_an_error_and_the_run_continues(request_, named):
-    config = dataclasses.replace(SMALL, num_blocks=8)
+    config = limits(num_blocks=8)
     before, after = Request(1, 5, 3), Request(2, 5, 3)
     result = run(config, at_once(before, request_, after), CheckingExecutor(config.tokens_per_block))
     refusal = result.responses[0]
@@ -163,17 +149,17 @@ def test_a_refused_request_gets_an_error_and_the_run_continues(request_, named):
 def test_an_id_may_be_used_again_after_the_final_response():
     first, again = Request(1, 5, 3), Request(1, 5, 3)
     arrivals = [(0, with_tokens(first)), (10, with_tokens(again))]
-    assert run(SMALL, arrivals, CheckingExecutor(SMALL.tokens_per_block)).completed == [first, again]
+    assert run(limits(), arrivals, CheckingExecutor(limits().tokens_per_block)).completed == [first, again]
 
 
 def test_new_tokens_are_clamped_to_what_max_seq_len_leaves():
     request = Request(1, 12, 1000)
-    run(SMALL, at_once(request), NullExecutor())
+    run(limits(), at_once(request), NullExecutor())
     assert request.max_new_tokens == 28
 
 
 def test_higher_priority_enters_beyond_the_limit_and_holds_the_last():
-    config = dataclasses.replace(SMALL, max_batch_size=2)
+    config = limits(max_batch_size=2)
     executor = CheckingExecutor(config.tokens_per_block)
     arrivals = at_once(Request(0, 2, 6), Request(1, 2, 6), Request(2, 2, 6))
     arrivals.append((2, with_tokens(Request(3, 2, 3, priority=0.9))))
@@ -185,7 +171,7 @@ def test_higher_priority_enters_beyond_the_limit_and_holds_the_last():
 
 @pytest.mark.parametrize("name", ["LeavesOutForFairness", "PausesForFairness"])
 def test_a_policy_may_give_reasons_of_its_own(name):
-    config = dataclasses.replace(SMALL, policy=f"tests.engine.odd_policies:{name}")
+    config = limits(policy=f"tests.engine.odd_policies:{name}")
     requests = [Request(index, 4, 3) for index in range(3)]
     result = run(config, at_once(*requests), CheckingExecutor(4))
     assert len(result.completed) == 3
@@ -197,7 +183,7 @@ def test_a_policy_may_give_reasons_of_its_own(name):
 
 
 def test_a_policy_that_runs_no_request_is_reported_with_its_own_reason():
-    config = dataclasses.replace(SMALL, policy="tests.engine.odd_policies:StandsStill")
+    config = limits(policy="tests.engine.odd_policies:StandsStill")
     with pytest.raises(SchedulerStalled, match="request 0 by fairness"):
         run(config, at_once(Request(0, 4, 3)), CheckingExecutor(4))
 
@@ -212,7 +198,7 @@ def test_a_loop_is_freed_with_its_last_use():
     before = alive()  # those that the traceback of another test holds
     gc.disable()  # which would find cycles, at a time that does not depend on their size
     try:
-        run(SMALL, documented_requests(), NullExecutor())
+        run(limits(), documented_requests(), NullExecutor())
         assert alive() == before
     finally:
         gc.enable()

@@ -23,12 +23,35 @@ from ifbbench.engine.sampling_params import (
 )
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.sizing import CacheLayout
+from ifbbench.models.config import ModelConfig
 from ifbbench.torch.build import executor_class
 from ifbbench.torch.cache_windows import one_window_layout
 from ifbbench.torch.model.llama import ForwardInputs, Gpt2Model, LlamaModel
 from ifbbench.torch.model_executor import ModelExecutor
 
 CPU = torch.device("cpu")
+# An odd vocabulary; fewer KV heads than heads.
+SMALL = ModelConfig(
+    vocab_size=97,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    max_position_embeddings=512,
+)
+# Of the size of heads that the kernels need.
+MICRO = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=40,
+    max_position_embeddings=256,
+)
 
 
 class FakeRequest(Request):

@@ -1,5 +1,7 @@
 """Attention windows show what their rule says: as a dense decoder with the mask written out does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,19 +18,11 @@ from ifbbench.torch.model.llama import LlamaModel
 from ifbbench.torch.model.weights import random_weights
 from ifbbench.torch.model_executor import ModelExecutor
 from tests.engine.engine import Loop, scheduler_of
+from tests.torch import driving
 from tests.torch.dense_reference import dense_logits
 from tests.torch.driving import CPU, Driver, FakeRequest, RecordingModel, layout_driver, requests_of
 
-SMALL = ModelConfig(
-    vocab_size=97,
-    hidden_size=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position_embeddings=512,
-)
+SMALL = replace(driving.SMALL, num_layers=3)
 SEED = 3
 ALL_LAYERS = (0, 1, 2)
 LONGEST = 80

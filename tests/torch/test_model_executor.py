@@ -8,23 +8,12 @@ from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, NullExecutor, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.sampling_params import SamplingParams
-from ifbbench.models.config import ModelConfig
 from ifbbench.torch.cache_windows import one_window_layout
 from ifbbench.torch.model.llama import LlamaModel
 from ifbbench.torch.model.weights import random_weights
 from ifbbench.torch.model_executor import ModelExecutor
-from tests.torch.driving import CPU, driver_of, requests_of
+from tests.torch.driving import CPU, SMALL, driver_of, requests_of
 
-SMALL = ModelConfig(
-    vocab_size=97,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position_embeddings=512,
-)
 NO_REQUESTS = np.empty(0, np.int32)
 
 

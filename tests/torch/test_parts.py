@@ -21,20 +21,12 @@ from ifbbench.torch.model.llama import LlamaModel
 from ifbbench.torch.model.part import ModelPart
 from ifbbench.torch.model.weights import load_weights, random_weights
 from ifbbench.torch.pipeline import layout_of_stage
+from tests.torch import driving
 from tests.torch.driving import CPU, FakeRequest, driver_of, requests_of
 from tests.torch.ranks_in_threads import Ranks
 
 # An odd vocabulary and number of layers; fewer KV heads than ranks.
-SMALL = ModelConfig(
-    vocab_size=97,
-    hidden_size=32,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position_embeddings=512,
-)
+SMALL = replace(driving.SMALL, num_layers=3)
 GPT2_SMALL = replace(
     SMALL,
     architecture=GPT2,

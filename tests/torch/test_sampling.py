@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from ifbbench.engine.sampling_params import SamplingParams, uniform_numbers
-from ifbbench.models.config import ModelConfig
 from ifbbench.torch.model.llama import LlamaModel
 from ifbbench.torch.model.weights import random_weights
 from ifbbench.torch.sampling import Sampler, keep_most_likely
-from tests.torch.driving import CPU, driver_of, requests_of
+from tests.torch.driving import CPU, SMALL, driver_of, requests_of
 
 PROBABILITIES = torch.tensor([0.1, 0.4, 0.2, 0.3])
 
@@ -79,27 +78,17 @@ def test_uniform_numbers_are_even_and_belong_to_seed_and_counter() -> None:
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch_or_on_pauses() -> None:
-    config = ModelConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=512,
-    )
-    model = LlamaModel(config, random_weights(config, 0, CPU, torch.float32))
+    model = LlamaModel(SMALL, random_weights(SMALL, 0, CPU, torch.float32))
     lengths = [(9, 12), (20, 7), (30, 9), (6, 15), (77, 8)]
     outputs = []
     for slots, chunk, pauses in ((1, None, 0), (3, None, 0), (5, 8, 0), (2, 20, 3)):
-        requests = requests_of(lengths, config.vocab_size)
+        requests = requests_of(lengths, SMALL.vocab_size)
         for request in requests:
             top_k, top_p = (20, 0.9) if request.request_id % 2 else (0, 1.0)
             request.sampling = SamplingParams(1.3, top_k, top_p, seed=request.request_id)
         driver_of(model, slots, 16, 100).run(requests, chunk, pauses)
         outputs.append([request.outputs for request in requests])
     assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
-    greedy = requests_of(lengths, config.vocab_size)
+    greedy = requests_of(lengths, SMALL.vocab_size)
     driver_of(model, 5, 16, 100).run(greedy)
     assert [request.outputs for request in greedy] != outputs[0]

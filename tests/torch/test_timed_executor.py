@@ -5,23 +5,11 @@ import torch
 
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.step_profile import StepProfile, StepTimes
-from ifbbench.models.config import ModelConfig
 from ifbbench.torch.cache_windows import one_window_layout
 from ifbbench.torch.model.llama import LlamaModel
 from ifbbench.torch.model.weights import random_weights
 from ifbbench.torch.timed_executor import TimedExecutor
-from tests.torch.driving import CPU, Driver, driver_of, requests_of
-
-SMALL = ModelConfig(
-    vocab_size=97,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position_embeddings=512,
-)
+from tests.torch.driving import CPU, SMALL, Driver, driver_of, requests_of
 
 
 def work_of(batch: Batch) -> tuple[float, float]:

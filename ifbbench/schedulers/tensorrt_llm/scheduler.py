@@ -82,12 +82,10 @@ class TensorRtLlmScheduler:
         self._is_static = config.batching_type is BatchingType.V1
         # Members of a static batch that stay in it, computed along as padding, until the last one is complete.
         self._complete: list[Request] = []
-        may_repeat = is_steady and not (
+        self._may_repeat = is_steady and not (
             config.num_micro_batches > 1 or config.drafts.max_len or self._is_static or config.has_dynamic_limits
         )
-        # The latest plan, if it may be decided again, with `num_changes` of the active requests and
-        # `num_reuse_changes` when it was made.
-        self._may_repeat = may_repeat
+        # The latest plan, with `num_changes` of the active requests and `num_reuse_changes` when it was made.
         self._latest: tuple[Plan, int, int] | None = None
         self._repetition = Repetition(config, self.active, cache, self.adapters) if repeats else None
         self._in_flight: Sequence[InFlightIteration] = ()

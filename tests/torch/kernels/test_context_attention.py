@@ -1,8 +1,11 @@
 """Attention of context chunks against float64, with NaN everywhere that must not be read."""
 
+from typing import TypeAlias
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.torch.kernels.context_attention import context_attention
@@ -15,6 +18,7 @@ from tests.torch.kernels.scenes import Heads, Scene
 
 SMALL = AttentionTiles(rows=SMALLEST_DOT, keys=SMALLEST_DOT, warps=4, stages=1)
 ALL = AttentionWindow(tokens_per_block=8)
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 WINDOWS = {
     "linear": AttentionWindow(tokens_per_block=8, size=11, is_cyclic=False),
     "linear with sinks": AttentionWindow(tokens_per_block=8, size=12, sink=3, is_cyclic=False),
@@ -24,11 +28,15 @@ WINDOWS = {
 }
 
 
+def inputs_of(scene: Scene, tiles: Tensor) -> Inputs:
+    return scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables, tiles
+
+
 def check(scene: Scene, shape: AttentionTiles = SMALL) -> None:
     """Kernel and reference give the expected output and do not change other rows."""
     group = scene.heads.queries // scene.heads.keys
     tiles = torch.from_numpy(plan_tiles(scene.spans, shape.rows // group)).to(scene.device)
-    inputs = (scene.queries, scene.keys, scene.values, scene.key_cache, scene.value_cache, scene.block_tables, tiles)
+    inputs = inputs_of(scene, tiles)
     by_kernel, by_reference = scene.poisoned_output(), scene.poisoned_output()
     context_attention(*inputs, by_kernel, shape, window=scene.rule)
     context_attention_reference(*inputs, by_reference, window=scene.rule)
@@ -79,18 +87,7 @@ def test_a_batch_without_context(device: torch.device) -> None:
     tiles = torch.from_numpy(plan_tiles(scene.spans, 8)).to(device)
     assert tiles.shape == (0, 5)
     output = scene.poisoned_output()
-    context_attention(
-        scene.queries,
-        scene.keys,
-        scene.values,
-        scene.key_cache,
-        scene.value_cache,
-        scene.block_tables,
-        tiles,
-        output,
-        SMALL,
-        ALL,
-    )
+    context_attention(*inputs_of(scene, tiles), output, SMALL, ALL)
     assert output.isnan().all()
 
 
@@ -99,18 +96,7 @@ def test_large_numbers_stay_numbers(device: torch.device) -> None:
     scene.queries.mul_(1e3)
     tiles = torch.from_numpy(plan_tiles(scene.spans, 8)).to(device)
     output = scene.poisoned_output()
-    context_attention(
-        scene.queries,
-        scene.keys,
-        scene.values,
-        scene.key_cache,
-        scene.value_cache,
-        scene.block_tables,
-        tiles,
-        output,
-        SMALL,
-        ALL,
-    )
+    context_attention(*inputs_of(scene, tiles), output, SMALL, ALL)
     assert output[:-1].isfinite().all()
 
 
@@ -129,15 +115,4 @@ def test_a_failure_names_kernel_and_shapes(device: torch.device) -> None:
     scene = Scene([0], [5], Heads(), ALL, torch.float32, device)
     tiles = torch.from_numpy(plan_tiles(scene.spans, 8)).to(device)
     with pytest.raises(KernelError, match=r"context_attention failed .*queries \[6, 2, 32\] float32"):
-        context_attention(
-            scene.queries,
-            scene.keys,
-            scene.values,
-            scene.key_cache,
-            scene.value_cache,
-            scene.block_tables,
-            tiles,
-            scene.poisoned_output(),
-            AttentionTiles(16, 24, 4, 1),
-            ALL,
-        )
+        context_attention(*inputs_of(scene, tiles), scene.poisoned_output(), AttentionTiles(16, 24, 4, 1), ALL)

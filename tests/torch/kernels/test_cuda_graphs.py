@@ -13,7 +13,6 @@ from ifbbench.build import engine as engine_module
 from ifbbench.build.engine import build_engine, generate, warm_up
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.sizing import CacheLayout, WindowLayout
-from ifbbench.models.config import ModelConfig
 from ifbbench.settings.config import RunConfig
 from ifbbench.torch import build, cuda_graphs
 from ifbbench.torch.cuda_graphs import LARGEST_SIZE, CudaGraphRecorder, Recorder, ladder, padded
@@ -21,18 +20,8 @@ from ifbbench.torch.model import tensors
 from ifbbench.torch.model.kernel_llama import KernelLlama
 from ifbbench.torch.model.weights import random_weights
 from ifbbench.torch.model_executor import ModelExecutor
-from tests.torch.driving import Driver, driver_of, layout_driver, requests_of
+from tests.torch.driving import MICRO, Driver, driver_of, layout_driver, requests_of
 
-MICRO = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=40,
-    max_position_embeddings=256,
-)
 LENGTHS = [(9, 5), (20, 3), (2, 4)]
 
 

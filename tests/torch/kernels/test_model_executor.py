@@ -11,25 +11,15 @@ from ifbbench.engine.batch import BlockCopy, CopyKind
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.sizing import CacheLayout, WindowLayout
-from ifbbench.models.config import ModelConfig, YarnRopeScaling
+from ifbbench.models.config import YarnRopeScaling
 from ifbbench.torch.model.kernel_llama import KernelLlama
 from ifbbench.torch.model.linear import FP8, Fp8Linear
 from ifbbench.torch.model.llama import LlamaModel
 from ifbbench.torch.model.part import ModelPart
 from ifbbench.torch.model.weights import random_weights
-from tests.torch.driving import CPU, Driver, FakeRequest, driver_of, layout_driver, requests_of
+from tests.torch.driving import CPU, MICRO, Driver, FakeRequest, driver_of, layout_driver, requests_of
 from tests.torch.ranks_in_threads import Ranks
 
-MICRO = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=40,
-    max_position_embeddings=256,
-)
 LENGTHS = [(9, 4), (20, 3), (1, 3)]
 
 

@@ -2,19 +2,8 @@
 
 import torch
 
-from ifbbench.models.config import ModelConfig
 from ifbbench.torch.model.kv_cache import PagedKvCache
-
-SMALL = ModelConfig(
-    vocab_size=97,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position_embeddings=512,
-)
+from tests.torch.driving import SMALL
 
 
 def filled() -> PagedKvCache:
