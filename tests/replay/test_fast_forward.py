@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -22,6 +23,7 @@ from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import MakeRequest, ReplayClient
 from ifbbench.rundir.recorder import Recorder
 from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.tensorrt_llm import dynamic_limits
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.modes import Overlap
 from ifbbench.simulated.cost_model import CostModel
@@ -357,6 +359,37 @@ def test_streaming_requests_are_advanced_together(
 
     run(trace_of(rows), config, folder / "apart", together=False, make=make)
     run(trace_of(rows), config, folder / "together", together=True, make=make)
+    assert files(folder / "together") == files(folder / "apart")
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=requests,
+    changes=st.one_of(configs, tight_configs),
+    window=st.integers(1, 40),
+    tunes=st.sampled_from([(True, False), (False, True), (True, True)]),
+)
+def test_tuned_limits_are_as_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    changes: dict[str, Any],
+    window: int,
+    tunes: tuple[bool, bool],
+) -> None:
+    """With tables in which such small batches matter, so that the limits change again and again."""
+    config = config_of(
+        **changes | {"max_input_len": 95, "tunes_batch_size": tunes[0], "tunes_num_tokens": tunes[1]},
+        tuning_window=window,
+    )
+    folder = tmp_path_factory.mktemp("runs")
+    with (
+        mock.patch.object(dynamic_limits, "BATCH_SIZES", ((2, 1), (3, 2), (4, 3), (5, 4), (7, 5), (8, 6))),
+        mock.patch.object(dynamic_limits, "GRANULARITY", 1),
+        mock.patch.object(dynamic_limits, "LEAST_TOKENS", ((2.0, 64), (0.5, 16), (0.0, 8))),
+    ):
+        run(trace_of(rows), config, folder / "apart", together=False)
+        recorder = run(trace_of(rows), config, folder / "together", together=True)
+    event(f"advanced together: {recorder.together > 0}")
     assert files(folder / "together") == files(folder / "apart")
 
 

@@ -40,19 +40,36 @@ def tuned_num_tokens(batch_size: int, prompt_len: float, new_tokens: float) -> i
 class DynamicLimits:
     """Sets the limits of `micro_batch` before each iteration, never above those of `config`.
 
-    As in TensorRT-LLM, every active request counts in each iteration, with what it reserves.
+    As in TensorRT-LLM, every active request counts in each iteration, with what it reserves. Once all of the latest
+    lengths are of the same active requests, another iteration with these changes nothing.
+
+    is_settled: whether that is so.
     """
 
     def __init__(self, config: BatchingConfig, micro_batch: MicroBatchScheduler) -> None:
         self._config = config
         self._micro_batch = micro_batch
         self._lengths: deque[tuple[int, int]] = deque(maxlen=config.tuning_window)
+        self.is_settled = False
+        # `num_changes` of the active requests at the latest update, and how many lengths were taken in since then.
+        self._num_changes, self._taken = -1, 0
 
-    def update(self, active: ActiveRequests) -> None:
-        """Take in the lengths of all active requests, and set the limits of the next iteration."""
-        self._lengths.extend((request.prompt_len, request.max_new_tokens) for request in active)
-        if not self._lengths:
-            return
+    def update(self, active: ActiveRequests) -> bool:
+        """Take in the lengths of all active requests, and set the limits of the next iteration. Returns whether it may
+        have changed them."""
+        if self._num_changes != active.num_changes:
+            self._num_changes, self._taken = active.num_changes, 0
+        elif self.is_settled:
+            return False
+        lengths = [(request.prompt_len, request.max_new_tokens) for request in active]
+        self._lengths.extend(lengths)
+        self._taken += len(lengths)
+        self.is_settled = self._taken >= self._config.tuning_window
+        if self._lengths:
+            self._set_limits(active)
+        return True
+
+    def _set_limits(self, active: ActiveRequests) -> None:
         config, count = self._config, len(self._lengths)
         prompt_len = sum(prompt for prompt, _ in self._lengths) / count
         new_tokens = sum(new for _, new in self._lengths) / count

@@ -121,7 +121,7 @@ class Repetition:
     @staticmethod
     def works_with(config: BatchingConfig) -> bool:
         """Whether what iterations do follows from their plans."""
-        if config.batching_type is BatchingType.V1 or config.has_dynamic_limits or config.drafts.max_len:
+        if config.batching_type is BatchingType.V1 or config.drafts.max_len:
             return False
         if config.is_async and config.batching_type is BatchingType.INFLIGHT:  # an iteration has two passes in flight
             return False

@@ -82,9 +82,7 @@ class TensorRtLlmScheduler:
         self._is_static = config.batching_type is BatchingType.V1
         # Members of a static batch that stay in it, computed along as padding, until the last one is complete.
         self._complete: list[Request] = []
-        self._may_repeat = is_steady and not (
-            config.num_micro_batches > 1 or config.drafts.max_len or self._is_static or config.has_dynamic_limits
-        )
+        self._may_repeat = is_steady and not (config.num_micro_batches > 1 or config.drafts.max_len or self._is_static)
         # The latest plan, with `num_changes` of the active requests and `num_reuse_changes` when it was made.
         self._latest: tuple[Plan, int, int] | None = None
         self._repetition = Repetition(config, self.active, cache, self.adapters) if repeats else None
@@ -124,8 +122,8 @@ class TensorRtLlmScheduler:
     ) -> Plan:
         """Raises PolicyFailed if a user's policy raises."""
         self._in_flight = in_flight
-        if self._dynamic_limits is not None:
-            self._dynamic_limits.update(self.active)
+        if self._dynamic_limits is not None and self._dynamic_limits.update(self.active):
+            self._latest = None
         if self.num_micro_batches > 1:
             self.table.begin_turn(iteration % self.num_micro_batches)
         if self.config.drafts.max_len:
@@ -365,6 +363,8 @@ class TensorRtLlmScheduler:
         generation changes what requests can reuse: the one prompt that it has may have tokens for more chunks of the
         same size."""
         if len(plan.context) > 1 or not self._may_repeat or plan.held or plan.paused:
+            return 1
+        if self._dynamic_limits is not None and not self._dynamic_limits.is_settled:
             return 1
         if not plan.context:
             return UNLIMITED
