@@ -18,11 +18,12 @@ from ifbbench.engine.request import Request, RequestTable
 class Positions:
     """The positions of the next tokens of generation requests.
 
-    count: of how many. total: their sum. of_each(): [requests].
+    count: of how many. total: their sum. of_each(): [requests]. idle: positions of the requests that only pad the
+    batch, which stay the same in further iterations.
     """
 
-    def __init__(self, count: int, total: int, of_each: Callable[[], Int64Array]) -> None:
-        self.count, self.total, self.of_each = count, total, of_each
+    def __init__(self, count: int, total: int, of_each: Callable[[], Int64Array], idle: Rows = NO_ROWS) -> None:
+        self.count, self.total, self.of_each, self.idle = count, total, of_each, idle
 
 
 # The adapter of a request without one, in `AdapterUse.tasks`.

@@ -39,8 +39,8 @@ class Scheduler(Protocol):
 
     In each iteration the loop calls `admit` and `schedule`; then `allocate` for the batch, `advance` once it is
     submitted, and `update` once its outputs are there. Where the times of iterations are known in advance, it asks
-    `horizon` for how many of them the plan is certain to repeat, and `repeat` and `confirm` stand for so many of those
-    calls.
+    `horizon` for how many of them the plan is certain to repeat, with several micro batches in turn with the plans of
+    the others (`cycle`), and `repeat` and `confirm` stand for so many of those calls.
 
     name: for messages. table: the running set. layout: what all batches have in common.
     max_in_flight: iterations that may be in flight. num_micro_batches: parts of the running set that run in turn.
@@ -100,16 +100,21 @@ class Scheduler(Protocol):
         and only the last one to be collected completes requests; 0 if the iteration needs a batch."""
         ...
 
+    def cycle(self, plan: Plan) -> Sequence[Plan]:
+        """The plans that repeat, each once: `plan` and, with several micro batches, those of the others in turn."""
+        ...
+
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
         """Positions of the generation requests of `plan`, and the adapters that it uses, in its first iteration."""
         ...
 
     def repeat(self, plan: Plan, count: int) -> Growth:
-        """`allocate` and `advance` for `count` iterations of `plan`, at most those of `horizon`."""
+        """`allocate` and `advance` for `count` iterations from `plan` on, at most those of `horizon`."""
         ...
 
     def confirm(self, count: int) -> list[Request]:
-        """`update` for the oldest `count` repeated iterations in flight; returns the requests that are complete."""
+        """`update` for the oldest `count` iterations in flight, all of them repeated; returns the requests that are
+        complete."""
         ...
 
     def cache_state(self) -> CacheState:
@@ -145,9 +150,23 @@ class Executor(Protocol):
         ...
 
 
+class IterationWork(NamedTuple):
+    """What an iteration runs: context chunks, generation requests at these positions, and their adapters as in `Batch`,
+    all on the device. Nothing if it is the turn of a micro batch without requests."""
+
+    context: Sequence[ContextChunk]
+    positions: Positions
+    adapters: AdapterUse | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.context or self.positions.count)
+
+
 class PredictedTimes(NamedTuple):
     """When iterations start and are submitted, [iterations], and when those in flight are collected, the oldest first;
-    in nanoseconds on the run's clock."""
+    in nanoseconds on the run's clock. Turns of micro batches without requests before the first one have no meaningful
+    time of collection."""
 
     start_ns: list[int]
     submit_ns: list[int]
@@ -160,18 +179,19 @@ class PredictableExecutor(Protocol):
 
     def run(
         self,
-        context: Sequence[ContextChunk],
-        positions: Positions,
+        turns: Sequence[IterationWork],
         steps: int,
+        first: int,
+        num_in_flight: int = 0,
         max_in_flight: int = 1,
         change_ns: int | None = None,
-        adapters: AdapterUse | None = None,
     ) -> PredictedTimes:
         """Run at most `steps` iterations, up to the one that starts at `change_ns` or later, and let their time pass.
 
-        context: chunks of the first; each further iteration runs the next chunks of the same lengths. positions: of the
-        generation requests, in the first. max_in_flight: each iteration waits for the oldest of so many in flight,
-        itself included; the latest, fewer than that, stay in flight. adapters: as in `Batch`, all on the device."""
+        turns: the first iterations, which then repeat in turn: with the next chunks of the same lengths, and the next
+        positions. first: number of the first iteration. num_in_flight: iterations in flight before it. max_in_flight:
+        each iteration waits for the oldest of so many in flight, itself included; the latest, fewer than that, stay in
+        flight."""
         ...
 
 

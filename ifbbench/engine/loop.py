@@ -11,6 +11,7 @@ from ifbbench.engine.arrays import NO_ROWS
 from ifbbench.engine.batch import NO_OUTPUTS, BatchBuilder, StepOutputs, check_outputs
 from ifbbench.engine.interfaces import (
     Executor,
+    IterationWork,
     Observer,
     PredictableExecutor,
     RequestSource,
@@ -22,6 +23,7 @@ from ifbbench.engine.plan import Plan
 from ifbbench.engine.records import (
     NO_CACHE_STATE,
     CacheState,
+    Growth,
     InFlightIteration,
     IterationRecord,
     Stretch,
@@ -196,8 +198,8 @@ class TokenGenerationLoop:
         scheduler = self.scheduler
         batches = self._builder.build(self.iteration, plan, scheduler.allocate(plan))
         record = self._record(plan, scheduler.cache_state(), start_s)
-        if batches:
-            record.idle, record.loads = len(plan.idle), batches[0].adapters.loads if batches[0].adapters else ()
+        if batches and batches[0].adapters is not None:
+            record.loads = batches[0].adapters.loads
         iteration = InFlightIteration(record, batches, plan.output_rows(), set(plan.idle.tolist()))
         try:
             for batch in batches:
@@ -243,6 +245,7 @@ class TokenGenerationLoop:
             left_out=plan.first_left_out(waiting),
             blocked=plan.blocked,
             cache=cache,
+            idle=len(plan.idle) if chunks or num_generation else 0,
             padding=padding,
             num_micro_batches=self._num_micro_batches,
             in_flight=table.num_in_flight,
@@ -314,43 +317,61 @@ class TokenGenerationLoop:
     def _run_together(self, device: PredictableExecutor, plan: Plan, count: int, start_s: float) -> None:
         """Run iterations of `plan`, at most `count`, up to the one that starts after requests have arrived. With
         overlap the latest ones stay in flight, and those that were in flight before are completed first."""
-        scheduler, in_flight = self.scheduler, self._in_flight
+        scheduler, in_flight, number = self.scheduler, self._in_flight, self.iteration
         change_s = self._next_change(start_s) if count > 1 and self._next_change is not None else None
-        first = self._record(plan, NO_CACHE_STATE, start_s)
-        positions, adapters = scheduler.positions(plan)
+        plans = scheduler.cycle(plan)[:count]
+        turns = [self._record(one, NO_CACHE_STATE, start_s) for one in plans]
         times = device.run(
-            plan.chunks,
-            positions,
+            [IterationWork(one.chunks, *scheduler.positions(one)) for one in plans],
             min(count, MAX_ITERATIONS_AT_ONCE),
+            number,
+            len(in_flight),
             self._max_in_flight,
             None if change_s is None else tick(change_s),
-            adapters,
         )
         starts = [to_seconds(time_ns) for time_ns in times.start_ns]
         starts[0] = start_s  # before what the decision had to wait for
         submitted = [to_seconds(time_ns) for time_ns in times.submit_ns]
         ends = [to_seconds(time_ns) for time_ns in times.collect_ns]
         growth = scheduler.repeat(plan, len(starts))
-        first.cache, first.recomputed = growth.cache(0), growth.recomputed
-        first.submit_s = submitted[0]
+        turns[0].recomputed = growth.recomputed
+        epoch_s = self._virtual_clock.epoch_s if self._virtual_clock is not None else 0
+        self._place(turns, starts, submitted, growth, epoch_s)
         self._activated = []
         self.iteration += len(starts)
         if in_flight:
             before, ends = ends[: len(in_flight)], ends[len(in_flight) :]
             for end_s in before:
                 iteration = in_flight.popleft()
-                self._complete(iteration, [NO_OUTPUTS] * iteration.num_submitted, end_s)
+                outputs = [NO_OUTPUTS] * iteration.num_submitted
+                self._complete(iteration, outputs, iteration.record.submit_s if iteration.is_empty else end_s)
         collected = len(ends)
-        epoch_s = self._virtual_clock.epoch_s if self._virtual_clock is not None else 0
         for index in range(collected, len(starts)):
-            record = first.later(index, starts[index], epoch_s, growth, self._max_in_flight)
+            turn = turns[index % len(turns)]
+            record = turn.later(number + index, index, starts[index], epoch_s, growth, self._max_in_flight)
             record.submit_s = submitted[index]
-            in_flight.append(InFlightIteration(record, (), NO_ROWS, is_repeated=True))
+            is_empty = turn.budget_used == 0 and turn.idle == 0
+            in_flight.append(InFlightIteration(record, (), NO_ROWS, is_repeated=not is_empty))
         if collected:
             finished = scheduler.confirm(collected)
-            first.end_s = ends[0]
+            turns[0].end_s = ends[0]
             del starts[collected:], submitted[collected:]
+            del turns[collected:]
             self._observer.stretch(
-                Stretch(first, finished, starts, submitted, ends, growth, epoch_s, self._max_in_flight)
+                Stretch(turns, finished, starts, submitted, ends, growth, epoch_s, self._max_in_flight)
             )
             self._finish(finished)
+
+    def _place(
+        self, turns: list[IterationRecord], starts: list[float], submitted: list[float], growth: Growth, epoch_s: int
+    ) -> None:
+        """Complete the records of the first iterations of a stretch, which were made before any of them began."""
+        first, others = turns[0], turns[0].in_flight + turns[0].num_scheduled
+        first.cache, first.submit_s = growth.cache(0), submitted[0]
+        del turns[len(starts) :]
+        for index, record in enumerate(turns[1:], start=1):
+            record.iteration = first.iteration + index
+            record.micro_batch = record.iteration % self._max_in_flight
+            record.start_s, record.timestamp = starts[index], epoch_s + starts[index]
+            record.submit_s, record.cache, record.activated = submitted[index], growth.cache(index), []
+            record.in_flight = others - record.num_scheduled

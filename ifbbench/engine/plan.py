@@ -84,6 +84,11 @@ class Plan:
     def does_nothing(self) -> bool:
         return not (self.context or len(self.rows) or len(self.idle) or self.paused)
 
+    @property
+    def generation_rows(self) -> Rows:
+        """Rows of all requests in the generation part of the batch."""
+        return np.concatenate([self.rows, self.idle]) if len(self.idle) else self.rows
+
     def output_rows(self) -> Rows:
         """[outputs], the table row of each, in batch order: of last chunks, of `rows`, and of `idle`."""
         completing = [chunk.request.slot for chunk in self.chunks if chunk.is_last]

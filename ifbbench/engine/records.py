@@ -229,16 +229,23 @@ class IterationRecord:
             self.drafts,
         )
 
-    def later(self, index: int, start_s: float, epoch_s: int, growth: Growth, max_in_flight: int) -> "IterationRecord":
-        """The record of the iteration of the same plan that began `index` iterations later, at `start_s`."""
+    def later(
+        self, iteration: int, index: int, start_s: float, epoch_s: int, growth: Growth, max_in_flight: int
+    ) -> "IterationRecord":
+        """The record of `iteration`, the one at `index` of a stretch, which ran the same plan from `start_s` on."""
         record = self.copy()
-        record.micro_batch = (self.micro_batch + index) % max_in_flight
-        record.iteration, record.timestamp, record.start_s = self.iteration + index, epoch_s + start_s, start_s
+        record.micro_batch = (self.micro_batch + iteration - self.iteration) % max_in_flight
+        record.iteration, record.timestamp, record.start_s = iteration, epoch_s + start_s, start_s
         record.cache, record.activated = growth.cache(index), [] if index else self.activated
         record.context = tuple(
             [ContextChunk(one.request, one.start + index * one.length, one.length) for one in self.context]
         )
         return record
+
+    @property
+    def num_scheduled(self) -> int:
+        """Requests that it ran, idle ones left out."""
+        return len(self.context) + self.num_generation
 
     @property
     def budget_used(self) -> int:
@@ -248,17 +255,18 @@ class IterationRecord:
 
 class Stretch:
     """Consecutive iterations in which the same generation requests each generate a token, and the same prompts run
-    chunks of the same lengths, without completing them in two iterations or more.
+    chunks of the same lengths, without completing them in two iterations or more. With several micro batches, the
+    generation requests of each have their turns.
 
-    first: record of the first iteration, without `finished`: those requests are completed by the last one.
-    start_s, submit_s, end_s: [iterations], as in an IterationRecord. growth: of the KV cache, of these iterations and
-    maybe further ones. epoch_s: the run's second zero in seconds since the Unix epoch. max_in_flight: iterations that
-    may be in flight.
+    turns: records of the first iteration of each micro batch, without `finished`: those requests are completed by the
+    last iteration. first: of the first one of all. start_s, submit_s, end_s: [iterations], as in an IterationRecord.
+    growth: of the KV cache, of these iterations and maybe further ones. epoch_s: the run's second zero in seconds since
+    the Unix epoch. max_in_flight: iterations that may be in flight.
     """
 
     def __init__(
         self,
-        first: IterationRecord,
+        turns: Sequence[IterationRecord],
         finished: list[Request],
         start_s: list[float],
         submit_s: list[float],
@@ -267,7 +275,8 @@ class Stretch:
         epoch_s: int,
         max_in_flight: int = 1,
     ) -> None:
-        self.first, self.finished, self.growth, self.epoch_s = first, finished, growth, epoch_s
+        self.turns, self.finished, self.growth, self.epoch_s = turns, finished, growth, epoch_s
+        self.first = turns[0]
         self.max_in_flight = max_in_flight
         self.start_s, self.submit_s, self.end_s = start_s, submit_s, end_s
 
@@ -286,7 +295,8 @@ class Stretch:
 
     def records(self) -> Iterator[IterationRecord]:
         for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):
-            record = self.first.later(index, start_s, self.epoch_s, self.growth, self.max_in_flight)
+            turn, iteration = self.turns[index % len(self.turns)], self.first.iteration + index
+            record = turn.later(iteration, index, start_s, self.epoch_s, self.growth, self.max_in_flight)
             record.submit_s, record.end_s = submit_s, end_s
             record.finished = self.finished if index == self.length - 1 else []
             yield record
@@ -337,7 +347,9 @@ class IterationStatistics:
         self.is_static = batching_type is BatchingType.V1
         self.names = (*COMMON_FIELDS, *(STATIC_FIELDS if self.is_static else INFLIGHT_FIELDS))
         self._num_static_batches = 0
-        self._steps: list[IterationRecord] = []
+        # The static batch that is not reported yet, and the host's time in each of its steps.
+        self._batch: IterationRecord | None = None
+        self._host_s: list[float] = []
         self._second, self._timestamp = -1, ""
 
     def reported(self, record: IterationRecord) -> Sequence[IterationRecord]:
@@ -345,25 +357,40 @@ class IterationStatistics:
         members all failed or were stopped is reported with the next."""
         if not self.is_static:
             return (record,)
-        reported = self.unreported() if record.context else []
-        self._steps.append(record)
-        return reported + (self.unreported() if record.finished else [])
+        host_s = [record.submit_s - record.start_s]
+        return self._add_steps(record, host_s, record.end_s, record.cache, record.finished)
+
+    def reported_of(self, stretch: Stretch) -> Sequence[IterationRecord]:
+        """As `reported`, after all steps of a stretch of static batches."""
+        host_s = [submit_s - start_s for start_s, submit_s in zip(stretch.start_s, stretch.submit_s, strict=True)]
+        return self._add_steps(stretch.first, host_s, stretch.end_s[-1], stretch.last_cache, stretch.finished)
+
+    def _add_steps(
+        self, first: IterationRecord, host_s: list[float], end_s: float, cache: CacheState, finished: list[Request]
+    ) -> list[IterationRecord]:
+        """Take in steps like `first`. host_s: [steps]. The others are of the last one."""
+        reported, count = self.unreported() if first.context else [], len(host_s)
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = first.copy()
+            batch.num_generation = batch.num_generation_tokens = batch.idle = 0
+        batch.num_generation += first.num_generation * count
+        batch.num_generation_tokens += first.num_generation_tokens * count
+        batch.idle += first.idle * count
+        batch.steps = batch.iteration, first.iteration + count - 1
+        batch.end_s, batch.cache, batch.finished = end_s, cache, finished
+        self._host_s += host_s
+        return reported + (self.unreported() if finished else [])
 
     def unreported(self) -> list[IterationRecord]:
         """The static batch of the steps that were not reported yet, if there are any."""
-        steps, self._steps = self._steps, []
-        if not steps:
+        batch, self._batch = self._batch, None
+        if batch is None:
             return []
-        first, last = steps[0], steps[-1]
-        whole = first.copy()
-        whole.iteration, whole.steps = self._num_static_batches, (first.iteration, last.iteration)
-        whole.end_s, whole.cache, whole.finished = last.end_s, last.cache, last.finished
-        whole.submit_s = first.start_s + sum([step.submit_s - step.start_s for step in steps], 0.0)
-        whole.num_generation = sum([step.num_generation for step in steps])
-        whole.num_generation_tokens = sum([step.num_generation_tokens for step in steps])
-        whole.idle = sum([step.idle for step in steps])
+        batch.iteration, batch.submit_s = self._num_static_batches, batch.start_s + sum(self._host_s, 0.0)
+        self._host_s = []
         self._num_static_batches += 1
-        return [whole]
+        return [batch]
 
     def fields(self, record: IterationRecord) -> dict[str, Any]:
         """Documented name to value. Blocks and tokens are counts; the time stamp is in UTC."""
@@ -473,10 +500,19 @@ class ScheduleDigest:
             leaving.add(request.index)
 
     def add_stretch(self, stretch: Stretch) -> None:
-        """Take in all iterations of a stretch. From its second on, no request joins or leaves generation."""
-        self.add(first := stretch.first)
-        self._add_line(_line_of(first.context, _NO_CHANGES) * (stretch.length - 1))
-        self._leaving[0] = {request.index for request in stretch.finished}
+        """Take in all iterations of a stretch. From its second on, or the second of each micro batch, no request joins
+        or leaves generation."""
+        turns = stretch.turns
+        for record in turns:
+            self.add(record)
+        line = _line_of(turns[0].context, _NO_CHANGES)
+        if len(turns) == 1:
+            self._add_line(line * (stretch.length - 1))
+        else:
+            rounds, more = divmod(stretch.length - len(turns), len(turns))
+            has_line = [record.budget_used > 0 for record in turns]
+            self._add_line(line * (rounds * sum(has_line) + sum(has_line[:more])))
+        self._leaving[stretch.last_iteration % turns[0].num_micro_batches] = {one.index for one in stretch.finished}
 
     def _add_line(self, line: str) -> None:
         self._lines.append(line)

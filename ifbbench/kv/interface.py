@@ -115,8 +115,9 @@ class KvCache(ABC):
     def add_request(self, request: Request, now_s: float = 0.0) -> int:
         """Take the blocks of the request's whole prompt; returns how many of its tokens they hold already."""
 
-    def begin_generation(self, slot: int) -> None:
-        """The prompt is computed: from the next step on, `add_tokens` may register tokens of the sequence."""
+    def begin_generation(self, slot: int, micro_batch: int = 0) -> None:
+        """The prompt is computed, in this micro batch: from the next step on, `add_tokens` may register tokens of the
+        sequence."""
         return None
 
     def end_generation(self, slot: int) -> None:

@@ -80,11 +80,11 @@ class VariableWindowCache(KvCache):
     each window size.)
     """
 
-    def __init__(self, windows: tuple[WindowLayout, ...], slots: int, is_counted: bool = False) -> None:
-        """is_counted: blocks are only counted in each window."""
+    def __init__(self, windows: tuple[WindowLayout, ...], slots: int, counted_groups: int = 0) -> None:
+        """counted_groups: if not 0, blocks are only counted in each window, with so many groups of sequences."""
         self.windows = tuple(
-            CountedCache(window.attention_window, window.num_blocks, slots)
-            if is_counted
+            CountedCache(window.attention_window, window.num_blocks, slots, counted_groups)
+            if counted_groups
             else KvCacheManager(window.attention_window, window.num_blocks, slots, window.num_host_blocks)
             for window in windows
         )
@@ -146,9 +146,9 @@ class VariableWindowCache(KvCache):
     def cached_tokens(self, rows: Rows) -> Rows:
         return self.windows[0].cached_tokens(rows)
 
-    def begin_generation(self, slot: int) -> None:
+    def begin_generation(self, slot: int, micro_batch: int = 0) -> None:
         for window in self.windows:
-            window.begin_generation(slot)
+            window.begin_generation(slot, micro_batch)
 
     def end_generation(self, slot: int) -> None:
         for window in self.windows:

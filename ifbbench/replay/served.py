@@ -38,6 +38,8 @@ class ServedClient(ReplayClient):
 
     def of_stretch(self, stretch: Stretch) -> Floats:
         """When the tokens of each iteration of a stretch reach their clients, [iterations]."""
+        if len(stretch.turns) > 1:
+            return np.array([self.of_iteration(record) for record in stretch.records()])
         end_s, outputs, parts, done = stretch.end_s, stretch.first.num_generation, [], 0
         while (received_s := self._next_received_s()) <= end_s[-1]:
             before = max(done, bisect_left(end_s, received_s))

@@ -224,20 +224,21 @@ class IterationLines:
         return self._complete(record)
 
     def write_stretch(self, stretch: Stretch, bound_by: str, writer: JsonLinesWriter) -> None:
-        """Write the lines of all iterations of a stretch, equal to those of `record`: one line, of which only the
-        fields that differ are set again. Numbers of Python, because stretches are often so short that arrays are
-        slower."""
+        """Write the lines of all iterations of a stretch, equal to those of `record`: one line for each micro batch, of
+        which only the fields that differ are set again. Numbers of Python, because stretches are often so short that
+        arrays are slower."""
         first, growth, cache, every = stretch.first, stretch.growth, stretch.first.cache, self._every
         changed, self._bound_by = bound_by != self._bound_by, bound_by
         size, held, filled = cache.tokens_per_block or 0, cache.held_tokens, cache.filled_tokens
         used, total, new = cache.used_blocks or 0, cache.allocated_total or 0, cache.allocated_new or 0
         free, has_windows = (cache.max_blocks or 0) - used, len(cache.windows) > 0
-        line = self._line(first)
-        details = line.ifbbench
+        lines = [self._line(record) for record in stretch.turns]
         for index, start_s in enumerate(stretch.start_s):
             iteration = first.iteration + index
             if iteration % every and not (changed and not index):  # see `is_thinned_out`
                 continue
+            line = lines[index % len(lines)]
+            details = line.ifbbench
             submit_s, end_s = stretch.submit_s[index], stretch.end_s[index]
             more, tokens = growth.more_blocks[index], growth.more_tokens[index]
             line.timestamp = self._statistics.format_timestamp(stretch.epoch_s + start_s)

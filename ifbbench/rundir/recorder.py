@@ -69,7 +69,7 @@ class RunMetrics:
     def add_iterations(self, record: IterationRecord, limit: str, count: int, cache: CacheState) -> None:
         """Take in one iteration, or a stretch that begins with it. limit: what bound them. cache: in the last one, when
         requests hold most."""
-        computed, padded = record.budget_used, record.padding + record.idle
+        computed, padded = record.budget_used, record.padding + record.idle * count
         scheduled = len(record.context) + record.num_generation
         self.iterations += count
         if scheduled > self.peak_scheduled:
@@ -79,7 +79,7 @@ class RunMetrics:
         self.pauses += len(record.paused)
         self.recomputed_tokens += record.recomputed
         self.computed_tokens += computed * count
-        self.empty_generation_slots += record.idle
+        self.empty_generation_slots += record.idle * count
         self.padded_slots += padded
         self.slots += computed * count + padded
         self._add_cache(cache)
@@ -275,19 +275,23 @@ class SummaryRecorder:
         self._end(record.finished, record.iteration)
 
     def stretch(self, stretch: Stretch) -> None:
-        """Take in several iterations. Only the first one may change what a request does."""
+        """Take in several iterations. Only the first one of each micro batch may change what a request does."""
+        first, turns = stretch.first, stretch.turns
         if stretch.length == 1:
-            stretch.first.finished = stretch.finished
-            self.iteration(stretch.first)
+            first.finished = stretch.finished
+            self.iteration(first)
             return
-        limit = bound_by(stretch.first)
+        limit = bound_by(first)
         self._starts.extend(stretch.start_s)
         self._ends.extend(stretch.end_s if self._delivery is None else self._delivery.of_stretch(stretch))
-        self.metrics.add_iterations(stretch.first, limit, stretch.length, stretch.last_cache)
+        for turn, record in enumerate(turns):
+            count = (stretch.length - turn + len(turns) - 1) // len(turns)
+            self.metrics.add_iterations(record, limit, count, stretch.last_cache)
         self._digest.add_stretch(stretch)
         self._write_stretch(stretch, limit)
-        self._tracker.add(stretch.first, self._starts)
-        for chunk in stretch.first.context:
+        for record in turns:
+            self._tracker.add(record, self._starts)
+        for chunk in first.context:
             self._tracker.add_chunks(chunk, stretch.length - 1)
         self._end(stretch.finished, stretch.last_iteration)
 
@@ -422,8 +426,11 @@ class Recorder(SummaryRecorder):
             self._batches.add(self._batch_lines.whole(record, bound_by(record)))
 
     def _write_stretch(self, stretch: Stretch, limit: str) -> None:
-        if self._iterations is not None:
-            self._lines.write_stretch(stretch, limit, self._iterations)
+        if self._iterations is None:
+            return
+        self._lines.write_stretch(stretch, limit, self._iterations)
+        if self._statistics.is_static:
+            self._write_batches(self._statistics.reported_of(stretch))
 
     def _write_request(self, line: RequestLine) -> None:
         self._requests.add(line)

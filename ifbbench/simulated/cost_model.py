@@ -102,10 +102,14 @@ class CostModel:
 
         Each stage has its share of the layers, the first ones one more where they cannot be divided evenly; the last
         stage also computes the logits and samples."""
-        whole_ns, stages, layers = self.device_ns(work), self.shard.pp_size, self.shard.model.num_layers
+        return self.divided_ns(self.device_ns(work), work.outputs)
+
+    def divided_ns(self, whole_ns: int, outputs: int) -> list[int]:
+        """The time of a batch with logits for so many rows, divided among the pipeline stages."""
+        stages, layers = self.shard.pp_size, self.shard.model.num_layers
         if stages == 1:
             return [whole_ns]
-        outputs_ns = min(round(self._outputs_ns[work.outputs]), whole_ns)
+        outputs_ns = min(round(self._outputs_ns[outputs]), whole_ns)
         ends = [(whole_ns - outputs_ns) * (stage * layers // stages) // layers for stage in range(1, stages + 1)]
         times = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         times[-1] += outputs_ns

@@ -7,9 +7,8 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
-from ifbbench.engine.batch import NO_OUTPUTS, AdapterUse, Batch, Positions, StepOutputs
-from ifbbench.engine.interfaces import PredictedTimes
-from ifbbench.engine.plan import ContextChunk
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, Positions, StepOutputs
+from ifbbench.engine.interfaces import IterationWork, PredictedTimes
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.step_work import StepWork, draft_passes
@@ -41,7 +40,8 @@ class SimulatedExecutor:
         self._clock = clock
         self._draft_model = draft_model
         self._free_ns = [0] * cost_model.shard.pp_size  # when each stage is free
-        self._in_flight: deque[tuple[int, int]] = deque()  # of each batch, its end and the draft model's time in it
+        # Of each batch, its iteration, its end, and the draft model's time in it.
+        self._in_flight: deque[tuple[int, int, int]] = deque()
 
     def submit(self, batch: Batch) -> None:
         """Start one batch."""
@@ -58,54 +58,70 @@ class SimulatedExecutor:
         finish_ns = self._clock.now_ns
         for stage, stage_ns in enumerate(stages_ns):
             self._free_ns[stage] = finish_ns = max(finish_ns, self._free_ns[stage]) + stage_ns
-        self._in_flight.append((finish_ns, draft_ns))
+        self._in_flight.append((batch.iteration, finish_ns, draft_ns))
 
     def run(
         self,
-        context: Sequence[ContextChunk],
-        positions: Positions,
+        turns: Sequence[IterationWork],
         steps: int,
+        first: int,
+        num_in_flight: int = 0,
         max_in_flight: int = 1,
         change_ns: int | None = None,
-        adapters: AdapterUse | None = None,
     ) -> PredictedTimes:
         """See PredictableExecutor."""
-        now_ns, in_flight, free_ns = self._clock.now_ns, self._in_flight, self._free_ns[0]
-        # Where host and device overlap, an iteration takes at least half of their times.
-        within_ns = None if change_ns is None else (change_ns - now_ns) * max_in_flight + 1
-        host_ns, device_ns = self._step_times(context, positions, steps, within_ns, adapters)
+        now_ns, in_flight, free_ns, num_turns = self._clock.now_ns, self._in_flight, self._free_ns, len(turns)
+        within_ns = None
+        if change_ns is not None:
+            # Where host and device overlap, an iteration takes at least half of their times. Those of a micro batch
+            # do not overlap.
+            within_ns = (change_ns - now_ns) * (max_in_flight if num_turns == 1 else 1) + 1
+        times = [
+            self._step_times(work, (steps - turn + num_turns - 1) // num_turns, within_ns)
+            for turn, work in enumerate(turns)
+        ]
         start_ns, submit_ns, collect_ns = list[int](), list[int](), list[int]()
-        for step_ns in device_ns:
+        stages, before, one_more = len(free_ns), first - num_in_flight, max_in_flight - 1
+        index = turn = 0
+        for iteration in range(first, first + steps):
+            host_ns, device_ns, outputs = times[turn]
+            if index == len(device_ns):
+                break
             start_ns.append(now_ns)
             now_ns += host_ns
             submit_ns.append(now_ns)
-            free_ns = max(now_ns, free_ns) + step_ns
-            if max_in_flight == 1:
-                now_ns = free_ns
+            if not turns[turn].is_empty:
+                end_ns = now_ns
+                if stages == 1:
+                    free_ns[0] = end_ns = max(now_ns, free_ns[0]) + device_ns[index]
+                else:
+                    for stage, stage_ns in enumerate(self.cost_model.divided_ns(device_ns[index], outputs)):
+                        free_ns[stage] = end_ns = max(end_ns, free_ns[stage]) + stage_ns
+                in_flight.append((iteration, end_ns, 0))
+            oldest = iteration - one_more
+            if in_flight and in_flight[0][0] == oldest:
+                now_ns = max(now_ns, in_flight.popleft()[1])
                 collect_ns.append(now_ns)
-            else:
-                in_flight.append((free_ns, 0))
-                if len(in_flight) == max_in_flight:
-                    now_ns = max(now_ns, in_flight.popleft()[0])
-                    collect_ns.append(now_ns)
+            elif oldest >= before:  # the turn of a micro batch without requests
+                collect_ns.append(submit_ns[oldest - first] if oldest >= first else now_ns)
             if change_ns is not None and now_ns >= change_ns:
                 break
-        self._free_ns[0] = free_ns
+            turn += 1
+            if turn == num_turns:
+                turn, index = 0, index + 1
         self._clock.wait_until_ns(now_ns)
         return PredictedTimes(start_ns, submit_ns, collect_ns)
 
-    def _step_times(
-        self,
-        context: Sequence[ContextChunk],
-        positions: Positions,
-        steps: int,
-        within_ns: int | None,
-        adapters: AdapterUse | None,
-    ) -> tuple[int, list[int]]:
-        """The host's time in each of the next `steps` iterations, and the device's, [steps]; both in nanoseconds.
-        within_ns: iterations that start later than that, from now on, may be left out."""
-        count, keys = positions.count, self._generation_keys(positions, steps)
+    def _step_times(self, work: IterationWork, steps: int, within_ns: int | None) -> tuple[int, list[int], int]:
+        """The host's time in each of the next `steps` iterations with `work`, the device's, [steps], and how many rows
+        have outputs; times in nanoseconds. within_ns: iterations that start later than that, from now on, may be left
+        out."""
+        if work.is_empty:
+            return 0, [0] * steps, 0
+        context, positions, adapters = work
+        count, keys = positions.count + len(positions.idle), self._generation_keys(positions, steps)
         chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in context]
+        outputs = count + sum([is_last for _, _, is_last in chunks])
         host_ns = self.cost_model.host_ns(count + len(chunks), sum([length for _, length, _ in chunks]))
         if not chunks and len(keys) == 1:
             if within_ns is not None and steps > 1:
@@ -127,24 +143,28 @@ class SimulatedExecutor:
                 chunks = [(start + length, length, is_last) for start, length, is_last in chunks]
         if adapters is not None and self._lora is not None:
             device_ns = self._lora.generation_ns(adapters, np.array(device_ns)).tolist()
-        return host_ns, device_ns
+        return host_ns, device_ns, outputs
 
     def _generation_keys(self, positions: Positions, steps: int) -> list[Sequence[int]]:
         """The keys that generation reads in each of the next `steps` iterations, for each window of the layers."""
-        count, cached, found = positions.count, positions.total, list[Sequence[int]]()
+        count, found = positions.count, list[Sequence[int]]()
         for window, _ in self.windows:
             if window is not None:
                 after = positions.of_each() + np.arange(1, steps + 1)[:, None]
-                found.append(np.minimum(after, window).sum(axis=1).tolist())
+                of_idle = int(np.minimum(positions.idle + 1, window).sum())
+                found.append((np.minimum(after, window).sum(axis=1) + of_idle).tolist())
             elif count:
-                found.append(range(cached + count, cached + count * steps + 1, count))
+                first = positions.total + count
+                if len(positions.idle):
+                    first += int(positions.idle.sum()) + len(positions.idle)
+                found.append(range(first, first + count * (steps - 1) + 1, count))
             else:
                 found.append([0] * steps)
         return found
 
     def collect(self) -> StepOutputs:
         """Advance the clock to the end of the oldest batch in flight. There are no tokens; they stay symbolic."""
-        end_ns, draft_ns = self._in_flight.popleft()
+        _, end_ns, draft_ns = self._in_flight.popleft()
         self._clock.wait_until_ns(end_ns)
         return StepOutputs(draft_s=draft_ns / NANOSECONDS) if draft_ns else NO_OUTPUTS
 

@@ -90,6 +90,9 @@ class LastComeFirstServed:
     def horizon(self, plan: Plan) -> int:
         return 0
 
+    def cycle(self, plan: Plan) -> list[Plan]:
+        return [plan]
+
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
         raise AssertionError("the executor is not predictable")
 

@@ -25,7 +25,7 @@ from ifbbench.rundir.recorder import Recorder
 from ifbbench.schedulers.loop import make_loop
 from ifbbench.schedulers.tensorrt_llm import dynamic_limits
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
-from ifbbench.settings.modes import Overlap
+from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
@@ -33,8 +33,12 @@ from ifbbench.simulated.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.engine.engine import scheduler_of
 
-COST_MODEL = CostModel(Shard(load_model_config("tiny"), "bf16", "bf16"), load_hardware("h100-sxm"))
-OVERLAPS = st.sampled_from([None, None, Overlap.ASYNC])
+COST_MODELS = {
+    stages: CostModel(Shard(load_model_config("tiny"), "bf16", "bf16", pp_size=stages), load_hardware("h100-sxm"))
+    for stages in (1, 2, 3, 4)
+}
+COST_MODEL = COST_MODELS[1]
+OVERLAPS = st.sampled_from([None, None, Overlap.ASYNC, Overlap.PARTITIONED])
 FILES = ("iterations.jsonl", "spans.jsonl", "requests.jsonl", "summary.json")
 
 
@@ -90,7 +94,7 @@ def run(
     )
     manager = make_loop(
         config,
-        SimulatedExecutor(COST_MODEL, clock, windows or [(window, 1.0)]),
+        SimulatedExecutor(COST_MODELS[config.pp_size], clock, windows or [(window, 1.0)]),
         clock,
         client.get_requests,
         client.send_response,
@@ -150,6 +154,7 @@ configs = st.fixed_dictionaries(
         "policy": st.sampled_from(["guaranteed_no_evict", "max_utilization", "static_batch"]),
         "chunk_unit": st.sampled_from([None, 4, 8]),
         "overlap": OVERLAPS,
+        "pp_size": st.sampled_from([1, 1, 1, 2, 3, 4]),
         "max_batch_size": st.integers(1, 8),
         "max_num_tokens": st.integers(60, 90),
         "num_blocks": st.integers(25, 80),
@@ -194,6 +199,32 @@ def test_together_is_as_one_by_one(
     config, trace, folder = config_of(**changes), trace_of(rows), tmp_path_factory.mktemp("runs")
     run(trace, config, folder / "apart", together=False, concurrency=concurrency)
     recorder = run(trace, config, folder / "together", together=True, concurrency=concurrency)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=requests,
+    changes=st.one_of(configs, tight_configs),
+    parts=st.sampled_from([("partitioned", 1), (None, 2), (None, 3), (None, 4)]),
+    concurrency=st.sampled_from([None, None, 3]),
+    every=st.sampled_from([1, 4]),
+)
+def test_micro_batches_are_advanced_together(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    changes: dict[str, Any],
+    parts: tuple[str | None, int],
+    concurrency: int | None,
+    every: int,
+) -> None:
+    """With overlap and pipeline stages, where turns may have no requests, or more than their share."""
+    overlap = None if parts[0] is None else Overlap(parts[0])
+    config = config_of(**changes | {"overlap": overlap, "pp_size": parts[1], "reuse": ReuseRules()}, max_input_len=95)
+    trace, folder = trace_of(rows), tmp_path_factory.mktemp("runs")
+    run(trace, config, folder / "apart", together=False, concurrency=concurrency, every=every)
+    recorder = run(trace, config, folder / "together", together=True, concurrency=concurrency, every=every)
     event(f"advanced together: {recorder.together > 0}")
     assert files(folder / "together") == files(folder / "apart")
 
@@ -360,6 +391,33 @@ def test_streaming_requests_are_advanced_together(
     run(trace_of(rows), config, folder / "apart", together=False, make=make)
     run(trace_of(rows), config, folder / "together", together=True, make=make)
     assert files(folder / "together") == files(folder / "apart")
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=requests,
+    changes=configs,
+    concurrency=st.sampled_from([None, None, 3]),
+    every=st.sampled_from([1, 4]),
+    window=st.sampled_from([None, None, 16]),
+)
+def test_static_batches_are_advanced_together(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    changes: dict[str, Any],
+    concurrency: int | None,
+    every: int,
+    window: int | None,
+) -> None:
+    """Members that are complete pad the batch until the last one is."""
+    static = {"batching_type": BatchingType.V1, "chunk_unit": None, "overlap": None}
+    config, trace, folder = config_of(**changes | static), trace_of(rows), tmp_path_factory.mktemp("runs")
+    options: dict[str, Any] = {"concurrency": concurrency, "every": every, "window": window}
+    run(trace, config, folder / "apart", together=False, **options)
+    recorder = run(trace, config, folder / "together", together=True, **options)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
+    assert (folder / "together/steps.jsonl").read_text() == (folder / "apart/steps.jsonl").read_text()
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

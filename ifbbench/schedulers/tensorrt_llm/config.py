@@ -172,10 +172,10 @@ class BatchingConfig:
         if self.is_contiguous:
             return ContiguousCache(self.attention_window, self.num_slots)
         if len(self.windows) > 1:
-            return VariableWindowCache(self.windows, self.num_slots, is_counted)
+            return VariableWindowCache(self.windows, self.num_slots, self.num_micro_batches if is_counted else 0)
         num_blocks, num_host_blocks = self.num_blocks, self.num_host_blocks
         if self.windows:
             num_blocks, num_host_blocks = self.windows[0].num_blocks, self.windows[0].num_host_blocks
         if is_counted and not self.reuse.enabled:
-            return CountedCache(self.attention_window, num_blocks, self.num_slots)
+            return CountedCache(self.attention_window, num_blocks, self.num_slots, self.num_micro_batches)
         return KvCacheManager(self.attention_window, num_blocks, self.num_slots, num_host_blocks, self.reuse)

@@ -1,18 +1,20 @@
 """Iterations of a plan that is certain to be decided again: counters, blocks and ends after many of them at once."""
 
+from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
 import numpy as np
 
-from ifbbench.engine.arrays import Rows
+from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import AdapterUse, Positions
 from ifbbench.engine.plan import Plan
 from ifbbench.engine.records import Growth, InFlightIteration
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import NO_MICRO_BATCH, Request
 from ifbbench.kv.adapters import AdapterCache, distinct_tasks
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div
-from ifbbench.kv.counted import CountedCache, blocks_ahead, fitting_steps
+from ifbbench.kv.counted import CountedCache, fitting_steps, in_turn
 from ifbbench.kv.interface import KvCache
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
@@ -28,7 +30,6 @@ class StepsAhead:
     sequences fill are stored, which may change which of the waiting requests starts. A CountedCache answers the same.
 
     completing: requests on their last chunk, which the first step completes and is then the only one.
-    tokens: that the sequences have registered together. max_steps: how many steps are known.
     """
 
     def __init__(
@@ -38,19 +39,26 @@ class StepsAhead:
         self._registered = registered = cache.registered[rows]
         self._size = cache.attention_window.tokens_per_block
         self._until_block = -registered % self._size
-        self.tokens = int(np.add.reduce(registered))
-        self.max_steps = cache.attention_window.capacity - int(registered.max(initial=0))
-        if cache.num_reuse_changes and active.context:
-            self.max_steps = min(self.max_steps, int(self._until_block.min(initial=UNLIMITED)) + 1)
 
-    def fitting_steps(self, steps: int, until_block: bool = False) -> int:
+    def tokens_of(self, group: int) -> int:
+        """Tokens that the sequences have registered together."""
+        return int(np.add.reduce(self._registered))
+
+    def max_steps(self, first: int = 0) -> int:
+        """How many steps are known."""
+        steps = self._cache.attention_window.capacity - int(self._registered.max(initial=0))
+        if self._cache.num_reuse_changes and self._active.context:
+            steps = min(steps, int(self._until_block.min(initial=UNLIMITED)) + 1)
+        return steps
+
+    def fitting_steps(self, steps: int, until_block: bool = False, first: int = 0) -> int:
         """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
         `until_block`, none after the first one."""
         if not until_block and len(self._rows) * ceil_div(steps, self._size) <= self._cache.free_blocks:
             return steps
         return fitting_steps(self._blocks_ahead(steps), self._cache.free_blocks, until_block)
 
-    def take(self, steps: int) -> tuple[list[int], list[int], list[int]]:
+    def take(self, steps: int, first: int = 0) -> tuple[list[int], list[int], list[int]]:
         """Advance the cache by `steps` steps, at most those of `fitting_steps`, with the result of as many calls of
         `add_tokens`, after the counters of the requests. Returns the blocks, the token positions and the blocks without
         known tokens that all requests together have taken after each step since the first, [steps]."""
@@ -63,7 +71,7 @@ class StepsAhead:
     def _blocks_ahead(self, steps: int) -> list[int]:
         """[steps], blocks that all sequences together take up to each of the next steps."""
         growing: list[int] = np.bincount(self._until_block, minlength=self._size).tolist()
-        return blocks_ahead(growing, 0, steps)
+        return list(accumulate(in_turn(growing, 0, steps)))
 
     def _grow_and_store(self, steps: int) -> list[int]:
         """Take blocks step by step, and store those that each step finds filled after it has taken blocks, which may
@@ -99,17 +107,27 @@ class Repetition:
 
     Such iterations are counted when they are scheduled and when they are collected, and a request ends with a number of
     the latter. The counters in the table lack these steps while plans repeat (`RequestTable.deferred_steps`). With
-    overlap, a request whose last step was scheduled is parked until it is collected.
+    overlap, a request whose last step was scheduled is parked until it is collected. With several micro batches, all
+    iterations count, in which a request runs at each turn of its own, and the counters are up to date.
     """
 
     def __init__(
-        self, config: BatchingConfig, active: ActiveRequests, kv_cache: KvCache, adapters: AdapterCache | None
+        self,
+        config: BatchingConfig,
+        active: ActiveRequests,
+        kv_cache: KvCache,
+        adapters: AdapterCache | None,
+        pauses: bool,
     ) -> None:
+        """pauses: whether the policy may pause requests."""
         self._active, self._kv_cache, self._adapters = active, kv_cache, adapters
+        self._config, self._pauses = config, pauses
         self._counted = [window for window in kv_cache.of_windows() if isinstance(window, CountedCache)]
         self._ahead: Sequence[CountedCache | StepsAhead] = self._counted
-        self._runs_context = config.batching_type is not BatchingType.INFLIGHT
-        self._max_in_flight = config.max_in_flight
+        # Context has a pass of its own, or is padded.
+        self._runs_context = config.batching_type is BatchingType.INFLIGHT_FUSED
+        self._is_static = config.batching_type is BatchingType.V1
+        self._max_in_flight, self._num_turns, self._turn = config.max_in_flight, config.num_micro_batches, 0
         self._scheduled = self._collected = 0
         # The generation requests that the heaps are about, None for none. The collected number with which each of them
         # ends, and the scheduled number with which it is parked, each with what finds the request and its order.
@@ -117,27 +135,50 @@ class Repetition:
         self._ends: list[_Event] = []
         self._parks: list[_Event] = []
         self._parked: set[int] = set()
+        # With several micro batches: the generation requests of those that repeat, the next one first; and of each
+        # iteration in flight, its number and the rows that get a token in it.
+        self._rows_of: list[Rows] = []
+        self._outputs_of: deque[tuple[int, Rows]] = deque()
 
     @staticmethod
     def works_with(config: BatchingConfig) -> bool:
         """Whether what iterations do follows from their plans."""
-        if config.batching_type is BatchingType.V1 or config.drafts.max_len:
+        if config.drafts.max_len or config.max_beam_width > 1 or config.is_contiguous:
             return False
-        if config.is_async and config.batching_type is BatchingType.INFLIGHT:  # an iteration has two passes in flight
+        if config.max_in_flight == 1:
+            return True
+        # An iteration with two passes has two batches in flight.
+        if config.batching_type is BatchingType.INFLIGHT:
             return False
-        return config.num_micro_batches == config.max_beam_width == 1 and not config.is_contiguous
+        return config.is_async or not config.reuse.enabled
 
     @property
     def num_in_flight(self) -> int:
-        """Repeated iterations in flight."""
-        return self._scheduled - self._collected
+        """Repeated iterations in flight that `confirmed` of a new generation request has to leave out."""
+        return 0 if self._num_turns > 1 else self._scheduled - self._collected
+
+    def scheduled_batch(self, iteration: int) -> None:
+        """`iteration` was scheduled as a batch."""
+        if self._num_turns > 1:
+            self._scheduled = iteration + 1
+
+    def collected_batch(self) -> None:
+        """The oldest iteration in flight, which ran as a batch, was collected."""
+        if self._num_turns > 1:
+            self._collected += 1
 
     def may_repeat(self, plan: Plan) -> bool:
         """Whether iterations of `plan` need no batches. Those load adapters, generate tokens again that a pause has
         dropped, and overwrite blocks with ids."""
         active, table, cache, rows = self._active, self._active.table, self._kv_cache, plan.rows
-        if active.num_reading_tokens or plan.held or not (plan.context or len(rows)):
+        if active.num_reading_tokens or (plan.held and not self._is_static):
             return False
+        if not (plan.context or len(rows)) and not table.num_in_flight:
+            return False
+        if self._num_turns > 1:
+            if active.num_with_lora or plan.paused:
+                return False
+            rows = active.generation_rows
         if plan.context and (active.num_with_lora or table.max_draft_tokens or not self._runs_context):
             return False
         may_wrap = not self._counted and cache.attention_window.wraps
@@ -147,17 +188,21 @@ class Repetition:
             return False
         if self._adapters is None or not active.num_with_lora:
             return True
-        return self._adapters.has(distinct_tasks(table.lora_tasks[rows]))
+        return self._adapters.has(distinct_tasks(table.lora_tasks[plan.generation_rows]))
 
-    def max_steps(self, plan: Plan, certain: int, in_flight: Sequence[InFlightIteration]) -> int:
+    def max_steps(self, plan: Plan, certain: int, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
         """In how many iterations of `plan`, at most `certain`, only the last one completes a request, and blocks
-        suffice. in_flight: the iterations in flight."""
+        suffice. iteration: number of the first. in_flight: the iterations in flight."""
         if not self._counted and isinstance(self._kv_cache, KvCacheManager):
             completing = [request for request in plan.context if request.is_last_chunk]
             self._ahead = [StepsAhead(self._kv_cache, self._active, plan.rows, completing)]
-        batches = [iteration for iteration in in_flight if not iteration.is_repeated]
+        if self._num_turns > 1:
+            self._begin_turn(plan, iteration, in_flight)
+        batches = [iteration for iteration in in_flight if not (iteration.is_repeated or iteration.is_empty)]
         self._find_events(batches)
-        steps = min(certain, *[window.max_steps for window in self._ahead])
+        steps = min(certain, *[window.max_steps(self._turn) for window in self._ahead])
+        if self._num_turns > 1:
+            steps = self._certain_turns(plan, steps)
         if self._ends:
             steps = min(steps, self._ends[0][0] - self._scheduled + self._max_in_flight - 1)
         if self._max_in_flight > 1:
@@ -169,31 +214,78 @@ class Repetition:
             if self._parks:
                 steps = min(steps, self._parks[0][0] - self._scheduled)
         for window in self._ahead:
-            steps = min(steps, window.fitting_steps(steps, plan.valid_until_next_allocation))
+            steps = min(steps, window.fitting_steps(steps, plan.valid_until_next_allocation, self._turn))
         return steps
+
+    def _begin_turn(self, plan: Plan, iteration: int, in_flight: Sequence[InFlightIteration]) -> None:
+        """Find the generation requests of each micro batch, and whose turn it is."""
+        count = self._num_turns
+        turn = self._turn = iteration % count
+        self._scheduled = iteration
+        self._collected = in_flight[0].record.iteration if in_flight else iteration
+        for window in self._counted:
+            window.join(plan.rows, turn)
+        self._rows_of = [plan.rows]
+        if not plan.context:
+            generation = self._active.generation_rows
+            of_each = self._active.table.micro_batch[generation]
+            self._rows_of += [generation[of_each == (turn + after) % count] for after in range(1, count)]
+
+    def _certain_turns(self, plan: Plan, steps: int) -> int:
+        """For how many iterations, at most `steps`, the plans of the micro batches are certain: each runs its
+        generation requests as before, which are no more than its share of the active ones."""
+        active, table, config = self._active, self._active.table, self._config
+        if plan.context or len(active.generation) > config.max_active:
+            return 1
+        share = min(config.micro_batch_size, ceil_div(len(active), self._num_turns))
+        if config.max_num_tokens is not None:
+            share = min(share, config.max_num_tokens)
+        for turn, rows in enumerate(self._rows_of):
+            if len(rows) > share:
+                steps = min(steps, max(turn, 1))
+        for request in active.context:  # with chunks in flight, the next one of which runs in the turn of the last
+            if (micro_batch := int(table.micro_batch[request.slot])) != NO_MICRO_BATCH:
+                steps = min(steps, (micro_batch - self._turn) % self._num_turns)
+        if self._pauses:  # none does while each request has the blocks of its next two steps, too
+            blocks = ceil_div(ceil_div(steps, self._num_turns) + 2, config.tokens_per_block)
+            if any(window.count * blocks > window.free_blocks for window in self._counted):
+                return 1
+        return steps
+
+    def cycle(self, plan: Plan) -> list[Plan]:
+        """`plan`, and those of the other micro batches in turn."""
+        return [plan] + [Plan([], rows, blocked=plan.blocked) for rows in self._rows_of[1:]]
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
         """Positions of the generation requests of `plan`, and the adapters that it uses."""
         cache, rows = self._kv_cache, plan.rows
-        total = self._ahead[0].tokens - len(rows) * cache.attention_window.bubble
-        adapters = None
+        if not len(rows):
+            return Positions(0, 0, lambda: NO_ROWS), None
+        group = int(self._counted[0].micro_batches[rows[0]]) if self._num_turns > 1 else 0
+        total = self._ahead[0].tokens_of(group) - len(rows) * cache.attention_window.bubble
+        adapters, idle = None, plan.idle
         if self._adapters is not None and self._active.num_with_lora:
-            adapters = AdapterUse(self._active.table.lora_tasks[rows])
-        return Positions(len(rows), total, lambda: cache.cached_tokens(rows)), adapters
+            adapters = AdapterUse(self._active.table.lora_tasks[plan.generation_rows])
+        if len(idle):
+            idle = cache.cached_tokens(idle) - 1
+        return Positions(len(rows), total, lambda: cache.cached_tokens(rows), idle), adapters
 
     def repeat(self, plan: Plan, count: int) -> Growth:
         """Schedule `count` iterations of `plan`, at most those of `max_steps`."""
         active, ahead = self._active, self._ahead
         if self._adapters is not None and active.num_with_lora:
-            self._adapters.use(distinct_tasks(active.table.lora_tasks[plan.rows]), count)
+            self._adapters.use(distinct_tasks(active.table.lora_tasks[plan.generation_rows]), count)
         self._scheduled += count
-        active.table.deferred_steps += count
+        if self._num_turns > 1:
+            self._run_turns(plan, count)
+        else:
+            active.table.deferred_steps += count
         if self._max_in_flight == 1:  # now, because what is stored depends on it
             self._collect(count)
-        more_blocks, more_tokens, more_new = ahead[0].take(count)
+        more_blocks, more_tokens, more_new = ahead[0].take(count, self._turn)
         more_of_windows: list[list[int]] = []
         if len(ahead) > 1:
-            taken = [(more_blocks, more_tokens, more_new), *[window.take(count) for window in ahead[1:]]]
+            taken = [(more_blocks, more_tokens, more_new), *[window.take(count, self._turn) for window in ahead[1:]]]
             more_of_windows = [of_window[0] for of_window in taken]
             more_blocks, more_tokens, more_new = np.sum(taken, axis=0).tolist()
         growth = Growth(self._kv_cache.state(), more_blocks, more_tokens, more_new, more_of_windows)
@@ -205,6 +297,21 @@ class Repetition:
         self._rows = active.generation_rows
         self._kv_cache.take_copies()  # nothing is copied on such a device
         return growth
+
+    def _run_turns(self, plan: Plan, count: int) -> None:
+        """`count` iterations are scheduled, of which each micro batch has its turns."""
+        table, first = self._active.table, self._scheduled - count
+        for turn, rows in enumerate(self._rows_of[:count]):
+            table.generated[rows] += ceil_div(count - turn, self._num_turns)
+        table.micro_batch[plan.rows] = self._turn
+        table.micro_batch[[request.slot for request in plan.context]] = self._turn
+        for after in range(count):
+            rows = self._rows_of[after % len(self._rows_of)]
+            if plan.context:
+                completing = [request.slot for request in plan.context if request.is_last_chunk]
+                rows = np.concatenate([np.array(completing, np.int64), rows])
+            if len(rows):
+                self._outputs_of.append((first + after, rows))
 
     def confirm(self, count: int) -> list[Request]:
         """The oldest `count` repeated iterations in flight are collected. Returns the requests that they complete."""
@@ -225,18 +332,27 @@ class Repetition:
     def _collect(self, count: int) -> None:
         table = self._active.table
         self._collected += count
+        if self._num_turns > 1:
+            while self._outputs_of and self._outputs_of[0][0] < self._collected:
+                table.confirmed[self._outputs_of.popleft()[1]] += 1
+            return
         table.deferred_confirmed += count
         for row in self._parked:
             table.confirmed[row] += count
 
-    def leave(self) -> None:
-        """The next iteration runs as a batch."""
+    def leave(self, rows: Rows, iteration: int) -> None:
+        """`iteration`, the next one, runs the generation requests in `rows` as a batch."""
         self._active.settle()
         self._rows = None
+        if self._num_turns > 1:
+            for window in self._counted:
+                window.join(rows, iteration % self._num_turns)
 
     def forget(self, request: Request) -> None:
         """`request` has left."""
         self._parked.discard(request.slot)
+        if self._outputs_of:
+            self._outputs_of = deque([(number, rows[rows != request.slot]) for number, rows in self._outputs_of])
 
     def park(self, row: int) -> None:
         """The last step of the request in `row` was scheduled in a batch."""
@@ -259,14 +375,29 @@ class Repetition:
             if request.in_generation:
                 confirmed, generated = confirmed + table.deferred_confirmed, generated + table.deferred_steps
                 self._parks.append(self._event(request, self._scheduled + int(table.reserved[row]) - generated, 1))
-            remaining = int(table.stop_after[row]) - confirmed - (row in in_batches)
+            remaining = int(table.stop_after[row]) - confirmed
+            if self._num_turns > 1:
+                self._ends.append(self._event(request, self._end_of_turns(row, remaining), 1))
+                continue
+            remaining -= row in in_batches
             if remaining or row not in in_batches:  # else it ends with that batch
                 self._ends.append(self._event(request, self._collected + remaining, 1))
         heapify(self._ends)
         heapify(self._parks)
-        if self._max_in_flight == 1:
+        if not self._config.is_async:
             self._parks.clear()
         self._rows = rows
+
+    def _end_of_turns(self, row: int, remaining: int) -> int:
+        """The collected number with which the generation request in `row` has `remaining` more tokens, one at each turn
+        of its micro batch."""
+        turns, following = self._num_turns, self._scheduled
+        micro_batch = int(self._active.table.micro_batch[row])
+        if micro_batch != NO_MICRO_BATCH:  # else it runs in the next iteration
+            following -= (following - 1 - micro_batch) % turns + 1
+            if following < self._collected:  # its latest iteration, which was collected
+                following += turns
+        return following + 1 + (remaining - 1) * turns
 
     def _event(self, request: Request, number: int, phase: int) -> _Event:
         """phase: 0 of a request that ends with its first token, which comes before those of others in a batch."""
@@ -293,6 +424,7 @@ class Repetition:
             self._parked.remove(row)
         else:
             self._active.park(row)
+            self._kv_cache.end_generation(row)
         table.generated[row] = table.confirmed[row] = table.stop_after[row]
         return request
 
@@ -308,14 +440,16 @@ class Repetition:
                 row = request.slot
                 request.start_generation()
                 active.move_to_generation(request)
-                self._kv_cache.begin_generation(row)
+                self._kv_cache.begin_generation(row, self._turn)
                 table.generated[row] = 1 - table.deferred_steps
                 # The iterations in flight before this one do not count for it.
                 table.confirmed[row] = 1 - table.deferred_confirmed - self.num_in_flight
+                if self._num_turns > 1:
+                    table.confirmed[row] = 0
                 stop_after = int(table.stop_after[row])
-                end = self._event(request, self._scheduled + stop_after - 1, 0 if stop_after == 1 else 1)
-                heappush(self._ends, end)
-                if self._max_in_flight > 1:
+                end_at = self._scheduled + (stop_after - 1) * self._num_turns
+                heappush(self._ends, self._event(request, end_at, 0 if stop_after == 1 else 1))
+                if self._config.is_async:
                     park_at = self._scheduled + int(table.reserved[row]) - 1
                     heappush(self._parks, self._event(request, park_at, 1))
         return recomputed

@@ -80,12 +80,14 @@ class TensorRtLlmScheduler:
         self._reuses_blocks = config.reuse.enabled
         self._is_async = config.is_async
         self._is_static = config.batching_type is BatchingType.V1
-        # Members of a static batch that stay in it, computed along as padding, until the last one is complete.
+        # Members of a static batch that stay in it, computed along as padding, until the last one is complete. They are
+        # parked.
         self._complete: list[Request] = []
         self._may_repeat = is_steady and not (config.num_micro_batches > 1 or config.drafts.max_len or self._is_static)
         # The latest plan, with `num_changes` of the active requests and `num_reuse_changes` when it was made.
         self._latest: tuple[Plan, int, int] | None = None
-        self._repetition = Repetition(config, self.active, cache, self.adapters) if repeats else None
+        self._repetition = Repetition(config, self.active, cache, self.adapters, self._may_pause) if repeats else None
+        self._iteration, self._admits = 0, False
         self._in_flight: Sequence[InFlightIteration] = ()
         self._is_logged = _log.isEnabledFor(logging.DEBUG)
 
@@ -121,7 +123,7 @@ class TensorRtLlmScheduler:
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
         """Raises PolicyFailed if a user's policy raises."""
-        self._in_flight = in_flight
+        self._iteration, self._in_flight = iteration, in_flight
         if self._dynamic_limits is not None and self._dynamic_limits.update(self.active):
             self._latest = None
         if self.num_micro_batches > 1:
@@ -140,12 +142,13 @@ class TensorRtLlmScheduler:
         return plan
 
     def _decide(self) -> Plan:
-        if self._is_static and self.active.generation:
+        if self._is_static and (self.active.generation or self._complete):
             return self._next_static_step()
         if (plan := self._repeated_plan()) is not None:
             return plan
         fitting = self._policy.schedule(self.active, self.kv_cache)
         selected = self._micro_batch.schedule(self.active, fitting)
+        self._admits = len(fitting.admitted) > 0
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
         blocked = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
         if fitting.left_out is not None:
@@ -188,7 +191,7 @@ class TensorRtLlmScheduler:
         """A static batch that has started runs to its end; until then there is nothing to decide."""
         idle = np.array([request.slot for request in self._complete], np.int64)
         blocked = tuple(LeftOut(request, Limit.STATIC_BATCH) for request in self.active.context[:1])
-        return Plan([], self._rows_without(self._complete), idle, held=list(self._complete), blocked=blocked)
+        return Plan([], self.active.batch_rows, idle, held=list(self._complete), blocked=blocked)
 
     def _rows_without(self, held: list[Request]) -> Rows:
         """Rows of the generation requests but `held`, in batch order."""
@@ -231,7 +234,7 @@ class TensorRtLlmScheduler:
 
     def allocate(self, plan: Plan) -> StepInputs:
         if self._repetition is not None:
-            self._repetition.leave()
+            self._repetition.leave(plan.rows, self._iteration)
         cache, rows, idle = self.kv_cache, plan.rows, plan.idle
         drafts: DraftInputs | None = None
         try:
@@ -263,7 +266,7 @@ class TensorRtLlmScheduler:
             self.active.move_to_generation(request)
             if self._repetition is not None:
                 table.confirmed[request.slot] = -self._repetition.num_in_flight
-            self.kv_cache.begin_generation(request.slot)
+            self.kv_cache.begin_generation(request.slot, iteration % self.num_micro_batches)
             if reuses_blocks:
                 self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
         if reuses_blocks:
@@ -274,6 +277,8 @@ class TensorRtLlmScheduler:
                 self.active.park(row)
                 if self._repetition is not None:
                     self._repetition.park(row)
+        if self._repetition is not None:
+            self._repetition.scheduled_batch(iteration)
         if self.num_micro_batches > 1:
             table.micro_batch[plan.rows] = turn = iteration % self.num_micro_batches
             table.micro_batch[[request.slot for request in plan.context]] = turn
@@ -282,7 +287,8 @@ class TensorRtLlmScheduler:
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
         if self._repetition is not None:
             if iteration.is_repeated:
-                return self._repetition.confirm(1)
+                return self.confirm(1)
+            self._repetition.collected_batch()
             self.active.settle()
         if outputs:
             self.table.makes_tokens = outputs[-1].tokens is not None or outputs[-1].candidates is not None
@@ -302,8 +308,7 @@ class TensorRtLlmScheduler:
 
     def _use_adapters(self, cache: AdapterCache, plan: Plan) -> AdapterUse:
         """The adapters of the iteration, which are now on the device."""
-        rows = np.concatenate([plan.rows, plan.idle]) if len(plan.idle) else plan.rows
-        tasks = self.table.lora_tasks[rows]
+        tasks = self.table.lora_tasks[plan.generation_rows]
         of_context = [request.lora_task_id for request in plan.context if request.lora_task_id is not None]
         return AdapterUse(tasks, cache.use(distinct_tasks(tasks, of_context)))
 
@@ -322,8 +327,12 @@ class TensorRtLlmScheduler:
 
     def _end_together(self, done: list[Request]) -> list[Request]:
         """Members of a static batch are done. Returns the whole batch if that completes it, else an empty list."""
+        for request in done:
+            if request.in_generation:
+                self.active.park(request.slot)
+                self.kv_cache.end_generation(request.slot)
         self._complete += done
-        if len(self._complete) < len(self.active.generation):
+        if self.active.generation:
             return []
         finished, self._complete = self._complete, []
         return finished
@@ -344,7 +353,12 @@ class TensorRtLlmScheduler:
     def horizon(self, plan: Plan) -> int:
         if self._repetition is None or not self._repetition.may_repeat(plan):
             return 0
-        return self._repetition.max_steps(plan, self._times_certain(plan), self._in_flight)
+        return self._repetition.max_steps(plan, self._times_certain(plan), self._iteration, self._in_flight)
+
+    def cycle(self, plan: Plan) -> Sequence[Plan]:
+        if self._repetition is None or self.num_micro_batches == 1:
+            return [plan]
+        return self._repetition.cycle(plan)
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
         assert self._repetition is not None
@@ -356,12 +370,21 @@ class TensorRtLlmScheduler:
 
     def confirm(self, count: int) -> list[Request]:
         assert self._repetition is not None
-        return self._repetition.confirm(count)
+        done = self._repetition.confirm(count)
+        return self._end_together(done) if self._is_static else done
 
     def _times_certain(self, plan: Plan) -> int:
         """In how many iterations `plan`, which was just made, is certain to run, this one included, while nothing but
         generation changes what requests can reuse: the one prompt that it has may have tokens for more chunks of the
         same size."""
+        if self._is_static:
+            return UNLIMITED
+        if self.num_micro_batches > 1:
+            # What fits, and has no chunk in flight, runs in this turn or in one of the next.
+            in_flight = self.table.in_other_micro_batch
+            may_differ = self._admits and not all([in_flight(request.slot) for request in self.active.context])
+            may_differ |= self._may_pause and len(self.active.context) > 0
+            return 1 if may_differ or self._dynamic_limits is not None else UNLIMITED
         if len(plan.context) > 1 or not self._may_repeat or plan.held or plan.paused:
             return 1
         if self._dynamic_limits is not None and not self._dynamic_limits.is_settled:
