@@ -198,6 +198,7 @@ class TokenGenerationLoop:
         scheduler = self.scheduler
         batches = self._builder.build(self.iteration, plan, scheduler.allocate(plan))
         record = self._record(plan, scheduler.cache_state(), start_s)
+        record.in_flight = self._table.num_in_flight
         if batches and batches[0].adapters is not None:
             record.loads = batches[0].adapters.loads
         iteration = InFlightIteration(record, batches, plan.output_rows(), set(plan.idle.tolist()))
@@ -248,7 +249,6 @@ class TokenGenerationLoop:
             idle=len(plan.idle) if chunks or num_generation else 0,
             padding=padding,
             num_micro_batches=self._num_micro_batches,
-            in_flight=table.num_in_flight,
         )
 
     def _complete_oldest(self) -> None:
@@ -319,7 +319,7 @@ class TokenGenerationLoop:
         overlap the latest ones stay in flight, and those that were in flight before are completed first."""
         scheduler, in_flight, number = self.scheduler, self._in_flight, self.iteration
         change_s = self._next_change(start_s) if count > 1 and self._next_change is not None else None
-        plans = scheduler.cycle(plan)[:count]
+        plans, num_in_flight = scheduler.cycle(plan)[:count], self._table.num_in_flight
         turns = [self._record(one, NO_CACHE_STATE, start_s) for one in plans]
         times = device.run(
             [IterationWork(one.chunks, *scheduler.positions(one)) for one in plans],
@@ -336,7 +336,7 @@ class TokenGenerationLoop:
         growth = scheduler.repeat(plan, len(starts))
         turns[0].recomputed = growth.recomputed
         epoch_s = self._virtual_clock.epoch_s if self._virtual_clock is not None else 0
-        self._place(turns, starts, submitted, growth, epoch_s)
+        self._complete_records(turns, num_in_flight, starts, submitted, growth, epoch_s)
         self._activated = []
         self.iteration += len(starts)
         if in_flight:
@@ -362,16 +362,23 @@ class TokenGenerationLoop:
             )
             self._finish(finished)
 
-    def _place(
-        self, turns: list[IterationRecord], starts: list[float], submitted: list[float], growth: Growth, epoch_s: int
+    def _complete_records(
+        self,
+        turns: list[IterationRecord],
+        in_flight: int,
+        starts: list[float],
+        submitted: list[float],
+        growth: Growth,
+        epoch_s: int,
     ) -> None:
-        """Complete the records of the first iterations of a stretch, which were made before any of them began."""
-        first, others = turns[0], turns[0].in_flight + turns[0].num_scheduled
-        first.cache, first.submit_s = growth.cache(0), submitted[0]
+        """Complete the records of the first iterations of a stretch, which were made before any of them began.
+        in_flight: of the first one."""
+        first = turns[0]
+        first.cache, first.submit_s, first.in_flight = growth.cache(0), submitted[0], in_flight
         del turns[len(starts) :]
         for index, record in enumerate(turns[1:], start=1):
             record.iteration = first.iteration + index
             record.micro_batch = record.iteration % self._max_in_flight
             record.start_s, record.timestamp = starts[index], epoch_s + starts[index]
             record.submit_s, record.cache, record.activated = submitted[index], growth.cache(index), []
-            record.in_flight = others - record.num_scheduled
+            record.in_flight = in_flight + first.num_scheduled - record.num_scheduled

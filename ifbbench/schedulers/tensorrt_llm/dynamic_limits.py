@@ -53,21 +53,41 @@ class DynamicLimits:
         self.is_settled = False
         # `num_changes` of the active requests at the latest update, and how many lengths were taken in since then.
         self._num_changes, self._taken = -1, 0
+        # Whether lengths were taken in after the limits were set.
+        self._has_skipped = False
 
     def update(self, active: ActiveRequests) -> bool:
         """Take in the lengths of all active requests, and set the limits of the next iteration. Returns whether it may
         have changed them."""
         if self._num_changes != active.num_changes:
             self._num_changes, self._taken = active.num_changes, 0
-        elif self.is_settled:
+        elif self.is_settled and not self._has_skipped:
             return False
+        self._take_in(active)
+        self._has_skipped = False
+        if self._lengths:
+            self._set_limits(active)
+        return True
+
+    def skip(self, active: ActiveRequests, updates: int) -> None:
+        """Take in the lengths of so many further updates with the same active requests, of which no limit is asked."""
+        for _ in range(updates):
+            if self.is_settled:
+                return
+            self._take_in(active)
+            self._has_skipped = True
+
+    @property
+    def least(self) -> int:
+        """The minimum of both limits, in requests and in tokens: whatever the lengths, at least so many fit."""
+        batch_size = min(BATCH_SIZES[0][1], self._config.micro_batch_size)
+        return min(batch_size, self._config.token_budget, *[tokens for _, tokens in LEAST_TOKENS])
+
+    def _take_in(self, active: ActiveRequests) -> None:
         lengths = [(request.prompt_len, request.max_new_tokens) for request in active]
         self._lengths.extend(lengths)
         self._taken += len(lengths)
         self.is_settled = self._taken >= self._config.tuning_window
-        if self._lengths:
-            self._set_limits(active)
-        return True
 
     def _set_limits(self, active: ActiveRequests) -> None:
         config, count = self._config, len(self._lengths)

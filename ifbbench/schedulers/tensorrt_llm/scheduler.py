@@ -366,6 +366,8 @@ class TensorRtLlmScheduler:
 
     def repeat(self, plan: Plan, count: int) -> Growth:
         assert self._repetition is not None
+        if self._dynamic_limits is not None:
+            self._dynamic_limits.skip(self.active, count - 1)
         return self._repetition.repeat(plan, count)
 
     def confirm(self, count: int) -> list[Request]:
@@ -387,8 +389,9 @@ class TensorRtLlmScheduler:
             return 1 if may_differ or self._dynamic_limits is not None else UNLIMITED
         if len(plan.context) > 1 or not self._may_repeat or plan.held or plan.paused:
             return 1
-        if self._dynamic_limits is not None and not self._dynamic_limits.is_settled:
-            return 1
+        if (limits := self._dynamic_limits) is not None and not limits.is_settled:
+            if self.active.context or len(plan.rows) > limits.least:
+                return 1
         if not plan.context:
             return UNLIMITED
         request, size = plan.context[0], plan.context[0].chunk
