@@ -384,14 +384,14 @@ class TensorRtLlmScheduler:
         if self.num_micro_batches > 1:
             # What fits, and has no chunk in flight, runs in this turn or in one of the next.
             in_flight = self.table.in_other_micro_batch
-            may_differ = self._admits and not all([in_flight(request.slot) for request in self.active.context])
-            may_differ |= self._may_pause and len(self.active.context) > 0
+            may_differ = self._may_pause and len(self.active.context) > 0
+            may_differ |= self._admits and any(not in_flight(request.slot) for request in self.active.context)
             return 1 if may_differ or self._dynamic_limits is not None else UNLIMITED
         if len(plan.context) > 1 or not self._may_repeat or plan.held or plan.paused:
             return 1
-        if (limits := self._dynamic_limits) is not None and not limits.is_settled:
-            if self.active.context or len(plan.rows) > limits.least:
-                return 1
+        limits = self._dynamic_limits
+        if limits is not None and not limits.is_settled and (self.active.context or len(plan.rows) > limits.least):
+            return 1
         if not plan.context:
             return UNLIMITED
         request, size = plan.context[0], plan.context[0].chunk
