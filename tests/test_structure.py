@@ -132,7 +132,7 @@ def test_docstrings_and_comments_are_sentences() -> None:
 
 
 def test_shares_and_sizes_are_written_by_one_function() -> None:
-    """`report.percent` and `fields.memory_size`: no `62%` beside `43 %`, and no counts of bytes in messages.
+    """`number_texts.percent` and `fields.memory_size`: no `62%` beside `43 %`, and no counts of bytes in messages.
 
     trtllm-bench writes 90.00%, and its report is copied as it is."""
     assert offending([path for path in FILES if path.name != "trtllm_text.py"], OTHER_FORMATS) == []

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ifbbench.analysis.confidence import OF_BLOCKS, half_widths
 from ifbbench.analysis.figures import Figure, compared_figures
+from ifbbench.analysis.limits import part_name, waits_for
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
-from ifbbench.report.confidence import OF_BLOCKS, half_widths
-from ifbbench.report.limits import part_name, waits_for
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.settings.config import settings
 

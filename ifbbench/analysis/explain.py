@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ifbbench.analysis.limits import waits_for
+from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
 from ifbbench.analysis.rows import Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
-from ifbbench.report import percent
-from ifbbench.report.limits import fullest_window, waits_for
+from ifbbench.rundir.metrics import fullest_window
 from ifbbench.settings.modes import Overlap
 
 SETTING_OF = {

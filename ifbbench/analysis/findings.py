@@ -8,13 +8,13 @@ import numpy as np
 
 from ifbbench.analysis.bounds import Bounds, LowerBound
 from ifbbench.analysis.explain import SETTING_OF, RequestLife, request_life
+from ifbbench.analysis.limits import BINDING, waits_for
+from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.rows import Id
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
-from ifbbench.report import count, percent, significant
-from ifbbench.report.limits import BINDING, waits_for
 
 
 @dataclass(frozen=True)

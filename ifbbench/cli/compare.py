@@ -341,7 +341,7 @@ def _figure_table(
 
 def _value_texts(name: str, values: Sequence[float], is_signed: bool = False) -> list[str]:
     """Values of a figure, in the same unit."""
-    from ifbbench.report import significant
+    from ifbbench.analysis.number_texts import significant
 
     is_time = name.split(".")[0].endswith("_s") and not name.endswith("per_s")
     scale, unit = (1000, " ms") if is_time and max(map(abs, values)) < 1 else (1, " s" if is_time else "")
@@ -418,7 +418,8 @@ def _print_divergence(comparison: "Comparison", name: str, console: "Console") -
 
 
 def _print_changes(title: str, changes: "Sequence[Change]", console: "Console") -> None:
-    from ifbbench.report import plain_table, significant
+    from ifbbench.analysis.number_texts import significant
+    from ifbbench.report import plain_table
 
     table = plain_table(title, numbers=["E2E a s", "E2E b s", "difference s"])
     table.add_column("in b it" if title.startswith("Lost") else "in a it")

@@ -51,7 +51,7 @@ def schema() -> None:
 
     Example: ifbbench config schema > ifbbench-config.json
     """
-    from ifbbench.report.config_schema import config_schema
+    from ifbbench.settings.config_schema import config_schema
 
     click.echo(json.dumps(config_schema(), indent=2))
 

@@ -157,8 +157,9 @@ def info(trace: str, as_json: bool, directory: Path | None, **reading: Any) -> N
 def _print(title: str, statistics: "TraceStatistics") -> None:
     from rich.table import Column, Table
 
+    from ifbbench.analysis.number_texts import percent
     from ifbbench.cli.console import report_console
-    from ifbbench.report import percent, print_fitting
+    from ifbbench.report import print_fitting
     from ifbbench.workload.statistics import histogram_lines, sparkline
 
     console = report_console(highlight=False)

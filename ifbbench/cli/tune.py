@@ -206,7 +206,8 @@ def _plot(tuning: "Tuning", directory: Path) -> None:
 
 def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") -> None:
     """Print the recommendation beside what users get without a search."""
-    from ifbbench.report import percent, plain_table, print_fitting, significant
+    from ifbbench.analysis.number_texts import percent, significant
+    from ifbbench.report import plain_table, print_fitting
 
     best, baselines = found["recommendation"], found["baselines"]
     console.print(f"\n[bold]{found['verdict']}[/bold]")
@@ -264,7 +265,7 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
 
 def _loss_text(other: dict[str, Any], goal: str) -> str:
     """What the next best settings are worse by, in the goal's figure."""
-    from ifbbench.report import percent
+    from ifbbench.analysis.number_texts import percent
 
     if other["misses"]:
         return f"misses {', '.join(other['misses'])}"

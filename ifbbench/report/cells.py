@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
+from ifbbench.analysis.limits import LIMITS, limit_name, window_name
 from ifbbench.errors import InputError
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PHASE_COLOURS, REQUEST_COLOURS
-from ifbbench.report.limits import LIMITS, limit_name, window_name
 from ifbbench.report.style import LIMIT_DASHES, heading, is_near, legend_above, limit_of, round_ticks
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import find_lines

@@ -4,11 +4,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ifbbench.report import percent
+from ifbbench.analysis.limits import limit_name
+from ifbbench.analysis.number_texts import percent
+from ifbbench.analysis.token_times import span_ends
 from ifbbench.report.cells import tint
-from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS
-from ifbbench.report.figures import span_ends
-from ifbbench.report.limits import limit_colours, limit_name
+from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS, limit_colours
 from ifbbench.report.style import (
     LIMIT_DASHES,
     WIDTH,

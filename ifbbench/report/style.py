@@ -18,11 +18,11 @@ from matplotlib.legend import Legend
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
+from ifbbench.analysis.number_texts import significant, time_unit
+from ifbbench.analysis.token_times import IterationClock
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
-from ifbbench.report import significant, time_unit
 from ifbbench.report.colours import GRID, INK, LIMIT, MUTED, SERIES
-from ifbbench.report.figures import IterationClock
 from ifbbench.rundir.reader import Floats, RunData
 
 LIMIT_DASHES = (0, (4, 3))

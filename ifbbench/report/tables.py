@@ -7,11 +7,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.report import NOTHING, bar, count, percent, plain_table, print_fitting, significant, time_unit
+from ifbbench.analysis.limits import BINDING, LIMITS, limit_name, waits_for
+from ifbbench.analysis.number_texts import NOTHING, count, percent, significant, time_unit
+from ifbbench.report import bar, plain_table, print_fitting
 from ifbbench.report.client_side import client_sentences, client_warnings
-from ifbbench.report.figures import figures
-from ifbbench.report.limits import BINDING, LIMITS, fullest_window, limit_name, waits_for
 from ifbbench.report.profile import print_profile
+from ifbbench.rundir.figures import figures
+from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import find_lines
 

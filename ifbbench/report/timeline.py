@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ifbbench.report import time_unit
+from ifbbench.analysis.number_texts import time_unit
+from ifbbench.analysis.token_times import IterationClock, span_ends, token_times
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
-from ifbbench.report.figures import IterationClock, span_ends, token_times
 from ifbbench.report.style import WIDTH, TimeBins, draw_limit, heading, legend_above, limit_of, round_ticks, stack
 from ifbbench.rundir.reader import Floats, RunData
 

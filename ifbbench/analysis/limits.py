@@ -1,9 +1,7 @@
-"""The limits that bind iterations and hold requests: how each is named, and its colour."""
+"""The limits that bind iterations and hold requests: how each is named in tables, charts and sentences."""
 
-from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ifbbench.report.colours import LIMIT_COLOURS, OTHER_LIMITS
 from ifbbench.rundir.metrics import BOUND_BY, WAITING_BEHIND, limit_waited_for
 
 
@@ -48,13 +46,6 @@ def window_name(size: str) -> str:
     return f"window of {int(size):,} tokens"
 
 
-def fullest_window(blocks: Mapping[str, tuple[float, float]]) -> str:
-    """The attention window with the largest share of its blocks in use, which is the one that requests wait for.
-
-    blocks: used blocks and all blocks, by the tokens of the window."""
-    return max(blocks, key=lambda size: blocks[size][0] / max(blocks[size][1], 1))
-
-
 def part_name(part: str) -> str:
     """A part of the attribution of a request's time, in a table."""
     if (limit := limit_waited_for(part)) is None:
@@ -64,11 +55,3 @@ def part_name(part: str) -> str:
     if limit == "none":
         return "waiting behind another request"
     return f"waiting behind a request that waits for {waits_for(limit)}"
-
-
-def limit_colours(limits: Iterable[str]) -> dict[str, str]:
-    """A colour for each of `limits`, the known ones first."""
-    found = set(limits)
-    known = {name: LIMIT_COLOURS[name] for name in LIMITS if name in LIMIT_COLOURS and name in found}
-    others = sorted(found - known.keys())
-    return known | {name: OTHER_LIMITS[place % len(OTHER_LIMITS)] for place, name in enumerate(others)}
