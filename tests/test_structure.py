@@ -144,7 +144,7 @@ def test_a_simulated_run_and_its_report_read_no_tables(trace: Path, tmp_path: Pa
         "import sys\n"
         "from ifbbench.cli.main import main\n"
         "main(sys.argv[1:], standalone_mode=False)\n"
-        "print(sorted({'pandas', 'matplotlib', 'torch', 'pyarrow'} & sys.modules.keys()))\n"
+        "print(sorted({'pandas', 'matplotlib', 'scipy', 'torch', 'pyarrow'} & sys.modules.keys()))\n"
     )
     options = ["--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--output", str(tmp_path / "run")]
     command = [sys.executable, "-c", program, "run", str(trace), *options]
