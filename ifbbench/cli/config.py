@@ -112,7 +112,7 @@ def _print_settings(rows: list[dict[str, Any]], keys: dict[str, Any], console: "
         for row in rows:
             if row["group"] == group:
                 default = _text(row["default"]) if row["value"] != row["default"] else ""
-                is_none = row["value"] is None and row["default"] is not None  # a choice, as in `max_num_tokens: none`
+                is_none = row["value"] is None and row["default"] is not None  # none is a choice
                 value = "none" if is_none else _text(row["value"])
                 cells = (escape(value), row["unit"], escape(row["source"]), default)
                 table.add_row(f"  {row['name']}", *cells)

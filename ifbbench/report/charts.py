@@ -145,7 +145,7 @@ def draw_throughput(run: RunData) -> Figure:
         generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0, label="in generation phase"
     )
     batch.set_ylabel("requests in the batch")
-    draw_limit(batch, "max_batch_size", run.config.get("max_batch_size"), float(total.max()))
+    draw_limit(batch, run, "batch_size", float(total.max()))
     round_ticks(batch.yaxis, 5, whole=True)
     batch.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
     _waiting(waiting, bins, run)
