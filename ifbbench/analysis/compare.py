@@ -13,26 +13,10 @@ from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.rundir.metrics import limit_waited_for
-from ifbbench.settings.config import settings
+from ifbbench.settings.config import ARRIVAL_SETTINGS, READ_SETTINGS, settings
 
 # How a trace is drawn or read: of no account where both runs replayed the same requests.
-TRACE_SETTINGS = {
-    "max_num_samples",
-    "time_scale",
-    "request_rate",
-    "enable_exp_delays",
-    "burstiness",
-    "arrival",
-    "rate_schedule",
-    "reserve",
-    "max_prompt_len",
-    "skip_bad_rows",
-    "trace_format",
-    "columns",
-    "tokenizer",
-    "characters_per_token",
-    "default_output_len",
-}
+TRACE_SETTINGS = {*READ_SETTINGS, *ARRIVAL_SETTINGS, "time_scale", "reserve", "max_prompt_len"}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import SettingsCommand, config_table, given_config
+from ifbbench.cli.options import (
+    NOT_NEGATIVE_INTEGER,
+    SettingsCommand,
+    config_table,
+    given_config,
+    json_instead_of_tables,
+)
 from ifbbench.errors import InputError
 from ifbbench.settings.config import SIMULATED, settings
 from ifbbench.settings.names import setting
@@ -81,13 +87,13 @@ class Layout(Enum):
 @click.option("--all", "all_figures", is_flag=True, help="All figures of summary.json, not the most used ones.")
 @click.option(
     "--changes",
-    type=click.IntRange(min=0),
+    type=NOT_NEGATIVE_INTEGER,
     default=5,
     show_default=True,
     metavar="N",
     help="How many of the requests that gained and lost most are listed.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 @click.pass_context
 def compare(
     context: click.Context,

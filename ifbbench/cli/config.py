@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import COMMAND_KEYS, Command, SettingsCommand, config_table, given_config, read_config_file
+from ifbbench.cli.options import (
+    COMMAND_KEYS,
+    Command,
+    SettingsCommand,
+    config_table,
+    given_config,
+    json_instead_of_tables,
+    read_config_file,
+)
 from ifbbench.settings.config import RunConfig, settings
 
 if TYPE_CHECKING:
@@ -23,7 +31,7 @@ def config() -> None:
 @config.command(cls=SettingsCommand)
 @click.argument("path", metavar="[PATH]", required=False, type=click.Path(path_type=Path))
 @click.option("--changed", is_flag=True, help="Leave out settings that have their default.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 def show(path: Path | None, config_file: Path | None, changed: bool, as_json: bool, **options: Any) -> None:
     """Show each setting with its value, its source, default and unit.
 

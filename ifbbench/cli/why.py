@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import Command
+from ifbbench.cli.options import COUNT, NOT_NEGATIVE_INTEGER, Command, json_instead_of_tables
 from ifbbench.files import check_new_file
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ PAUSES_SHOWN = 10
 @click.command(cls=Command)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--request", "request_id", metavar="ID", help="What this request did and waited for.")
-@click.option("--iteration", type=click.IntRange(min=0), metavar="N", help="What this iteration decided.")
+@click.option("--iteration", type=NOT_NEGATIVE_INTEGER, metavar="N", help="What this iteration decided.")
 @click.option(
     "--slowest",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=5,
     show_default=True,
     metavar="N",
@@ -40,7 +40,7 @@ PAUSES_SHOWN = 10
     help="Write the pause ledger here, a row for each pause.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 def why(
     run: Path,
     request_id: str | None,
