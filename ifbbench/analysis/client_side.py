@@ -9,10 +9,10 @@ import numpy as np
 
 from ifbbench.analysis.number_texts import percent, significant, time_unit
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.analysis.rows import Id
 from ifbbench.analysis.token_times import inter_token_gaps
 from ifbbench.rundir.client_figures import load_gauges
 from ifbbench.rundir.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN
+from ifbbench.rundir.rows import Id
 
 PART_WORDS = {
     CLIENT: "in the client, before it was sent",

@@ -10,9 +10,9 @@ from ifbbench.analysis.figures import Figure, compared_figures
 from ifbbench.analysis.limits import part_name, waits_for
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
-from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.rundir.metrics import limit_waited_for
+from ifbbench.rundir.rows import AnyIterationRow, Id, Span
 from ifbbench.settings.config import ARRIVAL_SETTINGS, READ_SETTINGS, settings
 
 # How a trace is drawn or read: of no account where both runs replayed the same requests.

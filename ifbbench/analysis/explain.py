@@ -6,10 +6,10 @@ from typing import Any
 from ifbbench.analysis.limits import setting_of, waits_for
 from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
-from ifbbench.analysis.rows import Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
 from ifbbench.rundir.metrics import fullest_window
+from ifbbench.rundir.rows import Id, Span
 from ifbbench.settings.modes import Overlap
 
 

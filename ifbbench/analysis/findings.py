@@ -12,9 +12,9 @@ from ifbbench.analysis.limits import BINDING, setting_of, waits_for
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.analysis.rows import Id
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
+from ifbbench.rundir.rows import Id
 
 
 @dataclass(frozen=True)

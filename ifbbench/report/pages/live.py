@@ -14,11 +14,11 @@ from rich.text import Text
 
 from ifbbench.analysis.limits import limit_name, setting_of, window_name
 from ifbbench.analysis.number_texts import count, percent, significant, time_unit
-from ifbbench.analysis.rows import UNREADABLE, Id, IterationDetails, bad_line, read_rows
 from ifbbench.compressed import DamagedFile, GrowingFile
 from ifbbench.errors import InputError
 from ifbbench.report import bar
 from ifbbench.rundir.metrics import fullest_window
+from ifbbench.rundir.rows import UNREADABLE, Id, IterationDetails, bad_line, read_rows
 from ifbbench.rundir.run_directory import find_iterations, find_lines
 from ifbbench.settings.fields import printable
 
