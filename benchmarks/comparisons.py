@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from ifbbench.analysis.confidence import MIN_BEYOND, Floats, RunSample, half_widths
 from ifbbench.analysis.figures import compared_figures, numbers_of
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import Repeats, RepeatsComparison
 from ifbbench.replay.run import run_trace
-from ifbbench.report.confidence import MIN_BEYOND, Floats, RunSample, half_widths
 from ifbbench.rundir.run_directory import hardware
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import in_memory, read_source

@@ -132,7 +132,7 @@ def test_docstrings_and_comments_are_sentences() -> None:
 
 
 def test_shares_and_sizes_are_written_by_one_function() -> None:
-    """`report.percent` and `fields.memory_size`: no `62%` beside `43 %`, and no counts of bytes in messages.
+    """`number_texts.percent` and `fields.memory_size`: no `62%` beside `43 %`, and no counts of bytes in messages.
 
     trtllm-bench writes 90.00%, and its report is copied as it is."""
     assert offending([path for path in FILES if path.name != "trtllm_text.py"], OTHER_FORMATS) == []
@@ -144,7 +144,7 @@ def test_a_simulated_run_and_its_report_read_no_tables(trace: Path, tmp_path: Pa
         "import sys\n"
         "from ifbbench.cli.main import main\n"
         "main(sys.argv[1:], standalone_mode=False)\n"
-        "print(sorted({'pandas', 'matplotlib', 'torch', 'pyarrow'} & sys.modules.keys()))\n"
+        "print(sorted({'pandas', 'matplotlib', 'scipy', 'torch', 'pyarrow'} & sys.modules.keys()))\n"
     )
     options = ["--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--output", str(tmp_path / "run")]
     command = [sys.executable, "-c", program, "run", str(trace), *options]

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from ifbbench.analysis.device_costs import Device, MeasuredDevice, SimulatedDevice
+from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.recorded import Floats, RecordedRun
-from ifbbench.analysis.rows import Id
 from ifbbench.analysis.work import STATIC, RunWork, Windows, read_work
 from ifbbench.build.engine import build_engine
 from ifbbench.build.resolve import parse_windows
 from ifbbench.errors import InputError
-from ifbbench.report import percent
+from ifbbench.rundir.rows import Id
 from ifbbench.settings.names import from_mapping
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.step_work import StepWork, StepWorks

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.analysis.number_texts import percent, significant, time_unit
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.analysis.rows import Id
-from ifbbench.report import percent, significant, time_unit
-from ifbbench.report.client_side import load_gauges
-from ifbbench.report.figures import inter_token_gaps
+from ifbbench.analysis.token_times import inter_token_gaps
+from ifbbench.rundir.client_figures import load_gauges
 from ifbbench.rundir.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN
+from ifbbench.rundir.rows import Id
 
 PART_WORDS = {
     CLIENT: "in the client, before it was sent",

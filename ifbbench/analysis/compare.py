@@ -5,34 +5,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ifbbench.analysis.confidence import OF_BLOCKS, half_widths
 from ifbbench.analysis.figures import Figure, compared_figures
+from ifbbench.analysis.limits import part_name, waits_for
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
-from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
-from ifbbench.report.confidence import OF_BLOCKS, half_widths
-from ifbbench.report.limits import part_name, waits_for
 from ifbbench.rundir.metrics import limit_waited_for
-from ifbbench.settings.config import settings
+from ifbbench.rundir.rows import AnyIterationRow, Id, Span
+from ifbbench.settings.config import ARRIVAL_SETTINGS, READ_SETTINGS, settings
 
 # How a trace is drawn or read: of no account where both runs replayed the same requests.
-TRACE_SETTINGS = {
-    "max_num_samples",
-    "time_scale",
-    "request_rate",
-    "enable_exp_delays",
-    "burstiness",
-    "arrival",
-    "rate_schedule",
-    "reserve",
-    "max_prompt_len",
-    "skip_bad_rows",
-    "trace_format",
-    "columns",
-    "tokenizer",
-    "characters_per_token",
-    "default_output_len",
-}
+TRACE_SETTINGS = {*READ_SETTINGS, *ARRIVAL_SETTINGS, "time_scale", "reserve", "max_prompt_len"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """What iterations cost on the device of a recorded run: as it was simulated, or by a fit of its measured times."""
 
 from functools import cache
-from itertools import combinations
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -47,8 +46,11 @@ class MeasuredDevice(NamedTuple):
     @classmethod
     def fitted(cls, works: StepWorks, measured_s: Floats) -> "MeasuredDevice":
         """The least squares fit without negative coefficients."""
+        from scipy.optimize import nnls  # takes longer to import than most answers take
+
         columns = np.stack(_columns(works), axis=1)
-        return cls(_nonnegative_least_squares(columns, measured_s))
+        scale = np.maximum(columns.max(axis=0), 1e-300)
+        return cls(nnls(columns / scale, measured_s)[0] / scale)
 
     def times_s(self, works: StepWorks) -> Floats:
         columns: Floats = np.stack(_columns(works), axis=1)
@@ -84,21 +86,3 @@ def _columns(works: StepWorks) -> list[Floats]:
             works.generation_kv_tokens,
         )
     ]
-
-
-def _nonnegative_least_squares(columns: Floats, values: Floats) -> Floats:
-    """min ‖columns x − values‖ with x ≥ 0: the best of the solutions on all subsets of the few columns."""
-    scale = np.maximum(columns.max(axis=0), 1e-300)
-    scaled = columns / scale
-    squares, products = scaled.T @ scaled, scaled.T @ values
-    best, best_error = np.zeros(columns.shape[1]), 0.0
-    for count in range(1, columns.shape[1] + 1):
-        for chosen in combinations(range(columns.shape[1]), count):
-            picked = list(chosen)
-            solution = np.linalg.lstsq(squares[np.ix_(picked, picked)], products[picked], rcond=None)[0]
-            error = float(solution @ squares[np.ix_(picked, picked)] @ solution - 2 * products[picked] @ solution)
-            if (solution >= 0).all() and error < best_error:
-                best, best_error = np.zeros(columns.shape[1]), error
-                best[picked] = solution
-    fitted: Floats = best / scale
-    return fitted

@@ -3,20 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ifbbench.analysis.limits import setting_of, waits_for
+from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
-from ifbbench.analysis.rows import Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
-from ifbbench.report import percent
-from ifbbench.report.limits import fullest_window, waits_for
+from ifbbench.rundir.metrics import fullest_window
+from ifbbench.rundir.rows import Id, Span
 from ifbbench.settings.modes import Overlap
-
-SETTING_OF = {
-    "batch_size": "max_batch_size",
-    "num_tokens": "max_num_tokens",
-    "kv_blocks": "max_tokens_in_paged_kvcache",
-    "lora_pages": "lora_device_mem_fraction",
-}
 
 
 @dataclass(frozen=True)
@@ -241,7 +235,7 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
     contexts, recomputes = chunks["context"], chunks["recompute"]
     scheduled = len(contexts) + len(recomputes) + len(generating)
     used = {"batch_size": scheduled, "num_tokens": int(iterations.budget_used[place])}
-    available = {name: int(run.config[SETTING_OF[name]]) for name in used if run.config.get(SETTING_OF[name])}
+    available = {name: int(size) for name in used if (size := run.config.get(setting_of(name)))}
     if run.config.get("overlap") == Overlap.PARTITIONED and int(run.config.get("pp_size") or 1) == 1:
         available["batch_size"] = -(-available["batch_size"] // run.data.num_micro_batches)
     blocks = run.data.run.get("num_kv_blocks")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ifbbench.analysis.confidence import Interval
 from ifbbench.errors import InputError
-from ifbbench.report.confidence import Interval
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from ifbbench.analysis.bounds import Bounds, LowerBound
-from ifbbench.analysis.explain import SETTING_OF, RequestLife, request_life
+from ifbbench.analysis.explain import RequestLife, request_life
+from ifbbench.analysis.limits import BINDING, setting_of, waits_for
+from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.analysis.rows import Id
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.errors import InputError
-from ifbbench.report import count, percent, significant
-from ifbbench.report.limits import BINDING, waits_for
+from ifbbench.rundir.rows import Id
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Findings:
 
     def _named(self, limit: str) -> str:
         """What a request that `limit` holds waits for, with the value of the limit."""
-        setting, blocks = SETTING_OF.get(limit, ""), self.run.data.run.get("num_kv_blocks")
+        setting, blocks = setting_of(limit), self.run.data.run.get("num_kv_blocks")
         if limit == "kv_blocks" and blocks:
             return f"{waits_for(limit)} ({count(blocks)} in all)"
         value = self.run.config.get(setting)

@@ -8,8 +8,8 @@ from io import StringIO
 from pathlib import Path
 
 from ifbbench.analysis.recorded import NO_REQUEST, PauseEvent, RecordedRun
-from ifbbench.analysis.rows import Id, Span
 from ifbbench.files import replace_file
+from ifbbench.rundir.rows import Id, Span
 
 THRASHING_PAUSES = 3
 

@@ -11,12 +11,12 @@ from msgspec import convert
 from msgspec.json import Decoder
 from numpy.typing import NDArray
 
-from ifbbench.analysis.rows import AnyIterationRow, Id, Span, TraceRow, find_row, iteration_decoder, read_rows
+from ifbbench.analysis.confidence import RunSample
 from ifbbench.compressed import is_compressed
 from ifbbench.engine.plan import Limit
 from ifbbench.errors import InputError
-from ifbbench.report.confidence import RunSample
 from ifbbench.rundir.reader import REQUEST_FIELDS, RunData, check_lines, load_run, read_lines
+from ifbbench.rundir.rows import AnyIterationRow, Id, Span, TraceRow, find_row, iteration_decoder, read_rows
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 
 Floats = NDArray[np.float64]

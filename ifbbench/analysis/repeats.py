@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ifbbench.analysis.confidence import combined, half_width, half_width_of_difference
 from ifbbench.analysis.figures import Figure, compared_figures, numbers_of
 from ifbbench.errors import InputError
-from ifbbench.report.confidence import combined, half_width, half_width_of_difference
 from ifbbench.rundir.reader import find_runs, load_run
 from ifbbench.rundir.run_directory import REPEATS_FILE
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ifbbench.analysis.recorded import NO_REQUEST, QUEUE, Floats, RecordedRun
-from ifbbench.analysis.rows import Id, Span
 from ifbbench.engine.plan import Limit
 from ifbbench.rundir.lines import Phase
+from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.spans import HEAD_OF_LINE
 
 PAUSED = Phase.PAUSED

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ifbbench.analysis.recorded import Floats, Integers, RecordedRun
-from ifbbench.analysis.rows import Id, Span
 from ifbbench.rundir.reader import cumulated
+from ifbbench.rundir.rows import Id, Span
 from ifbbench.simulated.step_work import StepWork, StepWorks
 
 Windows = Sequence[tuple[int | None, float]]

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import FloatRange, SettingsCommand, given_config, size_option
+from ifbbench.cli.options import (
+    COUNT,
+    POSITIVE,
+    SettingsCommand,
+    given_config,
+    json_instead_of_tables,
+    size_option,
+)
 from ifbbench.clock import Progress
 from ifbbench.settings.config import RunConfig, settings
 
@@ -16,7 +23,6 @@ if TYPE_CHECKING:
     Requests = list[TraceRequest]
 
 BYTES_PER_GIB = 1024**3
-LENGTH = click.IntRange(min=1)
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.
 USED = {one.name for one in settings() if one.group in ("scheduling", "kv cache")} - {
     "enable_trt_overlap",
@@ -49,17 +55,17 @@ SETTING_HELP = {
 
 @click.command(cls=SettingsCommand, shown=USED, setting_help=SETTING_HELP)
 @click.argument("model_name", metavar="[MODEL]", required=False)
-@click.option("--input-len", type=LENGTH, metavar="N", help="Requests with this prompt length (tokens).")
-@click.option("--output-len", type=LENGTH, metavar="N", help="Their output length (tokens).")
+@click.option("--input-len", type=COUNT, metavar="N", help="Requests with this prompt length (tokens).")
+@click.option("--output-len", type=COUNT, metavar="N", help="Their output length (tokens).")
 @click.option("--trace", metavar="TRACE", help="The requests of a trace instead, as `ifbbench run` takes it.")
 @click.option(
     "--memory-gib",
-    type=FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     metavar="X",
     help="Free memory in GiB, instead of what is free here.",
 )
 @click.option("--memory-bytes", callback=size_option, metavar="SIZE", help="The same in bytes, as 80GB or 80GiB.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 def capacity(
     model_name: str | None,
     config_file: Path | None,

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import SettingsCommand, config_table, given_config
+from ifbbench.cli.options import (
+    NOT_NEGATIVE_INTEGER,
+    SettingsCommand,
+    config_table,
+    given_config,
+    json_instead_of_tables,
+)
 from ifbbench.errors import InputError
 from ifbbench.settings.config import SIMULATED, settings
 from ifbbench.settings.names import setting
@@ -81,13 +87,13 @@ class Layout(Enum):
 @click.option("--all", "all_figures", is_flag=True, help="All figures of summary.json, not the most used ones.")
 @click.option(
     "--changes",
-    type=click.IntRange(min=0),
+    type=NOT_NEGATIVE_INTEGER,
     default=5,
     show_default=True,
     metavar="N",
     help="How many of the requests that gained and lost most are listed.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 @click.pass_context
 def compare(
     context: click.Context,
@@ -341,7 +347,7 @@ def _figure_table(
 
 def _value_texts(name: str, values: Sequence[float], is_signed: bool = False) -> list[str]:
     """Values of a figure, in the same unit."""
-    from ifbbench.report import significant
+    from ifbbench.analysis.number_texts import significant
 
     is_time = name.split(".")[0].endswith("_s") and not name.endswith("per_s")
     scale, unit = (1000, " ms") if is_time and max(map(abs, values)) < 1 else (1, " s" if is_time else "")
@@ -418,7 +424,8 @@ def _print_divergence(comparison: "Comparison", name: str, console: "Console") -
 
 
 def _print_changes(title: str, changes: "Sequence[Change]", console: "Console") -> None:
-    from ifbbench.report import plain_table, significant
+    from ifbbench.analysis.number_texts import significant
+    from ifbbench.report import plain_table
 
     table = plain_table(title, numbers=["E2E a s", "E2E b s", "difference s"])
     table.add_column("in b it" if title.startswith("Lost") else "in a it")

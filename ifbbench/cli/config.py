@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import COMMAND_KEYS, Command, SettingsCommand, config_table, given_config, read_config_file
+from ifbbench.cli.options import (
+    COMMAND_KEYS,
+    Command,
+    SettingsCommand,
+    config_table,
+    given_config,
+    json_instead_of_tables,
+    read_config_file,
+)
 from ifbbench.settings.config import RunConfig, settings
 
 if TYPE_CHECKING:
@@ -23,7 +31,7 @@ def config() -> None:
 @config.command(cls=SettingsCommand)
 @click.argument("path", metavar="[PATH]", required=False, type=click.Path(path_type=Path))
 @click.option("--changed", is_flag=True, help="Leave out settings that have their default.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 def show(path: Path | None, config_file: Path | None, changed: bool, as_json: bool, **options: Any) -> None:
     """Show each setting with its value, its source, default and unit.
 
@@ -51,7 +59,7 @@ def schema() -> None:
 
     Example: ifbbench config schema > ifbbench-config.json
     """
-    from ifbbench.report.config_schema import config_schema
+    from ifbbench.settings.config_schema import config_schema
 
     click.echo(json.dumps(config_schema(), indent=2))
 
@@ -112,7 +120,7 @@ def _print_settings(rows: list[dict[str, Any]], keys: dict[str, Any], console: "
         for row in rows:
             if row["group"] == group:
                 default = _text(row["default"]) if row["value"] != row["default"] else ""
-                is_none = row["value"] is None and row["default"] is not None  # a choice, as in `max_num_tokens: none`
+                is_none = row["value"] is None and row["default"] is not None  # none is a choice
                 value = "none" if is_none else _text(row["value"])
                 cells = (escape(value), row["unit"], escape(row["source"]), default)
                 table.add_row(f"  {row['name']}", *cells)

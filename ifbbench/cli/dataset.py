@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import SettingOption, given_config
+from ifbbench.cli.options import COUNT, FloatRange, SettingOption, given_config, json_instead_of_tables
 from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, check_output, synth, write
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory
@@ -18,8 +18,7 @@ from ifbbench.settings.names import setting
 if TYPE_CHECKING:
     from ifbbench.workload.statistics import TraceStatistics
 
-COUNT = click.IntRange(min=1)
-SECONDS = click.FloatRange(min=0)
+SECONDS = FloatRange(0, float("inf"))
 READING = (
     "max_num_samples",
     "skip_bad_rows",
@@ -122,7 +121,7 @@ def sample(
 
 @dataset.command()
 @_reads_a_trace
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 @click.option(
     "--plot",
     "directory",
@@ -157,8 +156,9 @@ def info(trace: str, as_json: bool, directory: Path | None, **reading: Any) -> N
 def _print(title: str, statistics: "TraceStatistics") -> None:
     from rich.table import Column, Table
 
+    from ifbbench.analysis.number_texts import percent
     from ifbbench.cli.console import report_console
-    from ifbbench.report import percent, print_fitting
+    from ifbbench.report import print_fitting
     from ifbbench.workload.statistics import histogram_lines, sparkline
 
     console = report_console(highlight=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.cli.options import COUNT, SettingsCommand, given_config
 from ifbbench.errors import InputError
 
 
@@ -13,7 +13,7 @@ from ifbbench.errors import InputError
 @click.argument("prompts", nargs=-1, required=True)
 @click.option(
     "--max_new_tokens",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=64,
     show_default=True,
     metavar="N",

@@ -191,13 +191,23 @@ def _suggestion(name: str, known: Collection[str]) -> str:
 
 
 class FloatRange(click.FloatRange):
-    """A number in a range, at most MAX_NUMBER_SETTING as of settings; NaN, which click takes, is refused."""
+    """A number in a range, at most MAX_NUMBER_SETTING as of settings if the range has no end; NaN, which click takes,
+    is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         found = super().convert(value, param, ctx)
-        if not found <= MAX_NUMBER_SETTING:
-            self.fail(f"{value} is not a number up to {MAX_NUMBER_SETTING:g}.", param, ctx)
+        highest = MAX_NUMBER_SETTING if self.max is None else self.max
+        if not found <= highest:
+            self.fail(f"{value} is not a number up to {highest:g}.", param, ctx)
         return found
+
+
+# Values of options that are no settings.
+COUNT, NOT_NEGATIVE_INTEGER = click.IntRange(min=1), click.IntRange(min=0)
+POSITIVE, NOT_NEGATIVE = FloatRange(min=0, min_open=True), FloatRange(min=0)
+json_instead_of_tables = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of tables."
+)
 
 
 def size_option(ctx: click.Context, option: click.Parameter, value: str | None) -> int | None:

@@ -72,8 +72,7 @@ def report(run: Path, as_json: bool, benchmark_lines: bool | None, **options: An
         print_run(run, benchmark_lines, config.enable_steady_state)
         return
 
-    from ifbbench.report.figures import figures
-    from ifbbench.report.recorded import steady_figures
+    from ifbbench.rundir.figures import figures, steady_figures
     from ifbbench.rundir.reader import load_run
 
     loaded = load_run(run)
@@ -107,9 +106,9 @@ def print_run(directory: Path, with_lines: bool | None, steady_state: bool = Fal
     """Print the tables of a run directory. with_lines: whether gptManagerBenchmark's [BENCHMARK] lines follow; None is
     where standard output is no terminal. steady_state: tables of the steady state only."""
     from ifbbench.cli.console import progress_line, report_console
-    from ifbbench.report.figures import benchmark_lines
-    from ifbbench.report.recorded import steady_figures
+    from ifbbench.report.compat.gpt_manager_benchmark import benchmark_lines
     from ifbbench.report.tables import print_report
+    from ifbbench.rundir.figures import steady_figures
     from ifbbench.rundir.reader import load_run
 
     run = load_run(directory)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.cli.options import SettingsCommand, given_config, json_instead_of_tables
 from ifbbench.errors import InputError
 from ifbbench.settings.config import SIMULATED
 from ifbbench.settings.names import from_mapping
@@ -78,7 +78,7 @@ HELP_TO_CALIBRATE = {
     help="Requests in generation: 64x2048 is 64 of them, each with 2,048 tokens in its KV cache.",
 )
 @click.option("--no-cuda-graphs", is_flag=True, help="Launch the kernels of generation one by one.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 def explain_step(
     model_name: str,
     config_file: Path | None,

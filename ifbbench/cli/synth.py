@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import Command, FloatRange
+from ifbbench.cli.options import COUNT, NOT_NEGATIVE, NOT_NEGATIVE_INTEGER, POSITIVE, Command, FloatRange
 from ifbbench.clock import Progress
 from ifbbench.files import check_new_file
 from ifbbench.settings.fields import MAX_INTEGER_SETTING
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from ifbbench.workload.sample import Sample
     from ifbbench.workload.trace import Trace, TraceRequest
 
-LENGTH = click.IntRange(min=1)
-POSITIVE = FloatRange(min=0, min_open=True)
-NOT_NEGATIVE = FloatRange(min=0)
 PROGRESS_EVERY = 4096
 DEVIATION = "Its standard deviation."
 FORMATS = ("ifbbench", "gpt-manager", "trtllm-bench", "lengths", "mooncake")
@@ -37,7 +34,7 @@ class Group(click.Group):
 
 @click.group(cls=Group)
 @click.option("--output", type=click.Path(path_type=Path), help="As --output of the command.")
-@click.option("--random-seed", type=click.IntRange(min=0), metavar="K", help="As --random-seed of the command.")
+@click.option("--random-seed", type=NOT_NEGATIVE_INTEGER, metavar="K", help="As --random-seed of the command.")
 @click.option(
     "--request-rate", type=FloatRange(), metavar="R", help="As --request-rate of the command; -1: all at once."
 )
@@ -51,7 +48,7 @@ class Group(click.Group):
 @click.option("--task-id", type=click.IntRange(min=-1), metavar="N", help="LoRA task of all requests; -1: none.")
 @click.option(
     "--rand-task-id",
-    type=(click.IntRange(min=0), click.IntRange(min=0)),
+    type=(NOT_NEGATIVE_INTEGER, NOT_NEGATIVE_INTEGER),
     metavar="MIN MAX",
     help="Range of random LoRA tasks.",
 )
@@ -111,12 +108,12 @@ FORMAT_OPTION = click.option(
     "--to", type=click.Choice(FORMATS), help="Format; default: gpt-manager for .json, lengths for .csv, else ifbbench."
 )
 OUTPUT_OPTIONS = (
-    click.option("--random-seed", "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="K"),
+    click.option("--random-seed", "--seed", type=NOT_NEGATIVE_INTEGER, default=0, show_default=True, metavar="K"),
     FORMAT_OPTION,
     *FILE_OPTIONS,
 )
 COMMON_OPTIONS = (
-    click.option("--num-requests", type=LENGTH, required=True, metavar="N", help="Requests to draw."),
+    click.option("--num-requests", type=COUNT, required=True, metavar="N", help="Requests to draw."),
     click.option(
         "--arrival", type=click.Choice(ARRIVALS), default="all_at_once", show_default=True, help="When requests arrive."
     ),
@@ -128,8 +125,8 @@ COMMON_OPTIONS = (
         metavar="TEXT",
         help="max_new_tokens of each request: actual (its output length), factor:F or fixed:N.",
     ),
-    click.option("--min-task-id", type=click.IntRange(min=0), metavar="N", help="Lowest LoRA task (random)."),
-    click.option("--max-task-id", type=click.IntRange(min=0), metavar="N", help="Highest LoRA task."),
+    click.option("--min-task-id", type=NOT_NEGATIVE_INTEGER, metavar="N", help="Lowest LoRA task (random)."),
+    click.option("--max-task-id", type=NOT_NEGATIVE_INTEGER, metavar="N", help="Highest LoRA task."),
     *OUTPUT_OPTIONS,
 )
 
@@ -246,10 +243,10 @@ def token_norm_dist(**lengths: float) -> Document:
 
 @_workload(
     "token-unif-dist",
-    click.option("--input-min", type=LENGTH, required=True, metavar="N", help="Shortest prompt (tokens)."),
-    click.option("--input-max", type=LENGTH, required=True, metavar="N", help="Longest prompt (tokens)."),
-    click.option("--output-min", type=LENGTH, required=True, metavar="N", help="Shortest output (tokens)."),
-    click.option("--output-max", type=LENGTH, required=True, metavar="N", help="Longest output (tokens)."),
+    click.option("--input-min", type=COUNT, required=True, metavar="N", help="Shortest prompt (tokens)."),
+    click.option("--input-max", type=COUNT, required=True, metavar="N", help="Longest prompt (tokens)."),
+    click.option("--output-min", type=COUNT, required=True, metavar="N", help="Shortest output (tokens)."),
+    click.option("--output-max", type=COUNT, required=True, metavar="N", help="Longest output (tokens)."),
 )
 def token_unif_dist(input_min: int, input_max: int, output_min: int, output_max: int) -> Document:
     """Uniformly distributed lengths, both ends included."""
@@ -293,10 +290,10 @@ def token_from_histogram(histogram: Path | None, trace: str | None) -> Document:
     "lognormal",
     click.option("--input-median", type=POSITIVE, required=True, metavar="M", help="Median prompt length (tokens)."),
     click.option("--input-mean", type=POSITIVE, required=True, metavar="M", help="Its mean, at least the median."),
-    click.option("--input-max", type=LENGTH, metavar="N", help="Longest prompt; longer ones are cut off there."),
+    click.option("--input-max", type=COUNT, metavar="N", help="Longest prompt; longer ones are cut off there."),
     click.option("--output-median", type=POSITIVE, required=True, metavar="M", help="Median output length (tokens)."),
     click.option("--output-mean", type=POSITIVE, required=True, metavar="M", help="Its mean, at least the median."),
-    click.option("--output-max", type=LENGTH, metavar="N", help="Longest output; longer ones are cut off there."),
+    click.option("--output-max", type=COUNT, metavar="N", help="Longest output; longer ones are cut off there."),
 )
 def lognormal(**options: float | None) -> Document:
     """Log-normal lengths: many short ones, few very long ones."""
@@ -310,8 +307,8 @@ def lognormal(**options: float | None) -> Document:
 
 @_workload(
     "fixed",
-    click.option("--input-len", type=LENGTH, required=True, metavar="N", help="Tokens of every prompt."),
-    click.option("--output-len", type=LENGTH, required=True, metavar="N", help="Tokens of every output."),
+    click.option("--input-len", type=COUNT, required=True, metavar="N", help="Tokens of every prompt."),
+    click.option("--output-len", type=COUNT, required=True, metavar="N", help="Tokens of every output."),
 )
 def fixed(input_len: int, output_len: int) -> Document:
     """The same lengths in every request."""
@@ -321,7 +318,7 @@ def fixed(input_len: int, output_len: int) -> Document:
 
 @_workload(
     "shared-prefix",
-    click.option("--pools", type=LENGTH, required=True, metavar="N", help="Different prefixes (system prompts)."),
+    click.option("--pools", type=COUNT, required=True, metavar="N", help="Different prefixes (system prompts)."),
     click.option("--prefix-mean", type=POSITIVE, required=True, metavar="M", help="Mean length of a prefix (tokens)."),
     click.option("--prefix-stdev", type=NOT_NEGATIVE, default=0, show_default=True, metavar="S", help=DEVIATION),
     click.option(
@@ -412,7 +409,7 @@ synth.command("spec")(
         spec,
         (
             click.argument("file"),
-            click.option("--num-requests", type=LENGTH, metavar="N", help="Draw only the first N."),
+            click.option("--num-requests", type=COUNT, metavar="N", help="Draw only the first N."),
             *OUTPUT_OPTIONS,
         ),
     )

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import (
-    FloatRange,
+    COUNT,
+    POSITIVE,
     SettingsCommand,
     engine_defaults,
     given_config,
     is_run,
+    json_instead_of_tables,
     read_command_keys,
     read_config_file,
 )
@@ -43,19 +45,19 @@ HELP = {
 )
 @click.option(
     "--max-gpus",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="GPUs of all replicas together. Default: as many as one replica needs; 64 for --goal cost.",
 )
 @click.option(
     "--gpu-hour-price",
-    type=FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=1.0,
     show_default=True,
     metavar="X",
     help="With --goal cost: the price of a GPU for an hour, in any currency.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 @click.pass_context
 def tune(
     context: click.Context,
@@ -206,7 +208,8 @@ def _plot(tuning: "Tuning", directory: Path) -> None:
 
 def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") -> None:
     """Print the recommendation beside what users get without a search."""
-    from ifbbench.report import percent, plain_table, print_fitting, significant
+    from ifbbench.analysis.number_texts import percent, significant
+    from ifbbench.report import plain_table, print_fitting
 
     best, baselines = found["recommendation"], found["baselines"]
     console.print(f"\n[bold]{found['verdict']}[/bold]")
@@ -264,7 +267,7 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
 
 def _loss_text(other: dict[str, Any], goal: str) -> str:
     """What the next best settings are worse by, in the goal's figure."""
-    from ifbbench.report import percent
+    from ifbbench.analysis.number_texts import percent
 
     if other["misses"]:
         return f"misses {', '.join(other['misses'])}"

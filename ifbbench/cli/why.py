@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import Command
+from ifbbench.cli.options import COUNT, NOT_NEGATIVE_INTEGER, Command, json_instead_of_tables
 from ifbbench.files import check_new_file
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ PAUSES_SHOWN = 10
 @click.command(cls=Command)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--request", "request_id", metavar="ID", help="What this request did and waited for.")
-@click.option("--iteration", type=click.IntRange(min=0), metavar="N", help="What this iteration decided.")
+@click.option("--iteration", type=NOT_NEGATIVE_INTEGER, metavar="N", help="What this iteration decided.")
 @click.option(
     "--slowest",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=5,
     show_default=True,
     metavar="N",
@@ -40,7 +40,7 @@ PAUSES_SHOWN = 10
     help="Write the pause ledger here, a row for each pause.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@json_instead_of_tables
 def why(
     run: Path,
     request_id: str | None,
@@ -102,8 +102,9 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def _print_findings(findings: "Findings", slowest: int, console: "Console") -> None:
-    from ifbbench.report import bar, percent, plain_table, significant
-    from ifbbench.report.limits import limit_name
+    from ifbbench.analysis.limits import limit_name
+    from ifbbench.analysis.number_texts import percent, significant
+    from ifbbench.report import bar, plain_table
     from ifbbench.report.tables import settings_line
 
     run = findings.run.data
@@ -152,7 +153,8 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
 def _print_seen(findings: "ClientFindings", slowest: int, console: "Console") -> None:
     """The findings of a run against an endpoint."""
     from ifbbench.analysis.client_side import PART_WORDS
-    from ifbbench.report import bar, percent, plain_table, significant
+    from ifbbench.analysis.number_texts import percent, significant
+    from ifbbench.report import bar, plain_table
     from ifbbench.report.tables import settings_line
 
     run = findings.run.data
@@ -185,7 +187,8 @@ def _print_seen(findings: "ClientFindings", slowest: int, console: "Console") ->
 
 
 def _print_ledger(findings: "Findings", console: "Console") -> None:
-    from ifbbench.report import count, plain_table, print_fitting, significant
+    from ifbbench.analysis.number_texts import count, significant
+    from ifbbench.report import plain_table, print_fitting
 
     ledger = findings.ledger
     if not ledger.entries:
@@ -222,7 +225,8 @@ def _print_ledger(findings: "Findings", console: "Console") -> None:
 
 
 def _print_lower_bound(bound: "LowerBound | str", console: "Console") -> None:
-    from ifbbench.report import bar, percent, plain_table, significant
+    from ifbbench.analysis.number_texts import percent, significant
+    from ifbbench.report import bar, plain_table
 
     if isinstance(bound, str):
         console.print(f"No lower bound of the duration: {bound}\n", soft_wrap=True, markup=False)
@@ -241,8 +245,9 @@ def _print_lower_bound(bound: "LowerBound | str", console: "Console") -> None:
 
 
 def _print_life(life: "RequestLife", console: "Console") -> None:
-    from ifbbench.report import percent, plain_table, significant
-    from ifbbench.report.limits import part_name
+    from ifbbench.analysis.limits import part_name
+    from ifbbench.analysis.number_texts import percent, significant
+    from ifbbench.report import plain_table
 
     console.print(f"\n{' '.join(life.sentences())}\n", soft_wrap=True, markup=False)
     table = plain_table(numbers=["from s", "for s", "iterations"])
@@ -278,7 +283,7 @@ def _grouped(stretches: "list[Stretch]") -> "list[list[Stretch]]":
 
 
 def _in_words(stretches: "list[Stretch]") -> str:
-    from ifbbench.report.limits import waits_for
+    from ifbbench.analysis.limits import waits_for
 
     first = stretches[0]
     behind = list(dict.fromkeys(one.behind for one in stretches))
@@ -291,8 +296,9 @@ def _in_words(stretches: "list[Stretch]") -> str:
 
 
 def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
-    from ifbbench.report import bar, percent, plain_table
-    from ifbbench.report.limits import limit_name, window_name
+    from ifbbench.analysis.limits import limit_name, window_name
+    from ifbbench.analysis.number_texts import percent
+    from ifbbench.report import bar, plain_table
 
     console.print(
         f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms. It "

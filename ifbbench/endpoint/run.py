@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.analysis.number_texts import significant
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.endpoint.api import EndpointApi, prompt_form
 from ifbbench.endpoint.connections import Address, Connections
@@ -31,7 +32,6 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.errors import InputError
 from ifbbench.replay.client import ReplayClient, make_client
-from ifbbench.report import significant
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.client_side import ClientRecorder
 from ifbbench.settings.config import ENDPOINT_GROUPS, ENDPOINT_REFUSES, ENDPOINT_TAKES, RunConfig, settings

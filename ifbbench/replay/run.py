@@ -193,7 +193,7 @@ def _tell_last_arrival(trace: Trace, engine: Engine) -> None:
 def _steady_summary(directory: Path) -> dict[str, Any]:
     """Restrict the summary of a run that has ended to its steady state. Every iteration is still there."""
     # Imported here because other runs need no data frames.
-    from ifbbench.report.recorded import restrict_summary
+    from ifbbench.rundir.figures import restrict_summary
     from ifbbench.rundir.reader import RunData, load_run
 
     run = load_run(directory)

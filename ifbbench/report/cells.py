@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
+from ifbbench.analysis.limits import LIMITS, limit_name, setting_of, window_name
 from ifbbench.errors import InputError
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PHASE_COLOURS, REQUEST_COLOURS
-from ifbbench.report.limits import LIMITS, limit_name, window_name
 from ifbbench.report.style import LIMIT_DASHES, heading, is_near, legend_above, limit_of, round_ticks
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import find_lines
@@ -229,7 +229,7 @@ def _tokens_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
     axes.bar(where, used - context, width=0.94, color=PHASE_COLOURS["generation"], label="generation")
     axes.bar(where, context, bottom=used - context, width=0.94, color=PHASE_COLOURS["context"], label="context")
     _numbers(axes, where, used, columns)
-    _limit(axes, "max_num_tokens", limit_of(run, "max_num_tokens"), float(used.max()))
+    _limit(axes, setting_of("num_tokens"), limit_of(run, "num_tokens"), float(used.max()))
     axes.set_ylabel("tokens\nin the batch")
     round_ticks(axes.yaxis, 4, whole=True)
     legend_above(axes, 2)

@@ -11,16 +11,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ifbbench.analysis.limits import BINDING, limit_name, window_name
+from ifbbench.analysis.number_texts import percent
+from ifbbench.analysis.token_times import output_tokens
 from ifbbench.errors import InputError
-from ifbbench.report import percent
 from ifbbench.report.cells import draw_cells, tint
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
-from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PAUSE, PHASE_COLOURS
-from ifbbench.report.figures import figures, output_tokens
+from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PAUSE, PHASE_COLOURS, limit_colours
 from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue
 from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.latency_charts import draw_itl, draw_latency, draw_ttft
-from ifbbench.report.limits import BINDING, limit_colours, limit_name, window_name
 from ifbbench.report.style import (
     FORMATS,
     LIMIT_DASHES,
@@ -40,6 +40,7 @@ from ifbbench.report.style import (
     styled,
 )
 from ifbbench.report.timeline import draw_timeline
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import Floats, RunData
 from ifbbench.rundir.run_directory import METRICS, find_lines
 
@@ -144,7 +145,7 @@ def draw_throughput(run: RunData) -> Figure:
         generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0, label="in generation phase"
     )
     batch.set_ylabel("requests in the batch")
-    draw_limit(batch, "max_batch_size", run.config.get("max_batch_size"), float(total.max()))
+    draw_limit(batch, run, "batch_size", float(total.max()))
     round_ticks(batch.yaxis, 5, whole=True)
     batch.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
     _waiting(waiting, bins, run)

@@ -4,12 +4,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ifbbench.analysis.token_times import token_times
 from ifbbench.errors import InputError
-from ifbbench.report.client_side import load_gauges
 from ifbbench.report.colours import MUTED, PHASE_COLOURS, SERIES
-from ifbbench.report.figures import token_times
 from ifbbench.report.style import WIDTH, TimeBins, heading, legend_above, round_ticks
 from ifbbench.report.timeline import draw_population, phase_handles
+from ifbbench.rundir.client_figures import load_gauges
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import METRICS, find_lines
 

@@ -7,6 +7,9 @@ and a lighter context phase.
 """
 
 import json
+from collections.abc import Iterable
+
+from ifbbench.analysis.limits import LIMITS
 
 INK, MUTED, GRID, FAINT = "#222222", "#6B6B6B", "#E3E3E3", "#BBBBBB"
 # Lines at the value of a limit, and what failed.
@@ -62,3 +65,11 @@ def page_script() -> str:
     series = [f"var(--series-{place})" for place in range(len(SERIES))]
     table = {"phases": PHASE_COLOURS, "limits": LIMIT_COLOURS, "requests": REQUEST_COLOURS, "series": series}
     return f"const COLOURS = {json.dumps(table)};\n"
+
+
+def limit_colours(limits: Iterable[str]) -> dict[str, str]:
+    """A colour for each of `limits`, the known ones first."""
+    found = set(limits)
+    known = {name: LIMIT_COLOURS[name] for name in LIMITS if name in LIMIT_COLOURS and name in found}
+    others = sorted(found - known.keys())
+    return known | {name: OTHER_LIMITS[place % len(OTHER_LIMITS)] for place, name in enumerate(others)}

@@ -11,7 +11,7 @@ import pandas as pd
 
 from ifbbench.errors import InputError
 from ifbbench.files import new_file
-from ifbbench.report.figures import figures
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import RunData, read_lines
 from ifbbench.rundir.reader import load_run as read_run
 from ifbbench.rundir.run_directory import find_lines

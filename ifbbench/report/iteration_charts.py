@@ -4,11 +4,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ifbbench.report import percent
+from ifbbench.analysis.limits import limit_name, setting_of
+from ifbbench.analysis.number_texts import percent
+from ifbbench.analysis.token_times import span_ends
 from ifbbench.report.cells import tint
-from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS
-from ifbbench.report.figures import span_ends
-from ifbbench.report.limits import limit_colours, limit_name
+from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS, limit_colours
 from ifbbench.report.style import (
     LIMIT_DASHES,
     WIDTH,
@@ -32,7 +32,7 @@ BEHIND = "behind "
 
 
 def draw_budget(run: RunData) -> Figure:
-    """How much of max_num_tokens and of max_batch_size each iteration used: over time, and as a distribution."""
+    """How much of the token budget and of the batch size each iteration used: over time, and as a distribution."""
     figure = Figure(figsize=(WIDTH, 5.6))
     grid = figure.subplots(2, 2, sharex="col", sharey="row", gridspec_kw={"width_ratios": [4, 1]})
     bins, iterations = TimeBins.of(run), run.iterations
@@ -44,23 +44,23 @@ def draw_budget(run: RunData) -> Figure:
     panels = (
         (
             "tokens in the batch",
-            "max_num_tokens",
+            "num_tokens",
             used,
             {"generation": used - context, "context": context - recomputed, "recompute": recomputed},
         ),
         (
             "requests in the batch",
-            "max_batch_size",
+            "batch_size",
             requests,
             {"generation": requests - context_requests, "context": context_requests},
         ),
     )
-    for (axes, shares), (label, setting, values, layers) in zip(grid, panels, strict=True):
+    for (axes, shares), (label, name, values, layers) in zip(grid, panels, strict=True):
         means = {name: bins.means(layer) for name, layer in layers.items() if layer.any()}
         stack(axes, bins.edges, means, PHASE_COLOURS, PHASE_NAMES)
         axes.stairs(bins.highest(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
-        limit = limit_of(run, setting)
-        _axis_to_limit(axes, setting, limit, float(values.max()))
+        limit = limit_of(run, name)
+        _axis_to_limit(axes, setting_of(name), limit, float(values.max()))
         axes.set_ylabel(label)
         latency = iterations["latency_ms"].to_numpy(dtype=float)
         _time_at(shares, values, latency, float(axes.get_ylim()[1]), limit)

@@ -7,9 +7,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from ifbbench.analysis.token_times import span_ends
 from ifbbench.report.cells import request_order, tint
 from ifbbench.report.colours import FAINT, INK, MUTED, PHASE_COLOURS, REQUEST_COLOURS
-from ifbbench.report.figures import span_ends
 from ifbbench.report.style import WIDTH, TimeBins, heading, legend_above, round_ticks
 from ifbbench.rundir.reader import Floats, RunData
 

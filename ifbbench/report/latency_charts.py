@@ -6,12 +6,12 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
-from ifbbench.report import percent, significant, time_unit
-from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES
-from ifbbench.report.figures import TokenGaps, inter_token_gaps
-from ifbbench.report.limits import limit_colours, limit_name
-from ifbbench.report.recorded import PART_OF_ATTRIBUTION
+from ifbbench.analysis.limits import limit_name
+from ifbbench.analysis.number_texts import percent, significant, time_unit
+from ifbbench.analysis.token_times import TokenGaps, inter_token_gaps
+from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES, limit_colours
 from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks
+from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.reader import Floats, RunData
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from ifbbench.errors import IfbbenchError
 from ifbbench.report.compat import trtllm_bench, vllm_bench
-from ifbbench.report.figures import write_benchmark_csv
+from ifbbench.report.compat.gpt_manager_benchmark import write_benchmark_csv
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import RESULT
 from ifbbench.settings.config import RunConfig

@@ -8,11 +8,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ifbbench.report import significant, time_unit
+from ifbbench.analysis.number_texts import significant, time_unit
+from ifbbench.analysis.token_times import inter_token_gaps, output_tokens, span_ends
 from ifbbench.report.cells import request_order
 from ifbbench.report.charts import Output
 from ifbbench.report.colours import INK, LIMIT_COLOURS, MUTED, PAUSE
-from ifbbench.report.figures import figures, inter_token_gaps, output_tokens, span_ends
 from ifbbench.report.style import (
     MAX_BINS,
     WIDTH,
@@ -26,6 +26,7 @@ from ifbbench.report.style import (
     title,
 )
 from ifbbench.report.timeline import MAX_ROWS_WITH_MARKS, draw_bars, draw_population, pause_handle, phase_handles
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import Floats, RunData
 
 # Settings that name a place or a clean-up rather than what was run.

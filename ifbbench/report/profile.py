@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from ifbbench.report import bar, percent, plain_table, significant, time_unit
+from ifbbench.analysis.number_texts import percent, significant, time_unit
+from ifbbench.report import bar, plain_table
 from ifbbench.rundir.reader import RunData
 
 # Parts of a profiled iteration, by the field that has their time: of a CPU, and of a GPU.

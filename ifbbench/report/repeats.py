@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.report import NOTHING, count, plain_table, print_fitting, significant
+from ifbbench.analysis.number_texts import NOTHING, count, significant
+from ifbbench.report import plain_table, print_fitting
 from ifbbench.report.tables import LATENCIES, STATISTICS, common_unit
 from ifbbench.rundir.checking import read_object
 

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pandas as pd
 
+from ifbbench.analysis.token_times import IterationClock
 from ifbbench.errors import InputError
-from ifbbench.report.figures import IterationClock
 from ifbbench.rundir.lines import RUNNING
 from ifbbench.rundir.reader import Floats, RunData
 

@@ -18,11 +18,12 @@ from matplotlib.legend import Legend
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
+from ifbbench.analysis.limits import SIZES, setting_of
+from ifbbench.analysis.number_texts import significant, time_unit
+from ifbbench.analysis.token_times import IterationClock
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
-from ifbbench.report import significant, time_unit
 from ifbbench.report.colours import GRID, INK, LIMIT, MUTED, SERIES
-from ifbbench.report.figures import IterationClock
 from ifbbench.rundir.reader import Floats, RunData
 
 LIMIT_DASHES = (0, (4, 3))
@@ -93,7 +94,7 @@ def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int 
     legend: there is a legend above the axes, of `rows` rows."""
     config, trace, model = run.config, run.run.get("trace") or {}, run.run.get("model") or {}
     where = " on ".join(str(name) for name in (model.get("name"), model.get("device")) if name)
-    limits = {name: limit_of(run, name) for name in ("max_batch_size", "max_num_tokens")}
+    limits = {setting_of(limit): limit_of(run, limit) for limit in SIZES}
     parts = [config.get("policy"), *(f"{name} {limit}" for name, limit in limits.items() if limit)]
     parts += ["chunked context"] if config.get("enable_chunked_context") else []
     parts += ["V1 static batches"] if config.get("type") == "v1" else []
@@ -103,10 +104,10 @@ def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int 
     title(top, f"{what}: {of}", " · ".join(str(part) for part in parts if part), 15 * max(rows, 1) if legend else 0)
 
 
-def limit_of(run: RunData, name: str) -> int | None:
-    """The value of a limit, None where the run had none: static batches (V1) have no budget of tokens."""
-    value = run.config.get(name)
-    return None if value is None or (name == "max_num_tokens" and run.config.get("type") == "v1") else int(value)
+def limit_of(run: RunData, limit: str) -> int | None:
+    """The size of a limit, None where the run had none: static batches (V1) have no budget of tokens."""
+    value = run.config.get(setting_of(limit))
+    return None if value is None or (limit == "num_tokens" and run.config.get("type") == "v1") else int(value)
 
 
 def title(top: Axes, text: str, subtitle: str = "", room: float = 0) -> None:
@@ -172,12 +173,14 @@ def stack(
     return below
 
 
-def draw_limit(axes: Axes, name: str, limit: float | None, highest: float) -> None:
-    """Scale the y-axis for values up to `highest`; draw the setting `name` as a line if it is near, else in words."""
-    near = is_near(limit, highest)
-    axes.set_ylim(0, max(highest * 1.3, (limit or 0) * 1.3 if near else 0.0, 1.0))
-    if limit is not None:
-        label_limit(axes, f"{name} {limit:,}" + ("" if near else " (above this scale)"), limit, near)
+def draw_limit(axes: Axes, run: RunData, limit: str, highest: float) -> None:
+    """Scale the y-axis for values up to `highest`; draw the setting of `limit` as a line if it is near, else in
+    words."""
+    size = limit_of(run, limit)
+    near = is_near(size, highest)
+    axes.set_ylim(0, max(highest * 1.3, (size or 0) * 1.3 if near else 0.0, 1.0))
+    if size is not None:
+        label_limit(axes, f"{setting_of(limit)} {size:,}" + ("" if near else " (above this scale)"), size, near)
 
 
 def is_near(limit: float | None, highest: float) -> bool:

@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ifbbench.analysis.limits import limit_name
+from ifbbench.analysis.number_texts import significant
 from ifbbench.errors import InputError
-from ifbbench.report import significant
 from ifbbench.report.colours import FAINT, INK, MUTED
-from ifbbench.report.limits import limit_name
 from ifbbench.report.style import LIMIT_DASHES, chosen_ticks, in_percent, line_styles, round_ticks, save, styled, title
 from ifbbench.report.sweep_maps import draw_heat_maps, draw_limits, draw_pareto
 from ifbbench.report.sweep_metrics import (

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
-from ifbbench.report import significant, time_unit
+from ifbbench.analysis.limits import limit_name
+from ifbbench.analysis.number_texts import significant, time_unit
 from ifbbench.report.colours import INK
-from ifbbench.report.limits import limit_name
 from ifbbench.report.style import in_percent, round_ticks, title
 from ifbbench.report.sweep_metrics import (
     LOG_FROM_RATIO,

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.report import time_unit
-from ifbbench.report.colours import PERCENTILES, SERIES
-from ifbbench.report.limits import limit_colours
+from ifbbench.analysis.number_texts import time_unit
+from ifbbench.report.colours import PERCENTILES, SERIES, limit_colours
 from ifbbench.report.sweep_table import SweepRow, number_in, shares
 from ifbbench.rundir.reader import Floats
 from ifbbench.settings.fields import as_text

@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ifbbench.report import NOTHING, count, percent, plain_table, print_fitting, significant, time_unit
+from ifbbench.analysis.number_texts import NOTHING, count, percent, significant, time_unit
+from ifbbench.report import plain_table, print_fitting
 from ifbbench.settings.fields import as_text
 
 SweepRow = Mapping[str, Any]

@@ -7,11 +7,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.report import NOTHING, bar, count, percent, plain_table, print_fitting, significant, time_unit
+from ifbbench.analysis.limits import BINDING, LIMITS, SIZES, limit_name, setting_of, waits_for
+from ifbbench.analysis.number_texts import NOTHING, count, percent, significant, time_unit
+from ifbbench.report import bar, plain_table, print_fitting
 from ifbbench.report.client_side import client_sentences, client_warnings
-from ifbbench.report.figures import figures
-from ifbbench.report.limits import BINDING, LIMITS, fullest_window, limit_name, waits_for
 from ifbbench.report.profile import print_profile
+from ifbbench.rundir.figures import figures
+from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import find_lines
 
@@ -31,7 +33,6 @@ GROUP_COLUMNS = {
     "TPOT p99": ("tpot_s", "p99"),
     "E2E p99": ("e2e_s", "p99"),
 }
-LIMIT_SETTINGS = {"batch_size": "max_batch_size", "num_tokens": "max_num_tokens"}
 # Figures with a band of the expected error.
 EXPECTED_ERRORS = {"ttft_s": "TTFT", "itl_s": "ITL", "output_throughput_tokens_per_s": "output throughput"}
 # Words in the line of settings, and the runs that have them.
@@ -125,7 +126,7 @@ def settings_line(run: RunData) -> str:
     """The settings of a run in one line: trace, policy and limits, model and device."""
     config, trace = run.config, run.run.get("trace") or {}
     chunking = "chunked context" if config.get("enable_chunked_context") else None
-    sizes = [f"{name} {config[name]}" for name in ("max_batch_size", "max_num_tokens") if config.get(name)]
+    sizes = [f"{name} {config[name]}" for name in map(setting_of, SIZES) if config.get(name)]
     types = [name for name, applies in BATCHING_TYPES.items() if applies(config)]
     where = " on ".join(str(config[name]) for name in ("model", "device", "endpoint") if config.get(name))
     engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
@@ -202,7 +203,7 @@ def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) ->
     if name == "lora_pages":
         pages = f" ({count(known['lora']['device_pages'])} pages)" if known.get("lora") else ""
         return f"the cache of LoRA adapters{pages}"
-    if (setting := LIMIT_SETTINGS.get(name)) is None:
+    if not (setting := setting_of(name)):
         return f"waiting for {waits_for(name)}" if name in LIMITS else name
     return f"{setting} ({config[setting]})" if config.get(setting) else setting
 

@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ifbbench.report import time_unit
+from ifbbench.analysis.number_texts import time_unit
+from ifbbench.analysis.token_times import IterationClock, span_ends, token_times
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
-from ifbbench.report.figures import IterationClock, span_ends, token_times
-from ifbbench.report.style import WIDTH, TimeBins, draw_limit, heading, legend_above, limit_of, round_ticks, stack
+from ifbbench.report.style import WIDTH, TimeBins, draw_limit, heading, legend_above, round_ticks, stack
 from ifbbench.rundir.reader import Floats, RunData
 
 PHASE_NAMES = {
@@ -121,7 +121,7 @@ def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
     context = np.minimum(run.iterations["total_context_tokens"].to_numpy(dtype=float), used)
     layers = {"generation": bins.means(used - context), "context": bins.means(context)}
     total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
-    draw_limit(axes, "max_num_tokens", limit_of(run, "max_num_tokens"), float(total.max()))
+    draw_limit(axes, run, "num_tokens", float(total.max()))
     axes.set_ylabel("tokens in the batch,\nmean over time")
     round_ticks(axes.yaxis, 4, whole=True)
 

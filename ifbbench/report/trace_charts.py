@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ifbbench.report import count, percent, significant
+from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.report.colours import INK, MUTED, SERIES
 from ifbbench.report.style import in_percent, label_mean, round_ticks, save, styled, title
 from ifbbench.workload.reuse import reuse_distances

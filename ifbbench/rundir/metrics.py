@@ -359,3 +359,10 @@ def by_group(
         speeds = [classes[name]["output_tokens_per_request_s"] for name in classes]
         found["fairness_index"] = jain_index(speeds)
     return found
+
+
+def fullest_window(blocks: Mapping[str, tuple[float, float]]) -> str:
+    """The attention window with the largest share of its blocks in use, which is the one that requests wait for.
+
+    blocks: used blocks and all blocks, by the tokens of the window."""
+    return max(blocks, key=lambda size: blocks[size][0] / max(blocks[size][1], 1))

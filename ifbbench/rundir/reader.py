@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from ifbbench.compressed import MAX_RATIO, DamagedFile, content_path, is_compressed, read_pieces
 from ifbbench.errors import InputError
 from ifbbench.files import is_part
-from ifbbench.report.limits import fullest_window
 from ifbbench.rundir.checking import as_object, check_line, read_object
 from ifbbench.rundir.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
+from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.settings.modes import BatchingType, Overlap
 

@@ -15,12 +15,12 @@ from msgspec.structs import fields
 
 from ifbbench.compressed import content_path
 from ifbbench.errors import InputError
-from ifbbench.report.config_schema import DRAFT, setting_schema
 from ifbbench.rundir.client_side import ClientRequestLine, ClientSpanLine
 from ifbbench.rundir.line_types import ExecutorLine, InflightLine, RequestLine, SpanLine, StaticLine
 from ifbbench.rundir.run_directory import OPEN_SPANS
 from ifbbench.rundir.summary_schema import Summary
 from ifbbench.settings.config import settings
+from ifbbench.settings.config_schema import DRAFT, setting_schema
 
 
 class TraceIdentity(Struct):

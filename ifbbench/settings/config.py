@@ -72,6 +72,17 @@ ENDPOINT_REFUSES = (
     "profile",
     "log_iteration_data",
 )
+# Settings that choose what is read of a trace, and those that replace its arrivals.
+READ_SETTINGS = (
+    "max_num_samples",
+    "skip_bad_rows",
+    "trace_format",
+    "columns",
+    "tokenizer",
+    "characters_per_token",
+    "default_output_len",
+)
+ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_PRIORITY = 0.5

@@ -11,7 +11,7 @@ from ifbbench.settings.fields import Setting
 
 
 def snake_case(name: str) -> str:
-    """`name` with underscores instead of dashes and of capital letters: `maxNumTokens` is `max_num_tokens`."""
+    """`name` with underscores instead of dashes and of capital letters: `maxSeqLen` is `max_seq_len`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
 
 

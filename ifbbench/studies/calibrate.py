@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.build.engine import Engine, build_engine, warm_up
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.errors import InputError
-from ifbbench.report import percent, plain_table, significant
+from ifbbench.report import plain_table
 from ifbbench.rundir import run_directory
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.cost_model import CostModel

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.build.resolve import resolve_limits
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import built_in_models, load_model_config
-from ifbbench.report import count, percent, plain_table, significant
+from ifbbench.report import plain_table
 from ifbbench.settings.config import SIMULATED, RunConfig
 from ifbbench.settings.names import from_mapping
 from ifbbench.simulated.hardware import CONSTANTS, SUFFIX, HardwareProfile, load_hardware, write_profile

@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 from rich.table import Table
 
+from ifbbench.analysis.number_texts import count, percent
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_file
-from ifbbench.report import count, percent, plain_table
+from ifbbench.report import plain_table
 from ifbbench.report.colours import INK, MUTED, SERIES
 from ifbbench.report.style import styled, title, write_figure
 from ifbbench.simulated.hardware import SUFFIX, HardwareProfile

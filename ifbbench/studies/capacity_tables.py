@@ -6,9 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ifbbench.analysis.limits import limit_name
+from ifbbench.analysis.number_texts import NOTHING, count, significant
 from ifbbench.engine.plan import Limit
-from ifbbench.report import NOTHING, count, plain_table, significant
-from ifbbench.report.limits import limit_name
+from ifbbench.report import plain_table
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
 from ifbbench.studies.capacity import Fit, Study

@@ -9,12 +9,13 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
+from ifbbench.analysis.number_texts import percent
 from ifbbench.build.resolve import cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import NANOSECONDS
 from ifbbench.errors import InputError
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.named_models import load_model_config
-from ifbbench.report import bar, percent, plain_table, print_fitting
+from ifbbench.report import bar, plain_table, print_fitting
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import memory_size
 from ifbbench.simulated.cost_model import CostModel

@@ -35,12 +35,9 @@ MIN_S = 1e-9
 FIRST_GUESSES = {"host_request_s": 1e-6, "context_s": 1e-5, "host_iteration_s": 1e-6}
 # Largest factor by which a constant may change, either way.
 MAX_FACTOR = 50.0
-# least_squares: step of the numerical derivatives, longest step of an unknown, relative gain at which it ends, damping.
+# Step of the numerical derivatives, and the relative gain at which a fit ends.
 STEP = 1e-4
-LONGEST_STEP = 1.0
-MAX_ITERATIONS = 100
 CONVERGED = 1e-9
-FIRST_DAMPING, MIN_DAMPING, MAX_DAMPING = 1e-2, 1e-9, 1e9
 
 
 class Timed(Protocol):
@@ -223,7 +220,7 @@ def fit_constants(
         return np.concatenate([weights * _tamed(errors(unknowns)), hold * unknowns])
 
     start = np.zeros(len(names))
-    unknowns = least_squares(residuals, start, bound=np.log(MAX_FACTOR)) if names else start
+    unknowns = _least_squares(residuals, start) if names else start
     profile = scaled(hardware, names, np.exp(unknowns))
     return Fit(profile, slopes_of(predict, profile, names), errors(unknowns))
 
@@ -302,30 +299,17 @@ def _tamed(errors: Floats) -> Floats:
     return np.copysign(LARGE_ERROR * sizes, errors)
 
 
-def least_squares(residuals: Callable[[Floats], Floats], start: Floats, bound: float = np.inf) -> Floats:
-    """Unknowns near `start`, from -bound to bound, at which the sum of the squared residuals has a minimum.
+def _least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
+    """Unknowns near `start`, within MAX_FACTOR, at which the sum of the squared residuals has a minimum.
 
-    Levenberg-Marquardt: a Gauss-Newton step, damped until the sum decreases. Derivatives are differences over STEP, and
-    no unknown moves by more than LONGEST_STEP at once, so the unknowns should be of the order of 1.
-    """
-    unknowns, damping = start, FIRST_DAMPING
-    values = residuals(unknowns)
-    for _ in range(MAX_ITERATIONS):
-        slopes = _slopes(residuals, unknowns, values)
-        square, gradient = slopes.T @ slopes, slopes.T @ values
-        gain = 0.0
-        while gain <= 0 and damping < MAX_DAMPING:
-            step = np.linalg.solve(square + damping * np.diag(np.diag(square) + MIN_DAMPING), -gradient)
-            step = np.clip(np.clip(step, -LONGEST_STEP, LONGEST_STEP), -bound - unknowns, bound - unknowns)
-            tried = residuals(unknowns + step)
-            gain = float(values @ values - tried @ tried)
-            damping = max(damping / 10, MIN_DAMPING) if gain > 0 else damping * 10
-        least_gain = CONVERGED * float(values @ values)
-        if gain > 0:
-            unknowns, values = unknowns + step, tried
-        if gain <= least_gain:
-            break
-    return unknowns
+    The predicted times are whole nanoseconds, so that derivatives are differences over STEP."""
+    from scipy.optimize import least_squares
+
+    bound = np.log(MAX_FACTOR)
+    found = least_squares(
+        residuals, start, lambda at: _slopes(residuals, at, residuals(at)), (-bound, bound), ftol=CONVERGED
+    )
+    return np.asarray(found.x)
 
 
 def _slopes(function: Callable[[Floats], Floats], unknowns: Floats, values: Floats) -> Floats:

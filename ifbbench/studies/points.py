@@ -41,15 +41,11 @@ Report = Callable[[int], None]
 RunPoint = Callable[[Trace, RunConfig, Progress], tuple[dict[str, Any], int | None]]
 """Runs one point of a trace that was read; returns its summary, and `max_active` of a PointResult."""
 
-OnPoint = Callable[[int, int, PointResult], None]
-"""Called as each point ends: number of points that have ended, number of all points, and the result."""
-
 
 def run_points(
     source: Source,
     configs: Sequence[RunConfig],
     processes: int | None = None,
-    on_point: OnPoint | None = None,
     run_point: RunPoint | None = None,
 ) -> list[PointResult]:
     """Replay `source` once for each of `configs`, in memory; the results are in their order.
@@ -66,11 +62,7 @@ def run_points(
         source = read_source(source, configs[0].with_values(max_num_samples=longest))
     trace = in_memory(source)
 
-    results: dict[int, PointResult] = {}
-    for number, result in run_all(run_point or summarise, [(trace, config) for config in configs], processes):
-        results[number] = result
-        if on_point is not None:
-            on_point(len(results), len(configs), result)
+    results = dict(run_all(run_point or summarise, [(trace, config) for config in configs], processes))
     return [results[number] for number in range(len(configs))]
 
 

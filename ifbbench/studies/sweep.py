@@ -19,6 +19,7 @@ from msgspec import Struct, convert
 from msgspec.json import decode
 
 from ifbbench import __version__
+from ifbbench.analysis.confidence import summary_of
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.compressed import DamagedFile, check_regular
 from ifbbench.errors import InputError
@@ -32,7 +33,6 @@ from ifbbench.files import (
     writing,
 )
 from ifbbench.replay.run import run_trace
-from ifbbench.report.confidence import summary_of
 from ifbbench.report.outputs import write_outputs
 from ifbbench.rundir.checking import check_summary
 from ifbbench.rundir.reader import load_run, read_lines

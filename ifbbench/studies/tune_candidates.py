@@ -7,8 +7,8 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Any
 
+from ifbbench.analysis.confidence import CONFIDENCE, student_t
 from ifbbench.errors import InputError
-from ifbbench.report.confidence import CONFIDENCE, student_t
 from ifbbench.settings.objectives import Objective, parse_objectives
 from ifbbench.studies.tune_runs import Run, Runs
 from ifbbench.studies.tune_space import Space

@@ -4,8 +4,8 @@ real servers leaves open, and what the next best settings cost."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ifbbench.analysis.confidence import OF_BLOCKS, RunSample, half_widths
 from ifbbench.analysis.figures import numbers_of
-from ifbbench.report.confidence import OF_BLOCKS, RunSample, half_widths
 from ifbbench.settings.objectives import Objective
 from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import Candidate, Goal, Summary

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from ifbbench.analysis.confidence import RunSample
 from ifbbench.analysis.findings import Findings
+from ifbbench.analysis.number_texts import percent, time_unit
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.files import check_new_directory, replace_file
 from ifbbench.replay.run import run_trace
-from ifbbench.report import percent, time_unit
 from ifbbench.report.colours import LIMIT, MUTED, SERIES
-from ifbbench.report.confidence import RunSample
 from ifbbench.report.style import FORMATS, LIMIT_DASHES, round_ticks, save, styled, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO

@@ -12,7 +12,7 @@ import numpy as np
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, is_read_once
 from ifbbench.errors import InputError
-from ifbbench.settings.config import MAX_SPAN_S, RECORDING_FORMATS, RunConfig
+from ifbbench.settings.config import ARRIVAL_SETTINGS, MAX_SPAN_S, READ_SETTINGS, RECORDING_FORMATS, RunConfig
 from ifbbench.settings.fields import did_you_mean, text
 from ifbbench.workload.arrivals import chosen_process, predecessors, session_starts
 from ifbbench.workload.distributions import Stream, generator
@@ -25,17 +25,6 @@ from ifbbench.workload.trace import NO_ORIGIN, RequestColumns, Reserve, Trace, c
 
 DEFAULT_DATASET = "default"
 BUNDLED_SUFFIXES = (*SPEC_SUFFIXES, ".jsonl", ".json", ".csv")
-# Settings that choose what is read; the others change what was read.
-READ_SETTINGS = (
-    "max_num_samples",
-    "skip_bad_rows",
-    "trace_format",
-    "columns",
-    "tokenizer",
-    "characters_per_token",
-    "default_output_len",
-)
-ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
 RECORDED_TRACES = tuple(f"trace.{recording_format}" for recording_format in RECORDING_FORMATS)
 
 Source: TypeAlias = str | Path | Trace | None

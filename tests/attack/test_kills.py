@@ -25,7 +25,7 @@ from ifbbench.cli.main import main
 from ifbbench.clock import Progress
 from ifbbench.compressed import read_pieces
 from ifbbench.files import is_part
-from ifbbench.report.figures import figures
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import load_run
 from ifbbench.rundir.run_directory import REPEATS_FILE
 from ifbbench.serving import server

@@ -48,8 +48,10 @@ def runs(monkeypatch):
     pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)
     monkeypatch.setattr("ifbbench.rundir.reader.load_run", lambda directory: directory)
     monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console, known: console.print("the report"))
-    monkeypatch.setattr("ifbbench.report.figures.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"])
-    monkeypatch.setattr("ifbbench.report.figures.figures", lambda run: FIGURES)
+    monkeypatch.setattr(
+        "ifbbench.report.compat.gpt_manager_benchmark.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"]
+    )
+    monkeypatch.setattr("ifbbench.rundir.figures.figures", lambda run: FIGURES)
     monkeypatch.setattr(
         "ifbbench.report.outputs.write_outputs", lambda run, config: pretended.csv.append((run, config.output_csv))
     )

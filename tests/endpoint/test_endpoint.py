@@ -18,7 +18,7 @@ from ifbbench.endpoint import server as endpoint_server
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.report.charts import ENDPOINT_CHARTS
-from ifbbench.report.figures import figures
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 from tests.endpoint.fake_endpoint import STREAM, Answer, FakeEndpoint, Received, Writer, fake_endpoint, token, usage

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ifbbench.analysis.token_times import TokenGaps
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.request import Request
@@ -14,9 +15,9 @@ from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.report.compat.gpt_manager_benchmark import benchmark_figures
 from ifbbench.report.compat.trtllm_bench import report, write_iterations
 from ifbbench.report.compat.trtllm_text import report_text
-from ifbbench.report.figures import TokenGaps, benchmark_figures
 from ifbbench.rundir.drafts import steps_of, stretches_of
 from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig

@@ -26,8 +26,8 @@ from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
 from ifbbench.replay import run as run_module
 from ifbbench.replay.run import run_trace
-from ifbbench.report.figures import figures
 from ifbbench.report.outputs import write_outputs
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.line_types import documented_fields
 from ifbbench.rundir.metrics import distribution
 from ifbbench.rundir.reader import load_run, micro_batches_of

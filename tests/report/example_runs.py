@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ifbbench.report.figures import figures
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import load_run
 
 PHASES = {"C": "context", "R": "recompute", "G": "generation", "P": "paused", "w": "waiting", "s": "skipped"}

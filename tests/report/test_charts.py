@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from ifbbench.analysis.token_times import IterationClock, TokenGaps
 from ifbbench.errors import InputError
 from ifbbench.report.cells import timeline_cells
 from ifbbench.report.charts import CHARTS, Output, plot_run
-from ifbbench.report.figures import IterationClock, TokenGaps
 from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.style import MAX_BINS, TimeBins, styled
 from ifbbench.report.timeline import draw_timeline

@@ -7,15 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ifbbench.report.figures import (
-    IterationClock,
-    benchmark_figures,
-    benchmark_lines,
-    inter_token_gaps,
-    output_tokens,
-    token_iterations,
-    write_benchmark_csv,
-)
+from ifbbench.analysis.token_times import IterationClock, inter_token_gaps, output_tokens, token_iterations
+from ifbbench.report.compat.gpt_manager_benchmark import benchmark_figures, benchmark_lines, write_benchmark_csv
 from ifbbench.rundir.reader import RunData, load_run
 from tests.report.example_runs import timeline, write_documentation_run, write_large_run, write_run
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.report.figures import figures
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import find_runs, load_run
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run
 

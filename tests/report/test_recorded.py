@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.analysis.token_times import inter_token_gaps
 from ifbbench.cli.main import main
 from ifbbench.replay.run import run_trace
 from ifbbench.report.compat.vllm_bench import result
-from ifbbench.report.figures import inter_token_gaps
-from ifbbench.report.recorded import recorded_figures, steady_figures
+from ifbbench.rundir.figures import recorded_figures, steady_figures
 from ifbbench.rundir.reader import RunData, load_run
 from ifbbench.settings.config import RunConfig
 from tests.report.test_tables import printed

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ifbbench.report import bar, count, percent, plain_table, print_fitting, significant, time_unit
-from ifbbench.report.figures import figures
+from ifbbench.analysis.number_texts import count, percent, significant, time_unit
+from ifbbench.report import bar, plain_table, print_fitting
 from ifbbench.report.profile import profile_figures, profile_sentence
 from ifbbench.report.sweep_table import print_sweep
 from ifbbench.report.tables import BATCHING_TYPES, bound_sentence, print_report
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import RunData, load_run
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run, write_run
 

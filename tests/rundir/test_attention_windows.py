@@ -13,8 +13,8 @@ from ifbbench.cli.main import main
 from ifbbench.report.charts import draw_kv_cache
 from ifbbench.report.pages.live import Follower
 from ifbbench.report.pages.page_data import page_data
-from ifbbench.report.recorded import recorded_figures
 from ifbbench.report.style import styled
+from ifbbench.rundir.figures import recorded_figures
 from ifbbench.rundir.reader import load_run
 from tests.report.test_schema import check
 

@@ -13,9 +13,9 @@ from ifbbench.errors import InputError
 from ifbbench.files import replace_file
 from ifbbench.replay.run import run_trace
 from ifbbench.report.charts import plot_run
-from ifbbench.report.figures import figures
 from ifbbench.report.tables import print_report
 from ifbbench.rundir import run_directory
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.lines import JsonLinesWriter
 from ifbbench.rundir.reader import RunData, load_run, read_lines
 from ifbbench.settings.config import RunConfig

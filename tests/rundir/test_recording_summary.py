@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
-from ifbbench.report.figures import figures
 from ifbbench.rundir.client_side import UNKNOWN_FIGURES
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 

@@ -9,7 +9,7 @@ import pytest
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.studies.calibrate import calibrated
-from ifbbench.studies.fit import FitError, least_squares, points_of
+from ifbbench.studies.fit import FitError, points_of
 from ifbbench.studies.measure import Scenario, measure, scenarios
 from tests.studies.synthetic import cost_model_of, synthetic_engine, true_hardware
 
@@ -77,12 +77,6 @@ def test_scenarios_keep_to_the_limits():
         at_once = scenario.concurrency or len(scenario.lengths)
         assert at_once <= engine.limits.max_batch_size
         assert max(map(sum, scenario.lengths)) <= engine.limits.max_seq_len
-
-
-def test_least_squares_finds_the_parameters_of_a_curve():
-    x = np.linspace(0, 2, 30)
-    found = least_squares(lambda p: p[0] * np.exp(p[1] * x) - 3 * np.exp(-1.5 * x), np.array([1.0, 0.0]))
-    assert found == pytest.approx([3, -1.5], rel=1e-4)
 
 
 def test_errors_are_shares_of_what_was_measured():

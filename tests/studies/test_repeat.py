@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.analysis.confidence import student_t, summary_of
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from ifbbench.replay.run import RunResult
-from ifbbench.report.confidence import student_t, summary_of
 from ifbbench.settings.config import RunConfig
 from ifbbench.studies.point_table import read_sweep
 from ifbbench.studies.repeat import run_repeats

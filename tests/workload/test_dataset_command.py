@@ -290,6 +290,8 @@ def test_sample(trace, tmp_path):
         ("--from 3 --to 2", "--to 2 is not after --from 3"),
         ("--from 300", "no request arrives from 300 s"),
         ("--every 0", "0 is not in the range x>=1"),
+        ("--from nan", "nan is not a number"),
+        ("--to nan", "nan is not a number"),
     ],
 )
 def test_sample_refuses(trace, tmp_path, options, complaint):

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.analysis.limits import limit_name, waits_for, window_name
 from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
-from ifbbench.analysis.rows import Id, Span
 from ifbbench.files import new_file
-from ifbbench.report.client_side import load_gauges
-from ifbbench.report.limits import limit_name, waits_for, window_name
+from ifbbench.rundir.client_figures import load_gauges
 from ifbbench.rundir.reader import cumulated
+from ifbbench.rundir.rows import Id, Span
 
 FILE = "trace.perfetto-trace"
 NANOSECONDS = 1e9

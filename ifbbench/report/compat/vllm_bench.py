@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ifbbench.analysis.token_times import IterationClock, token_iterations, token_times
 from ifbbench.files import replace_file
-from ifbbench.report.figures import IterationClock, figures, token_iterations, token_times
+from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import Floats, RunData
 
 NAME = "ifbbench"

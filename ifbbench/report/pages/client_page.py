@@ -9,8 +9,8 @@ from ifbbench.analysis.client_side import ClientFindings
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.report.charts import CHARTS, ENDPOINT_CHARTS, Output, plot_run
 from ifbbench.report.client_side import client_sentences, client_warnings
-from ifbbench.report.figures import figures
 from ifbbench.report.tables import peak_blocks, settings_line
+from ifbbench.rundir.figures import figures
 
 TEMPLATE, SCRIPTS = "endpoint", ("common.js", "panels.js", "endpoint.js")
 SLOWEST, FAILED = 15, 30

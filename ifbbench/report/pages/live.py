@@ -12,11 +12,13 @@ from msgspec.json import Decoder
 from rich.table import Table
 from rich.text import Text
 
-from ifbbench.analysis.rows import UNREADABLE, Id, IterationDetails, bad_line, read_rows
+from ifbbench.analysis.limits import limit_name, setting_of, window_name
+from ifbbench.analysis.number_texts import count, percent, significant, time_unit
 from ifbbench.compressed import DamagedFile, GrowingFile
 from ifbbench.errors import InputError
-from ifbbench.report import bar, count, percent, significant, time_unit
-from ifbbench.report.limits import fullest_window, limit_name, window_name
+from ifbbench.report import bar
+from ifbbench.rundir.metrics import fullest_window
+from ifbbench.rundir.rows import UNREADABLE, Id, IterationDetails, bad_line, read_rows
 from ifbbench.rundir.run_directory import find_iterations, find_lines
 from ifbbench.settings.fields import printable
 
@@ -177,11 +179,11 @@ class Follower:
         if now.planned_tokens:
             share = min(now.tokens / now.planned_tokens, 1.0)
             rows.append(("output tokens", share, f"{now.tokens:,} of {now.planned_tokens:,}"))
-        running, slots = now.context + now.generation, self._config.get("max_batch_size")
+        running, slots = now.context + now.generation, self._config.get(setting_of("batch_size"))
         of = f" of {slots:,}" if slots else ""
         batch = f"{running:,}{of}: {now.context:,} in context, {now.generation:,} in generation phase"
         rows.append(("batch", running / slots if slots else None, batch))
-        budget = self._config.get("max_num_tokens")
+        budget = self._config.get(setting_of("num_tokens"))
         if budget:
             rows.append(("token budget", now.budget / budget, f"{now.budget:,} of {budget:,}"))
         if now.blocks:

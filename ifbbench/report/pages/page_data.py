@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.analysis.findings import Findings
+from ifbbench.analysis.limits import LIMITS, limit_name, part_name, waits_for
 from ifbbench.analysis.recorded import Floats, RecordedRun
-from ifbbench.analysis.rows import Id, Span, single_steps
+from ifbbench.report.colours import limit_colours
 from ifbbench.report.compat.perfetto import batch_composition
-from ifbbench.report.figures import figures
-from ifbbench.report.limits import LIMITS, limit_colours, limit_name, part_name, waits_for
 from ifbbench.report.tables import peak_blocks, settings_line
+from ifbbench.rundir.figures import figures
+from ifbbench.rundir.rows import Id, Span, single_steps
 
 PHASES = ("context", "generation", "recompute", "paused", "waiting", "skipped")
 # Fields of a line of requests.jsonl that are numbers, which the page shows of a request.

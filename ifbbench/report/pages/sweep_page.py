@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifbbench.report.limits import BINDING, limit_colours, limit_name
+from ifbbench.analysis.limits import BINDING, limit_name
+from ifbbench.report.colours import limit_colours
 from ifbbench.report.pages.page import write_html
 from ifbbench.report.sweep_metrics import BOUND_BY, METRICS, is_complete, knee_of, subject_of, ticks_of, varied_in
 from ifbbench.report.sweep_table import GROWTH, SWEEP_COLUMNS, WHERE_ANY, SweepRow, meets_objectives, number_in, shares

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ifbbench.report.confidence import MEMORY, RunSample, half_width, half_width_of_difference, half_widths, student_t
+from ifbbench.analysis.confidence import MEMORY, RunSample, half_width, half_width_of_difference, half_widths, student_t
 
 
 def lines(latencies: list[float], gap_s: float, outcome: str = "completed") -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from math import cos, pi, sin, sqrt
+from math import sqrt
 from statistics import fmean, variance
 from typing import Any, TypeAlias
 
@@ -215,19 +215,6 @@ def _interval(values: Sequence[float]) -> list[float] | None:
 @cache
 def student_t(confidence: float, degrees: int) -> float:
     """The t that a value of Student's t distribution stays within, on both sides, with probability `confidence`."""
-    low, high = 0.0, pi / 2  # of the angle atan(t / sqrt(degrees))
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
-    return sqrt(degrees) * sin(low) / cos(low)
+    from scipy.special import stdtrit  # takes as long to import as a short simulated run
 
-
-def _within(angle: float, degrees: int) -> float:
-    """The probability that Student's t stays within sqrt(degrees) * tan(angle): Abramowitz and Stegun, 26.7.3 and
-    26.7.4."""
-    squared = cos(angle) ** 2
-    term, total = (cos(angle), 0.0) if degrees % 2 else (1.0, 0.0)
-    for step in range(2 + degrees % 2, degrees + 1, 2):
-        total += term
-        term *= squared * (step - 1) / step
-    return 2 / pi * (angle + sin(angle) * total) if degrees % 2 else sin(angle) * total
+    return float(stdtrit(degrees, (1 + confidence) / 2))

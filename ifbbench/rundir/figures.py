@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ifbbench.engine.drafts import DraftCounts
-from ifbbench.report.client_side import client_figures
+from ifbbench.rundir.client_figures import client_figures
 from ifbbench.rundir.client_side import UNKNOWN_FIGURES
 from ifbbench.rundir.drafts import DraftTotals, stretches_of
 from ifbbench.rundir.metrics import BOUND_BY, Population, by_group, limit_waited_for, shares_of_limits, slow_ttft_s
@@ -21,6 +21,11 @@ if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prin
     import pandas as pd
 
 PART_OF_ATTRIBUTION = "attribution_s."
+
+
+def figures(run: RunData) -> dict[str, Any]:
+    """The figures of summary.json. Where it is missing they cover the requests completed before the run was killed."""
+    return recorded_figures(run) if run.summary is None else run.summary
 
 
 def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The names and colours of limits."""
 
+from ifbbench.analysis.limits import BINDING, limit_name, part_name, waits_for
 from ifbbench.engine.plan import Limit
-from ifbbench.report.colours import LIMIT_COLOURS
-from ifbbench.report.limits import BINDING, limit_colours, limit_name, part_name, waits_for
+from ifbbench.report.colours import LIMIT_COLOURS, limit_colours
 from ifbbench.report.sweep_table import SHORT_NAMES
 from tests.conftest import REPOSITORY
 

@@ -1,4 +1,4 @@
-"""Lines of the files of a run as analyses need them: typed rows, in large pieces, or one found by bisection."""
+"""Lines of the files of a run as reports need them: typed rows, in large pieces, or one found by bisection."""
 
 from collections.abc import Iterator
 from contextlib import suppress

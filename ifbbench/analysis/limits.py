@@ -1,36 +1,38 @@
-"""The limits that bind iterations and hold requests: how each is named, and its colour."""
+"""The limits that bind iterations and hold requests: how each is named in tables, charts and sentences."""
 
-from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ifbbench.report.colours import LIMIT_COLOURS, OTHER_LIMITS
 from ifbbench.rundir.metrics import BOUND_BY, WAITING_BEHIND, limit_waited_for
 
 
 class LimitText(NamedTuple):
-    """A limit, or another reason to wait. waits_for: what a request that it holds waits for. short: in a cell."""
+    """A limit, or another reason to wait. waits_for: what a request that it holds waits for. short: in a cell. setting:
+    the one with the limit's size; empty if none has it."""
 
     name: str
     waits_for: str
     short: str
+    setting: str = ""
 
 
 LIMITS = {
-    "batch_size": LimitText("batch size", "a batch slot", "slot"),
-    "num_tokens": LimitText("token budget", "the token budget", "tok"),
-    "kv_blocks": LimitText("KV blocks", "KV blocks", "kv"),
+    "batch_size": LimitText("batch size", "a batch slot", "slot", "max_batch_size"),
+    "num_tokens": LimitText("token budget", "the token budget", "tok", "max_num_tokens"),
+    "kv_blocks": LimitText("KV blocks", "KV blocks", "kv", "max_tokens_in_paged_kvcache"),
     "none": LimitText("no limit", "no limit", "none"),
     "head_of_line": LimitText("behind another request", "the request before it", "line"),
     "paused": LimitText("paused", "blocks after a pause", "paused"),
     "static_batch": LimitText("end of the static batch", "the static batch to end", "static"),
     "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse"),
-    "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora"),
+    "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora", "lora_device_mem_fraction"),
     "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam"),
     "in_flight": LimitText("its iteration in flight", "its iteration in flight", "sent"),
     "concurrency": LimitText("place under --concurrency", "a place under --concurrency", "conc"),
 }
 # What is always shown of iterations, `none` last; other reasons are shown where they bound one.
 BINDING = BOUND_BY
+# Limits of each iteration's batch.
+SIZES = ("batch_size", "num_tokens")
 
 
 def limit_name(limit: str) -> str:
@@ -43,16 +45,14 @@ def waits_for(limit: str | None) -> str:
     return LIMITS[limit].waits_for if limit in LIMITS else limit or "a decision that is not recorded"
 
 
+def setting_of(limit: str) -> str:
+    """The setting with the size of `limit`; empty if none has it."""
+    return LIMITS[limit].setting if limit in LIMITS else ""
+
+
 def window_name(size: str) -> str:
     """An attention window in a table or a legend. size: its tokens."""
     return f"window of {int(size):,} tokens"
-
-
-def fullest_window(blocks: Mapping[str, tuple[float, float]]) -> str:
-    """The attention window with the largest share of its blocks in use, which is the one that requests wait for.
-
-    blocks: used blocks and all blocks, by the tokens of the window."""
-    return max(blocks, key=lambda size: blocks[size][0] / max(blocks[size][1], 1))
 
 
 def part_name(part: str) -> str:
@@ -64,11 +64,3 @@ def part_name(part: str) -> str:
     if limit == "none":
         return "waiting behind another request"
     return f"waiting behind a request that waits for {waits_for(limit)}"
-
-
-def limit_colours(limits: Iterable[str]) -> dict[str, str]:
-    """A colour for each of `limits`, the known ones first."""
-    found = set(limits)
-    known = {name: LIMIT_COLOURS[name] for name in LIMITS if name in LIMIT_COLOURS and name in found}
-    others = sorted(found - known.keys())
-    return known | {name: OTHER_LIMITS[place % len(OTHER_LIMITS)] for place, name in enumerate(others)}
