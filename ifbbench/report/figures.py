@@ -22,9 +22,17 @@ from msgspec import UNSET
 from numpy.typing import ArrayLike, NDArray
 
 from ifbbench.files import replace_file
-from ifbbench.report.recorded import producing_spans, recorded_figures
 from ifbbench.rundir.checking import decode_request
-from ifbbench.rundir.reader import REQUEST_FIELDS, Floats, RunData, covering, delivered_s, parse_line, parsed_lines
+from ifbbench.rundir.reader import (
+    REQUEST_FIELDS,
+    Floats,
+    RunData,
+    covering,
+    delivered_s,
+    parse_line,
+    parsed_lines,
+    producing_spans,
+)
 from ifbbench.rundir.run_directory import find_lines
 
 if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table
@@ -37,7 +45,11 @@ LATENCIES = ("end_s", "output_len", "accepted_draft_tokens", "e2e_s", "ttft_s", 
 
 def figures(run: RunData) -> dict[str, Any]:
     """The figures of summary.json. Where it is missing they cover the requests completed before the run was killed."""
-    return recorded_figures(run) if run.summary is None else run.summary
+    if run.summary is not None:
+        return run.summary
+    from ifbbench.report.recorded import recorded_figures
+
+    return recorded_figures(run)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.report import NOTHING, bar, count, percent, plain_table, print_fitting, significant, time_unit
-from ifbbench.report.client_side import client_sentences, client_warnings
 from ifbbench.report.figures import figures
 from ifbbench.report.limits import BINDING, LIMITS, fullest_window, limit_name, waits_for
 from ifbbench.report.profile import print_profile
@@ -60,7 +59,12 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         console.print(f"[yellow]{thinned}[/yellow]", highlight=False, soft_wrap=True)
     if reason := (run.run.get("model") or {}).get("missing_kernels"):
         console.print(f"[yellow]Without compiled kernels, so slower: {escape(reason)}.[/yellow]", soft_wrap=True)
-    for warning in [*warnings(known), *(client_warnings(run, known) if run.endpoint else [])]:
+    found, sentences = warnings(known), [bound_sentence(known, run.config), *traffic_sentences(known)]
+    if run.endpoint:
+        from ifbbench.report.client_side import client_sentences, client_warnings
+
+        found, sentences = [*found, *client_warnings(run, known)], [*client_sentences(known), *traffic_sentences(known)]
+    for warning in found:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
     forms: list[tuple[Table | None, ...]] = [
@@ -74,9 +78,6 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         if found := [table for table in tables if table is not None]:
             print_fitting(console, *found)
             console.print()
-    sentences = [bound_sentence(known, run.config), *traffic_sentences(known)]
-    if run.endpoint:
-        sentences = [*client_sentences(known), *traffic_sentences(known)]
     if (expected := known.get("expected_error")) and expected["compared"]:
         sentences.append(expected_error_sentence(expected))
     for sentence in sentences:

@@ -22,6 +22,7 @@ from ifbbench.errors import InputError
 from ifbbench.files import is_part
 from ifbbench.report.limits import fullest_window
 from ifbbench.rundir.checking import as_object, check_line, read_object
+from ifbbench.rundir.drafts import stretches_of
 from ifbbench.rundir.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.settings.modes import BatchingType, Overlap
@@ -245,6 +246,34 @@ def check_lines(path: Path, last: int, lines: int, recorded_every: int) -> None:
         raise InputError(
             f"{path}: has iteration {last}, but {lines} lines; expected one for each. Restore the file, or run again."
         )
+
+
+def producing_spans(run: RunData) -> pd.DataFrame:
+    """The spans that produced output tokens, by request and in order of time: one in each of their last iterations.
+
+    Spans with several tokens in an iteration, which draft tokens make, are cut into parts for which that holds. Spans
+    that end after the last iteration of the table are left out: a killed run may lack iterations."""
+    has_iterations = run.spans["last_iteration"] <= run.iterations["iteration_counter"].max()
+    spans: pd.DataFrame = run.spans[(run.spans["produced"].fillna(0) > 0) & has_iterations]
+    is_step = (spans["phase"] == "generation").to_numpy()
+    has_several = np.where(is_step, spans["steps"].notna(), spans["produced"] > 1)
+    if not has_several.any():
+        return spans
+    columns = (spans[name].tolist() for name in ("first_iteration", "last_iteration", "steps", "produced"))
+    parts = [
+        [(first, last, produced)]
+        if not several
+        else [
+            (one, other, other - one + 1)
+            for one, other in (
+                stretches_of(first, steps, int(produced)) if generates else [(last, last)] * int(produced)
+            )
+        ]
+        for first, last, steps, produced, several, generates in zip(*columns, has_several, is_step, strict=True)
+    ]
+    cut = spans.loc[spans.index.repeat([len(of_one) for of_one in parts])].reset_index(drop=True)
+    numbers = np.array([part for of_one in parts for part in of_one], np.int64).reshape(-1, 3)
+    return cut.assign(first_iteration=numbers[:, 0], last_iteration=numbers[:, 1], produced=numbers[:, 2])
 
 
 def micro_batches_of(config: Mapping[str, Any]) -> int:

@@ -16,14 +16,13 @@ from ifbbench.settings.config import MAX_SPAN_S, RECORDING_FORMATS, RunConfig
 from ifbbench.settings.fields import did_you_mean, text
 from ifbbench.workload.arrivals import chosen_process, predecessors, session_starts
 from ifbbench.workload.distributions import Stream, generator
-from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.formats import ReadOptions
 from ifbbench.workload.reading import read_trace
-from ifbbench.workload.spec import SUFFIXES as SPEC_SUFFIXES
-from ifbbench.workload.spec import read_spec
 from ifbbench.workload.trace import NO_ORIGIN, RequestColumns, Reserve, Trace, columns_of, integers, seconds
 
 DEFAULT_DATASET = "default"
+# Of workload specifications.
+SPEC_SUFFIXES = (".yaml", ".yml", ".toml")
 BUNDLED_SUFFIXES = (*SPEC_SUFFIXES, ".jsonl", ".json", ".csv")
 # Settings that choose what is read; the others change what was read.
 READ_SETTINGS = (
@@ -64,6 +63,9 @@ def read_source(source: str | Path | None, config: RunConfig, progress: Progress
     """
     path, is_recorded = _find(source)
     if path.suffix.lower() in SPEC_SUFFIXES:
+        from ifbbench.workload.draw import draw_trace
+        from ifbbench.workload.spec import read_spec
+
         progress.stage("drawing requests")
         return draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
     progress.stage("reading trace")

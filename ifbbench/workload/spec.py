@@ -29,7 +29,6 @@ from ifbbench.workload.distributions import (
 )
 from ifbbench.workload.trace import MAX_ID, Reserve
 
-SUFFIXES = (".yaml", ".yml", ".toml")
 CLASS_KEYS = ("prompt_len", "output_len", "reserve", "shared_prefix", "sessions", "priority", "lora_task_id")
 KEYS = ("name", "num_requests", *CLASS_KEYS[:2], "arrival", *CLASS_KEYS[2:], "classes")
 REQUIRED_KEYS = ("num_requests",)
