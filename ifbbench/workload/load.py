@@ -14,8 +14,7 @@ from ifbbench.compressed import STANDARD_INPUT, is_read_once
 from ifbbench.errors import InputError
 from ifbbench.settings.config import MAX_SPAN_S, RECORDING_FORMATS, RunConfig
 from ifbbench.settings.fields import did_you_mean, text
-from ifbbench.workload.arrivals import chosen_process, predecessors, session_starts
-from ifbbench.workload.distributions import Stream, generator
+from ifbbench.workload.arrivals import predecessors, session_starts
 from ifbbench.workload.formats import ReadOptions
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.trace import NO_ORIGIN, RequestColumns, Reserve, Trace, columns_of, integers, seconds
@@ -142,10 +141,15 @@ def _in_time(columns: RequestColumns) -> RequestColumns:
 def _with_arrivals(columns: RequestColumns, config: RunConfig) -> RequestColumns:
     """As recorded, times `time_scale`; or those of a process, in the recorded order. Of sessions, it draws the first
     turns; later ones keep their distance, which only orders them: they arrive after an answer."""
-    process = chosen_process(config) if any(getattr(config, name) for name in ARRIVAL_SETTINGS) else None
     recorded_s = np.asarray(columns.arrival_s) * config.time_scale
     if columns.after is not None and columns.think_s is not None:
         columns = replace(columns, think_s=seconds(np.asarray(columns.think_s) * config.time_scale))
+    if not any(getattr(config, name) for name in ARRIVAL_SETTINGS):
+        return replace(columns, arrival_s=seconds(recorded_s))
+    from ifbbench.workload.arrival_processes import chosen_process
+    from ifbbench.workload.distributions import Stream, generator
+
+    process = chosen_process(config)
     if process is None:
         return replace(columns, arrival_s=seconds(recorded_s))
     draws = generator(config.seed, Stream.ARRIVAL)

@@ -15,7 +15,7 @@ from ifbbench.compressed import read_text
 from ifbbench.errors import InputError
 from ifbbench.settings import fields
 from ifbbench.settings.fields import located
-from ifbbench.workload.arrivals import ARRIVALS, AllAtOnce, ArrivalProcess
+from ifbbench.workload.arrival_processes import ARRIVALS, AllAtOnce, ArrivalProcess
 from ifbbench.workload.distributions import (
     DURATIONS,
     LENGTHS,
