@@ -33,6 +33,7 @@ STANDARD_INPUT = "-"
 LEVEL = 1
 GZIP = 16 + zlib.MAX_WBITS
 BUFFER_BYTES = 1 << 16
+PIECE_BYTES = 1 << 22
 # A write to a compressed file replaces no more than this of the end that the flush before it wrote: zlib holds back
 # one block, of at most 64 KiB.
 REPLACED_BYTES = 1 << 17
@@ -134,6 +135,27 @@ def check_regular(path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not S_ISREG(mode):
         raise DamagedFile("it is a pipe or a device, not a file")
+
+
+def large_pieces(path: Path) -> Iterator[bytes]:
+    """As `read_pieces`, in pieces of at least PIECE_BYTES: fewer, larger calls of a decoder."""
+    gathered: list[bytes] = []
+    size, pieces, cut = 0, read_pieces(path), None
+    while True:
+        try:
+            piece = next(pieces, None)
+        except EOFError as error:
+            piece, cut = None, error
+        if piece is not None:
+            gathered.append(piece)
+            size += len(piece)
+        if gathered and (piece is None or size >= PIECE_BYTES):
+            yield b"".join(gathered)
+            gathered, size = [], 0
+        if piece is None:
+            break
+    if cut:
+        raise cut
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

@@ -59,12 +59,13 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         console.print(f"[yellow]{thinned}[/yellow]", highlight=False, soft_wrap=True)
     if reason := (run.run.get("model") or {}).get("missing_kernels"):
         console.print(f"[yellow]Without compiled kernels, so slower: {escape(reason)}.[/yellow]", soft_wrap=True)
-    found, sentences = warnings(known), [bound_sentence(known, run.config), *traffic_sentences(known)]
+    cautions, sentences = warnings(known), [bound_sentence(known, run.config), *traffic_sentences(known)]
     if run.endpoint:
         from ifbbench.report.client_side import client_sentences, client_warnings
 
-        found, sentences = [*found, *client_warnings(run, known)], [*client_sentences(known), *traffic_sentences(known)]
-    for warning in found:
+        cautions += client_warnings(run, known)
+        sentences = [*client_sentences(known), *traffic_sentences(known)]
+    for warning in cautions:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
     forms: list[tuple[Table | None, ...]] = [
