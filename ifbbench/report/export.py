@@ -82,6 +82,7 @@ def _cells(column: "pd.Series[Any]") -> list[Any]:
     """The values of a column as the writer of CSV takes them: lists as JSON, and None, an empty cell, where there is
     none."""
     values: list[Any] = column.tolist()
+    encode = json.JSONEncoder(separators=(",", ":")).encode
     if column.dtype == object:
-        values = [json.dumps(value, separators=(",", ":")) if isinstance(value, list) else value for value in values]
+        values = [(encode(value) if value else "[]") if isinstance(value, list) else value for value in values]
     return [None if value != value else value for value in values] if column.hasnans else values

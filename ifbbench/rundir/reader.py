@@ -422,10 +422,12 @@ def _flat_iterations(lines: Columns) -> Columns:
     flat |= _columns_below(left_out, "first_left_out_")
     flat["first_left_out_request"] = flat.pop("first_left_out_request_id", [])
     paused = details.get("paused") or [()] * len(lines["ifbbench"])
-    flat["pauses"] = [0] * len(paused)
-    if any(paused):
-        flat["paused"] = [to_builtins(pauses) if pauses else pauses for pauses in paused]
-        flat["pauses"] = [len(pauses or ()) for pauses in paused]
+    # Nearly all lists are empty: these are one object, because the garbage collector looks at each again and again.
+    nothing: list[Any] = []
+    flat["paused"] = (
+        [to_builtins(pauses) if pauses else nothing for pauses in paused] if any(paused) else [nothing] * len(paused)
+    )
+    flat["pauses"] = [len(pauses or ()) for pauses in paused]
     return flat
 
 
