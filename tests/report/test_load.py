@@ -1,12 +1,18 @@
 """Run directories are read as finished and as killed runs leave them."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from ifbbench.errors import InputError
+from ifbbench.replay.run import run_trace
 from ifbbench.report.figures import figures
 from ifbbench.rundir.reader import find_runs, load_run
+from ifbbench.settings.config import RunConfig
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run
 
 
@@ -57,6 +63,27 @@ def test_run_killed_before_its_first_iteration(tmp_path: Path) -> None:
     assert known["iterations"] == 0
     assert known["ttft_s"]["p99"] is None
     assert known["kv_blocks"]["max"] is None
+
+
+@pytest.mark.parametrize("options", [{}, {"iteration_stats_format": "trtllm"}, {"type": "v1", "max_batch_size": 4}])
+def test_lines_with_fields_of_another_version_have_the_values_of_exact_ones(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Exact lines are decoded together, others one by one."""
+    config = RunConfig(
+        device="sim:h100-sxm", model="tiny", max_num_samples=8, output=str(tmp_path / "exact"), **options
+    )
+    run_trace("chat", config)
+    shutil.copytree(tmp_path / "exact", tmp_path / "other")
+    for name in ("iterations", "spans", "requests"):
+        path = tmp_path / "other" / f"{name}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row | ({"added": 5} if row is rows[-1] else {})) + "\n" for row in rows))
+    exact, other = load_run(tmp_path / "exact"), load_run(tmp_path / "other")
+    for name in ("iterations", "spans", "requests"):
+        table = getattr(other, name)
+        pd.testing.assert_frame_equal(table[list(getattr(exact, name))], getattr(exact, name), check_exact=True)
+    assert other.requests["added"].dropna().tolist() == [5.0]
 
 
 @pytest.mark.parametrize(
