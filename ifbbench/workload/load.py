@@ -20,7 +20,7 @@ from ifbbench.workload.reading import read_trace
 from ifbbench.workload.trace import NO_ORIGIN, RequestColumns, Reserve, Trace, columns_of, integers, seconds
 
 DEFAULT_DATASET = "default"
-# Of workload specifications.
+# The suffixes of files with workload specifications.
 SPEC_SUFFIXES = (".yaml", ".yml", ".toml")
 BUNDLED_SUFFIXES = (*SPEC_SUFFIXES, ".jsonl", ".json", ".csv")
 # Settings that choose what is read; the others change what was read.
