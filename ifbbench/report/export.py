@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import pandas as pd
 
 from ifbbench.errors import InputError
@@ -81,6 +82,11 @@ def _write(table: pd.DataFrame, path: Path) -> Path:
 def _cells(column: "pd.Series[Any]") -> list[Any]:
     """The values of a column as the writer of CSV takes them: lists as JSON, and None, an empty cell, where there is
     none."""
+    if column.dtype == np.int64 and len(column) and (low := column.min()) > column.max() - len(column):
+        # Few different numbers: each becomes a text once.
+        texts = np.array([str(number) for number in range(low, column.max() + 1)], object)
+        cells: list[Any] = texts[column.to_numpy() - low].tolist()
+        return cells
     values: list[Any] = column.tolist()
     encode = json.JSONEncoder(separators=(",", ":")).encode
     if column.dtype == object:

@@ -29,6 +29,7 @@ from ifbbench.rundir.reader import (
     RunData,
     covering,
     delivered_s,
+    once_a_run,
     parse_line,
     parsed_lines,
     producing_spans,
@@ -65,6 +66,7 @@ class IterationClock:
     delivered_s: Floats
 
     @classmethod
+    @once_a_run
     def of(cls, run: RunData) -> IterationClock:
         """The clock of `run`. Against an endpoint, spans have seconds in the place of iterations."""
         if run.endpoint:
@@ -124,6 +126,7 @@ class TokenGaps:
     over_pause: NDArray[np.bool_]
 
     @classmethod
+    @once_a_run
     def of(cls, run: RunData) -> TokenGaps:
         """The gaps of `run`."""
         if run.endpoint:

@@ -245,5 +245,6 @@ def _as_read(kind: Any, name: str = "", figure: Any = None, exact: bool = False)
         return kind
     inner = tuple(_as_read(argument, name, figure, exact) for argument in arguments)
     if exact and origin is list and inspect.isclass(arguments[0]) and issubclass(arguments[0], Struct):
-        return tuple[*inner, ...]  # all empty tuples are one object, which the garbage collector leaves alone
+        sequence: Any = tuple
+        return sequence[inner[0], ...]  # all empty tuples are one object, which the garbage collector leaves alone
     return Union[inner] if origin in (Union, UnionType) else origin[inner]  # noqa: UP007

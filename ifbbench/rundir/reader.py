@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -233,6 +233,21 @@ class RunData:
     def completed(self) -> pd.DataFrame:
         """The requests that have all their tokens: latencies cover these."""
         return self.requests[self.requests["outcome"] == "completed"]
+
+
+def once_a_run(compute: Callable[[Any, RunData], Parsed]) -> Callable[[Any, RunData], Parsed]:
+    """A method of a class that makes something of a run, which keeps it as it keeps its tables: several charts need
+    the same."""
+
+    @wraps(compute)
+    def known(owner: Any, run: RunData) -> Parsed:
+        kept, name = vars(run), compute.__qualname__
+        if name not in kept:
+            kept[name] = compute(owner, run)
+        found: Parsed = kept[name]
+        return found
+
+    return known
 
 
 def delivered_s(iterations: pd.DataFrame) -> Floats:
