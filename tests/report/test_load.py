@@ -1,6 +1,7 @@
 """Run directories are read as finished and as killed runs leave them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
-from ifbbench.report.figures import figures
+from ifbbench.report.charts import NOT_DRAWN
+from ifbbench.report.figures import IterationClock, TokenGaps, figures
+from ifbbench.report.style import TimeBins
 from ifbbench.rundir.reader import find_runs, load_run
 from ifbbench.settings.config import RunConfig
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run
@@ -124,3 +127,22 @@ def test_find_runs(tmp_path: Path) -> None:
         find_runs(tmp_path / "empty")
     with pytest.raises(InputError, match="is not a directory"):
         find_runs(tmp_path / "absent")
+
+
+def test_columns_that_are_left_out_of_a_table_are_checked(tmp_path: Path) -> None:
+    directory = write_documentation_run(tmp_path / "docs")
+    whole, part = load_run(directory), load_run(directory, NOT_DRAWN)
+    assert set(whole.iterations) - set(part.iterations) <= NOT_DRAWN
+    assert not NOT_DRAWN & set(part.iterations)
+    pd.testing.assert_frame_equal(part.iterations, whole.iterations[list(part.iterations)])
+    path = directory / "iterations.jsonl"
+    path.write_text(re.sub(r'"queued": ?\d+', '"queued":"many"', path.read_text(), count=1))
+    with pytest.raises(InputError, match="queued"):
+        _ = load_run(directory, NOT_DRAWN).iterations
+
+
+def test_charts_of_a_run_share_its_clock_and_gaps(tmp_path: Path) -> None:
+    run, other = (load_run(finish(write_documentation_run(tmp_path / name))) for name in ("docs", "other"))
+    for kind in (IterationClock, TimeBins, TokenGaps):
+        assert kind.of(run) is kind.of(run)
+        assert kind.of(run) is not kind.of(other)
