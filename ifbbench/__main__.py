@@ -1,5 +1,6 @@
 """The `ifbbench` command, and `python -m ifbbench`: the signals that end it, before anything else is imported."""
 
+import gc
 import io
 import os
 import signal
@@ -32,6 +33,7 @@ def main() -> None:
         print("Interrupted.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     finally:
+        gc.freeze()  # the process ends: a last collection would look at all objects of all libraries
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
 

@@ -33,6 +33,7 @@ STANDARD_INPUT = "-"
 LEVEL = 1
 GZIP = 16 + zlib.MAX_WBITS
 BUFFER_BYTES = 1 << 16
+PIECE_BYTES = 1 << 20
 # A write to a compressed file replaces no more than this of the end that the flush before it wrote: zlib holds back
 # one block, of at most 64 KiB.
 REPLACED_BYTES = 1 << 17
@@ -119,12 +120,13 @@ def open_to_write(path: Path, mode: str = "w") -> BinaryIO | GzipWriter:
     return cast(BinaryIO, path.open(mode + "b", buffering=BUFFER_BYTES))
 
 
-def read_pieces(path: Path) -> Iterator[bytes]:
-    """The content of a file of a run in pieces. EOFError after the last piece of a gzip file that was cut off,
-    DamagedFile if it is not valid gzip or no file: a pipe without a writer would wait forever."""
+def read_pieces(path: Path, size: int = BUFFER_BYTES) -> Iterator[bytes]:
+    """The content of a file of a run in pieces, of `size` bytes if it is plain. EOFError after the last piece of a gzip
+    file that was cut off, DamagedFile if it is not valid gzip or no file: a pipe without a writer would wait forever.
+    """
     check_regular(path)
     with path.open("rb") as file:
-        yield from _gunzipped(path, file) if is_compressed(path) else _pieces(file)
+        yield from _gunzipped(path, file) if is_compressed(path) else _pieces(file, size)
 
 
 def check_regular(path: Path) -> None:
@@ -136,8 +138,29 @@ def check_regular(path: Path) -> None:
         raise DamagedFile("it is a pipe or a device, not a file")
 
 
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(file.read, BUFFER_BYTES), b"")
+def large_pieces(path: Path) -> Iterator[bytes]:
+    """As `read_pieces`, in pieces of at least PIECE_BYTES: fewer, larger calls of a decoder."""
+    gathered: list[bytes] = []
+    size, pieces, cut = 0, read_pieces(path, PIECE_BYTES), None
+    while True:
+        try:
+            piece = next(pieces, None)
+        except EOFError as error:
+            piece, cut = None, error
+        if piece is not None:
+            gathered.append(piece)
+            size += len(piece)
+        if gathered and (piece is None or size >= PIECE_BYTES):
+            yield gathered[0] if len(gathered) == 1 else b"".join(gathered)
+            gathered, size = [], 0
+        if piece is None:
+            break
+    if cut:
+        raise cut
+
+
+def _pieces(file: BinaryIO, size: int = BUFFER_BYTES) -> Iterator[bytes]:
+    return iter(partial(file.read, size), b"")
 
 
 def _gunzipped(path: Path, file: BinaryIO) -> Iterator[bytes]:

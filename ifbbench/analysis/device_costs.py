@@ -1,6 +1,6 @@
 """What iterations cost on the device of a recorded run: as it was simulated, or by a fit of its measured times."""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -35,7 +35,7 @@ class SimulatedDevice(NamedTuple):
     def least_s(self, work: StepWork, min_iterations: int) -> float:
         if not work.num_tokens:
             return 0.0
-        return _least_time(self.cost_model).least_ns(work, max(min_iterations, 1)) / NANOSECONDS
+        return _least_ns(self.cost_model, work, max(min_iterations, 1)) / NANOSECONDS
 
 
 class MeasuredDevice(NamedTuple):
@@ -71,6 +71,12 @@ class MeasuredDevice(NamedTuple):
 @cache
 def _least_time(cost_model: CostModel) -> LeastTime:
     return LeastTime(cost_model)
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_ns(cost_model: CostModel, work: StepWork, min_iterations: int) -> float:
+    """See LeastTime. Prompts of the same length, of which a trace has many, are the same work."""
+    return _least_time(cost_model).least_ns(work, min_iterations)
 
 
 def _columns(works: StepWorks) -> list[Floats]:

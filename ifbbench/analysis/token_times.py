@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ifbbench.rundir.figures import producing_spans
-from ifbbench.rundir.reader import Floats, RunData, covering, delivered_s
+from ifbbench.rundir.reader import Floats, RunData, covering, delivered_s, once_a_run, producing_spans
 
 if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table
     import pandas as pd
@@ -31,6 +30,7 @@ class IterationClock:
     delivered_s: Floats
 
     @classmethod
+    @once_a_run
     def of(cls, run: RunData) -> IterationClock:
         """The clock of `run`. Against an endpoint, spans have seconds in the place of iterations."""
         if run.endpoint:
@@ -90,6 +90,7 @@ class TokenGaps:
     over_pause: NDArray[np.bool_]
 
     @classmethod
+    @once_a_run
     def of(cls, run: RunData) -> TokenGaps:
         """The gaps of `run`."""
         if run.endpoint:

@@ -9,10 +9,11 @@ from ifbbench.models.config import ModelConfig
 from ifbbench.models.lora_modules import device_pages, page_layout, pages_of_bytes
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import memory_size
-from ifbbench.torch.model.lora_files import Adapter, RandomAdapter, adapter_folders, check_architecture, find_adapters
-from ifbbench.torch.model.lora_store import AdapterStore, MakePages
 
+# A run without adapters does not need the packages that read them, so functions import these.
 if TYPE_CHECKING:
+    from ifbbench.torch.model.lora_files import Adapter
+    from ifbbench.torch.model.lora_store import MakePages
     from ifbbench.torch.model.part import ModelPart
 
 DEFAULT_RANK = 8
@@ -43,7 +44,7 @@ def lora_config(
     model: ModelConfig,
     free_bytes: int | None,
     value_bytes: int,
-    make_pages: MakePages | None = None,
+    make_pages: "MakePages | None" = None,
     part: "ModelPart | None" = None,
 ) -> LoraConfig:
     """The adapters of a resolved `config` that uses some, and their caches.
@@ -52,6 +53,9 @@ def lora_config(
     None without a model. part: of the model that the device has, None if all. InputError for what is not an adapter of
     the model, or does not fit on the device.
     """
+    from ifbbench.torch.model.lora_files import check_architecture
+    from ifbbench.torch.model.lora_store import AdapterStore
+
     check_architecture(model)
     adapters = _adapters(config, model)
     if part is not None and model.num_layers % config.pp_size:
@@ -85,8 +89,10 @@ def lora_config(
     return LoraConfig(store, pages, host_pages, page_bytes, value_bytes)
 
 
-def _adapters(config: RunConfig, model: ModelConfig) -> dict[int, Adapter]:
+def _adapters(config: RunConfig, model: ModelConfig) -> "dict[int, Adapter]":
     """Adapters by task id."""
+    from ifbbench.torch.model.lora_files import RandomAdapter, find_adapters
+
     count = config.num_loras
     if config.lora_dir:
         found = find_adapters(config.lora_dir, model, config.max_lora_rank)
@@ -105,6 +111,8 @@ def _adapters(config: RunConfig, model: ModelConfig) -> dict[int, Adapter]:
 def adapter_names(config: RunConfig) -> dict[str, int]:
     """The LoRA tasks of a resolved `config` by name: the folder of an adapter, or lora-0 and so on for random ones."""
     if config.lora_dir:
+        from ifbbench.torch.model.lora_files import adapter_folders
+
         return {path.resolve().name: task_id for task_id, path in adapter_folders(config.lora_dir).items()}
     return {f"lora-{task_id}": task_id for task_id in range(config.num_loras or 0)}
 

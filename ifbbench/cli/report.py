@@ -372,8 +372,8 @@ def _drawings(path: Path, how: "Output", names: Sequence[str], selection: dict[s
 def _draw_run(
     directory: Path, how: "Output", names: Sequence[str], selection: dict[str, Any], exact: bool
 ) -> Sequence[Path]:
-    from ifbbench.report.charts import plot_run
+    from ifbbench.report.charts import NOT_DRAWN, plot_run
     from ifbbench.report.selection import select
     from ifbbench.rundir.reader import load_run
 
-    return plot_run(select(load_run(directory), **selection), only=names, exact=exact, output=how)
+    return plot_run(select(load_run(directory, NOT_DRAWN), **selection), only=names, exact=exact, output=how)

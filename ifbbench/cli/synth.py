@@ -393,13 +393,14 @@ def spec(
     """The requests of a workload specification FILE (.yaml, .toml), or of a bundled one by its name."""
     from ifbbench.errors import InputError
     from ifbbench.settings.config import RunConfig
-    from ifbbench.workload.load import bundled_path, load_trace
-    from ifbbench.workload.spec import SUFFIXES
+    from ifbbench.workload.load import SPEC_SUFFIXES, bundled_path, load_trace
 
     check_output(output, overwrite)
     path = Path(file) if Path(file).exists() else bundled_path(file) or Path(file)
-    if path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"{file} is not a workload specification; expected a file ending in {', '.join(SUFFIXES)}.")
+    if path.suffix.lower() not in SPEC_SUFFIXES:
+        raise InputError(
+            f"{file} is not a workload specification; expected a file ending in {', '.join(SPEC_SUFFIXES)}."
+        )
     trace = load_trace(path, RunConfig(max_num_samples=num_requests, seed=random_seed))
     write(trace, output, overwrite, random_seed, to, vocab_size)
 

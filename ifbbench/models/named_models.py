@@ -33,7 +33,6 @@ from ifbbench.settings.fields import (
     table,
     unexpected,
 )
-from ifbbench.torch.model.gguf_file import GgufFile
 from ifbbench.workload.texts import encoded
 
 if TYPE_CHECKING:
@@ -197,6 +196,8 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
         return ModelConfig.tiny()
     path = config_path(name_or_path)
     if path.suffix == GGUF_SUFFIX:
+        from ifbbench.torch.model.gguf_file import GgufFile
+
         return GgufFile(path).model_config()
     values = _read_json(path)
     with located(str(path), "Correct the field, or choose another model."):
@@ -259,6 +260,8 @@ def load_tokenizer(model: str) -> TextTokenizer:
         )
     try:
         if file.suffix == GGUF_SUFFIX:
+            from ifbbench.torch.model.gguf_file import GgufFile
+
             return TextTokenizer(*GgufFile(file).tokenizer())
         return TextTokenizer(Tokenizer.from_file(str(file)))
     except InputError:

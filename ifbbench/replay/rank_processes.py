@@ -25,7 +25,7 @@ from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.models.config import check_ranks
 from ifbbench.models.named_models import load_model_config
-from ifbbench.replay.rank_runs import end_others, follow, starts_ranks
+from ifbbench.replay.rank_runs import WRITING, end_others, follow, starts_ranks
 from ifbbench.settings.config import RunConfig
 from ifbbench.torch.ranks import Place, RankFailed, cause_of
 
@@ -34,7 +34,7 @@ REPORT_S, WRITE_S = 4.0, 20.0
 # After a rank has waited for another in vain for --rank_timeout, how long others may take to report the same.
 REPORT_TIMEOUT_S = 0.5
 POLL_S = 0.2
-LOADING, WRITING = "loading model", "writing results"
+LOADING = "loading model"
 # Messages of a rank that has failed: by itself, or because another rank is lost or has not answered.
 FAILED, LOST, TIMED_OUT = "failed", "lost", "timed_out"
 PR_SET_PDEATHSIG = 1

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # How long another rank waits for rank 0 to report that a rank does not answer.
 REPORT_S = 1.0
+# The stage in which rank 0 writes what others have not seen.
+WRITING = "writing results"
 _log = logging.getLogger("ifbbench")
 
 

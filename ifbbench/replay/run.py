@@ -21,8 +21,7 @@ from ifbbench.errors import InputError, RunFailed
 from ifbbench.files import check_new_file, new_file, replace_file
 from ifbbench.models.named_models import built_in_shape
 from ifbbench.replay.client import ReplayClient, make_client
-from ifbbench.replay.rank_processes import WRITING, run_in_ranks
-from ifbbench.replay.rank_runs import leading, starts_ranks
+from ifbbench.replay.rank_runs import WRITING, leading, starts_ranks
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
 from ifbbench.rundir import run_directory
@@ -73,6 +72,8 @@ def run_trace(
     if the input or the settings are bad, and RunFailed if the run ends early; its directory is then marked partial."""
     _check_outputs(config)
     if not config.makes_no_tokens and starts_ranks(config):
+        from ifbbench.replay.rank_processes import run_in_ranks
+
         run = partial(run_trace, for_other_process(source, config), config, owns_process=True)
         callbacks = {"on_recording": on_recording, "on_recorded": on_recorded}
         result: RunResult = run_in_ranks(run, config, progress, callbacks)
@@ -123,6 +124,8 @@ def summarise_run(
             config = config.with_values(output=str(Path(directory) / "run"))
             return run_trace(source, config, progress, owns_process=owns_process).summary
     if not config.makes_no_tokens and starts_ranks(config):
+        from ifbbench.replay.rank_processes import run_in_ranks
+
         run = partial(summarise_run, for_other_process(source, config), config, owns_process=True)
         summary: dict[str, Any] = run_in_ranks(run, config, progress)
         return summary

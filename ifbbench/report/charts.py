@@ -48,6 +48,25 @@ from ifbbench.rundir.run_directory import METRICS, find_lines
 NEAR = 10
 # The colours of several attention windows: that of KV blocks, darker or lighter.
 WINDOW_TINTS = (0.0, -0.55, 0.45, -0.3)
+# Columns of iterations that no chart shows.
+NOT_DRAWN = frozenset(
+    {
+        "timestamp",
+        "active_request_count",
+        "max_request_count",
+        "free_kv_cache_blocks",
+        "allocated_total_kv_cache_blocks",
+        "allocated_new_kv_cache_blocks",
+        "reused_kv_cache_blocks",
+        "microbatch_id",
+        "paused_requests",
+        "queued",
+        "missed_blocks",
+        "first_left_out",
+        "first_left_out_request",
+        "first_left_out_reason",
+    }
+)
 # The charts of a run against an endpoint, which has no iterations.
 ENDPOINT_CHARTS = ("timeline", "throughput", "latency", "ttft", "itl", "server")
 # The charts that need neither iterations nor spans.

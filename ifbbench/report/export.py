@@ -1,12 +1,15 @@
 """Run directories as pandas data frames, and these tables as files."""
 
+import csv
 import importlib.util
 import json
 from functools import cached_property
+from io import TextIOWrapper
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import pandas as pd
 
 from ifbbench.errors import InputError
@@ -20,6 +23,7 @@ TABLES = ("iterations", "requests", "spans", "trace")
 TRACE_FIELDS = ("request_id", "arrival_s")
 # Columns with values of several types.
 MIXED = ("cause",)
+ROWS_AT_ONCE = 10_000
 
 
 class Run(RunData):
@@ -60,9 +64,14 @@ def export_tables(run: Run, file_format: str) -> list[Path]:
 
 def _write(table: pd.DataFrame, path: Path) -> Path:
     if path.suffix == ".csv":
-        lists = {str(name): table[name].map(_json_of_list) for name in table if table[name].dtype == object}
         with new_file(path, overwrite=True) as file:
-            table.assign(**lists).to_csv(cast(BinaryIO, file), index=False, lineterminator="\n", mode="wb")
+            text = TextIOWrapper(cast(BinaryIO, file), "utf-8", newline="")
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerow(table)
+            for start in range(0, len(table), ROWS_AT_ONCE):
+                rows = table.iloc[start : start + ROWS_AT_ONCE]
+                writer.writerows(zip(*(_cells(rows[name]) for name in rows), strict=True))
+            text.detach()  # which writes the rest, and leaves the file open
     else:
         texts = {name: table[name].map(str, na_action="ignore") for name in MIXED if name in table}
         with new_file(path, overwrite=True) as file:
@@ -70,5 +79,16 @@ def _write(table: pd.DataFrame, path: Path) -> Path:
     return path
 
 
-def _json_of_list(value: Any) -> Any:
-    return json.dumps(value, separators=(",", ":")) if isinstance(value, list) else value
+def _cells(column: "pd.Series[Any]") -> list[Any]:
+    """The values of a column as the writer of CSV takes them: lists as JSON, and None, an empty cell, where there is
+    none."""
+    if column.dtype == np.int64 and len(column) and (low := column.min()) > column.max() - len(column):
+        # Few different numbers: each becomes a text once.
+        texts = np.array([str(number) for number in range(low, column.max() + 1)], object)
+        cells: list[Any] = texts[column.to_numpy() - low].tolist()
+        return cells
+    values: list[Any] = column.tolist()
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    if column.dtype == object:
+        values = [(encode(value) if value else "[]") if isinstance(value, list) else value for value in values]
+    return [None if value != value else value for value in values] if column.hasnans else values

@@ -24,7 +24,7 @@ from ifbbench.analysis.token_times import IterationClock
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
 from ifbbench.report.colours import GRID, INK, LIMIT, MUTED, SERIES
-from ifbbench.rundir.reader import Floats, RunData
+from ifbbench.rundir.reader import Floats, RunData, once_a_run
 
 LIMIT_DASHES = (0, (4, 3))
 # The width of all charts of a run but that of cells, in inches. Pages show them one below the other.
@@ -341,6 +341,7 @@ class TimeBins:
     edges_s: Floats
 
     @classmethod
+    @once_a_run
     def of(cls, run: RunData) -> "TimeBins":
         """The bins for the charts of `run`. InputError if it has no iterations."""
         clock = IterationClock.of(run)

@@ -10,7 +10,6 @@ from rich.table import Table
 from ifbbench.analysis.limits import BINDING, LIMITS, SIZES, limit_name, setting_of, waits_for
 from ifbbench.analysis.number_texts import NOTHING, count, percent, significant, time_unit
 from ifbbench.report import bar, plain_table, print_fitting
-from ifbbench.report.client_side import client_sentences, client_warnings
 from ifbbench.report.profile import print_profile
 from ifbbench.rundir.figures import figures
 from ifbbench.rundir.metrics import fullest_window
@@ -61,7 +60,13 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         console.print(f"[yellow]{thinned}[/yellow]", highlight=False, soft_wrap=True)
     if reason := (run.run.get("model") or {}).get("missing_kernels"):
         console.print(f"[yellow]Without compiled kernels, so slower: {escape(reason)}.[/yellow]", soft_wrap=True)
-    for warning in [*warnings(known), *(client_warnings(run, known) if run.endpoint else [])]:
+    cautions, sentences = warnings(known), [bound_sentence(known, run.config), *traffic_sentences(known)]
+    if run.endpoint:
+        from ifbbench.report.client_side import client_sentences, client_warnings
+
+        cautions += client_warnings(run, known)
+        sentences = [*client_sentences(known), *traffic_sentences(known)]
+    for warning in cautions:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
     forms: list[tuple[Table | None, ...]] = [
@@ -75,9 +80,6 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         if found := [table for table in tables if table is not None]:
             print_fitting(console, *found)
             console.print()
-    sentences = [bound_sentence(known, run.config), *traffic_sentences(known)]
-    if run.endpoint:
-        sentences = [*client_sentences(known), *traffic_sentences(known)]
     if (expected := known.get("expected_error")) and expected["compared"]:
         sentences.append(expected_error_sentence(expected))
     for sentence in sentences:

@@ -29,6 +29,7 @@ from ifbbench.settings.fields import Setting, boolean, number
 LARGEST = 1e20
 Amount = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+Whole = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 Id = int | str
 Token = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 # Integers that are no counts.
@@ -89,6 +90,29 @@ def decode_request(line: bytes) -> Any:
 @cache
 def _request_decoder() -> Callable[[bytes], Any]:
     return Decoder(_as_read(RequestLine)).decode
+
+
+class ExactLines:
+    """Decodes the lines of the file `name` to structs, where they have the fields that this version writes and no
+    others: ten times faster than line by line."""
+
+    def __init__(self, name: str) -> None:
+        self._decoders = [Decoder(_as_read(kind, exact=True)) for kind in FILES[name]]
+        self._checks_times = RequestLine in FILES[name]
+
+    def decode(self, lines: memoryview) -> list[Any]:
+        """A struct for each of `lines`, with UNSET in the optional fields that a line lacks. ValueError or
+        RecursionError if a line is not exact; `check_line` decides whether it is valid."""
+        for decoder in self._decoders:
+            try:
+                rows: list[Any] = decoder.decode_lines(lines)
+            except (ValueError, RecursionError):
+                continue
+            if self._checks_times and any(row.ttft_s is None and row.e2e_s is not None for row in rows):
+                break
+            self._decoders.sort(key=lambda one: one is not decoder)  # the other lines are mostly of the same type
+            return rows
+        raise ValueError("not as this version writes it")
 
 
 def check_line(name: str, values: Mapping[str, Any]) -> None:
@@ -192,27 +216,35 @@ def _check_config(config: Any) -> None:
 
 
 @cache
-def _as_read(kind: Any, name: str = "", figure: Any = None) -> Any:
+def _as_read(kind: Any, name: str = "", figure: Any = None, exact: bool = False) -> Any:
     """The type that a value of `kind`, of the field `name`, may have when it is read. figure: what may be in the place
-    of each number, which may also be None; nothing is required then."""
+    of each number, which may also be None; nothing is required then. exact: whether all fields that are not optional
+    are required and no others are allowed, so that nothing is lost; integers stay so where floats are expected."""
     if inspect.isclass(kind) and issubclass(kind, Struct):
         required = REQUIRED if issubclass(kind, HAVE_REQUIRED) and figure is None else frozenset()
-        parts = [(item.name, item.encode_name, _as_read(item.type, item.name, figure)) for item in fields(kind)]
+        if exact:
+            required = frozenset(item.name for item in fields(kind))
+        parts = [(item.name, item.encode_name, _as_read(item.type, item.name, figure, exact)) for item in fields(kind)]
         if figure is not None:
             parts = [(one, encoded, of | None) for one, encoded, of in parts]
         members: list[Any] = [
             (one, of) if one in required and UnsetType not in get_args(of) else (one, of | UnsetType, UNSET)
             for one, _, of in parts
         ]
-        return defstruct(kind.__name__, members, rename={one: encoded for one, encoded, _ in parts}, kw_only=True)
+        names = {one: encoded for one, encoded, _ in parts}
+        # Without references back there is nothing to collect, and the collector need not look at millions of them.
+        return defstruct(kind.__name__, members, rename=names, kw_only=True, forbid_unknown_fields=exact, gc=not exact)
     if figure is not None and kind in (int, float):
         return figure | None
     if kind is int:
         return KINDS.get(name, Count)
     if kind is float:
-        return Amount
+        return Amount | Whole if exact else Amount
     origin, arguments = get_origin(kind), get_args(kind)
     if not arguments or origin is Annotated:
         return kind
-    inner = tuple(_as_read(argument, name, figure) for argument in arguments)
+    inner = tuple(_as_read(argument, name, figure, exact) for argument in arguments)
+    if exact and origin is list and inspect.isclass(arguments[0]) and issubclass(arguments[0], Struct):
+        sequence: Any = tuple
+        return sequence[inner[0], ...]  # all empty tuples are one object, which the garbage collector leaves alone
     return Union[inner] if origin in (Union, UnionType) else origin[inner]  # noqa: UP007

@@ -9,9 +9,9 @@ import numpy as np
 from ifbbench.engine.drafts import DraftCounts
 from ifbbench.rundir.client_figures import client_figures
 from ifbbench.rundir.client_side import UNKNOWN_FIGURES
-from ifbbench.rundir.drafts import DraftTotals, stretches_of
+from ifbbench.rundir.drafts import DraftTotals
 from ifbbench.rundir.metrics import BOUND_BY, Population, by_group, limit_waited_for, shares_of_limits, slow_ttft_s
-from ifbbench.rundir.reader import RunData, delivered_s
+from ifbbench.rundir.reader import RunData, delivered_s, producing_spans
 from ifbbench.rundir.run_directory import write_json
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
 from ifbbench.settings.config import DEFAULT_PRIORITY
@@ -236,31 +236,3 @@ def _of_cache(iterations: pd.DataFrame, windows: dict[str, dict[str, int]], thin
 def _total(table: pd.DataFrame, column: str) -> int:
     """The sum of a column, 0 if there is no such column."""
     return int(table[column].fillna(0).sum()) if column in table else 0
-
-
-def producing_spans(run: RunData) -> pd.DataFrame:
-    """The spans that produced output tokens, by request and in order of time: one in each of their last iterations.
-
-    Spans with several tokens in an iteration, which draft tokens make, are cut into parts for which that holds. Spans
-    that end after the last iteration of the table are left out: a killed run may lack iterations."""
-    has_iterations = run.spans["last_iteration"] <= run.iterations["iteration_counter"].max()
-    spans: pd.DataFrame = run.spans[(run.spans["produced"].fillna(0) > 0) & has_iterations]
-    is_step = (spans["phase"] == "generation").to_numpy()
-    has_several = np.where(is_step, spans["steps"].notna(), spans["produced"] > 1)
-    if not has_several.any():
-        return spans
-    columns = (spans[name].tolist() for name in ("first_iteration", "last_iteration", "steps", "produced"))
-    parts = [
-        [(first, last, produced)]
-        if not several
-        else [
-            (one, other, other - one + 1)
-            for one, other in (
-                stretches_of(first, steps, int(produced)) if generates else [(last, last)] * int(produced)
-            )
-        ]
-        for first, last, steps, produced, several, generates in zip(*columns, has_several, is_step, strict=True)
-    ]
-    cut = spans.loc[spans.index.repeat([len(of_one) for of_one in parts])].reset_index(drop=True)
-    numbers = np.array([part for of_one in parts for part in of_one], np.int64).reshape(-1, 3)
-    return cut.assign(first_iteration=numbers[:, 0], last_iteration=numbers[:, 1], produced=numbers[:, 2])

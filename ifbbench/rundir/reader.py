@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
 
 import numpy as np
-from msgspec import UnsetType
+from msgspec import UNSET, Struct, UnsetType, to_builtins
 from msgspec.structs import fields
 from numpy.typing import NDArray
 
-from ifbbench.compressed import MAX_RATIO, DamagedFile, content_path, is_compressed, read_pieces
+from ifbbench.compressed import MAX_RATIO, DamagedFile, content_path, is_compressed, large_pieces
 from ifbbench.errors import InputError
 from ifbbench.files import is_part
-from ifbbench.rundir.checking import as_object, check_line, read_object
+from ifbbench.rundir.checking import ExactLines, as_object, check_line, read_object
+from ifbbench.rundir.drafts import stretches_of
 from ifbbench.rundir.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
 from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
@@ -95,12 +97,14 @@ _Column: TypeAlias = "list[Any] | array[Any]"
 class RunData:
     """One run directory. run: run.json. summary: summary.json, None where the run was killed.
 
-    Tables are read when they are first used. Request ids are texts in them.
+    Tables are read when they are first used. Request ids are texts in them. without: columns of `iterations` that are
+    checked and left out of the table, which takes half of the time of reading it.
     """
 
     path: Path
     run: dict[str, Any]
     summary: dict[str, Any] | None
+    without: Collection[str] = ()
 
     @property
     def partial(self) -> bool:
@@ -171,9 +175,11 @@ class RunData:
         Fields are in snake_case, those under "ifbbench" beside them; `pauses`: number of requests that were paused.
         """
         required = ITERATION_FIELDS[self.config.get("iteration_stats_format") or "batch_manager"]
-        rows = map(_flat_iteration, read_lines(find_iterations(self.path), required))
-        recorded = _table_of(rows, ITERATION_COLUMNS)
-        recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
+        lines = _column_pieces(find_iterations(self.path), required, self.without)
+        pieces = (_flat_iterations(piece, self.without) for piece in lines)
+        recorded = _table_of(pieces, [name for name in ITERATION_COLUMNS if name not in self.without])
+        if not recorded["iteration_counter"].is_monotonic_increasing:
+            recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
         if len(recorded):
             last = int(recorded["iteration_counter"].iloc[-1])
             check_lines(find_iterations(self.path), last, len(recorded), self.recorded_every)
@@ -186,7 +192,7 @@ class RunData:
         Against an endpoint, the columns of iterations have seconds."""
         paths = (find_lines(self.path, "spans"), self.path / OPEN_SPANS)
         columns = (*SPAN_COLUMNS, *CLIENT_SPAN_COLUMNS) if self.endpoint else SPAN_COLUMNS
-        table = _table_of(chain.from_iterable(read_lines(path, SPAN_FIELDS) for path in paths), columns)
+        table = _table_of(chain.from_iterable(_column_pieces(path, SPAN_FIELDS) for path in paths), columns)
         table["request_id"] = table["request_id"].astype(str)
         if self.endpoint:
             table["first_iteration"], table["last_iteration"] = table["start_s"], table["end_s"]
@@ -218,8 +224,8 @@ class RunData:
     @cached_property
     def requests(self) -> pd.DataFrame:
         """A row a request, by index in the trace; each part of `attribution_s` is a column."""
-        rows = map(_flat_request, read_lines(find_lines(self.path, "requests"), REQUEST_FIELDS))
-        table = _table_of(rows, REQUEST_COLUMNS)
+        pieces = map(_flat_requests, _column_pieces(find_lines(self.path, "requests"), REQUEST_FIELDS))
+        table = _table_of(pieces, REQUEST_COLUMNS)
         table["request_id"] = table["request_id"].astype(str)
         return table.sort_values("index", kind="stable", ignore_index=True)
 
@@ -227,6 +233,21 @@ class RunData:
     def completed(self) -> pd.DataFrame:
         """The requests that have all their tokens: latencies cover these."""
         return self.requests[self.requests["outcome"] == "completed"]
+
+
+def once_a_run(compute: Callable[[Any, RunData], Parsed]) -> Callable[[Any, RunData], Parsed]:
+    """A method of a class that makes something of a run, which keeps it as it keeps its tables: several charts need
+    the same."""
+
+    @wraps(compute)
+    def known(owner: Any, run: RunData) -> Parsed:
+        kept, name = vars(run), compute.__qualname__
+        if name not in kept:
+            kept[name] = compute(owner, run)
+        found: Parsed = kept[name]
+        return found
+
+    return known
 
 
 def delivered_s(iterations: pd.DataFrame) -> Floats:
@@ -247,21 +268,50 @@ def check_lines(path: Path, last: int, lines: int, recorded_every: int) -> None:
         )
 
 
+def producing_spans(run: RunData) -> pd.DataFrame:
+    """The spans that produced output tokens, by request and in order of time: one in each of their last iterations.
+
+    Spans with several tokens in an iteration, which draft tokens make, are cut into parts for which that holds. Spans
+    that end after the last iteration of the table are left out: a killed run may lack iterations."""
+    has_iterations = run.spans["last_iteration"] <= run.iterations["iteration_counter"].max()
+    spans: pd.DataFrame = run.spans[(run.spans["produced"].fillna(0) > 0) & has_iterations]
+    is_step = (spans["phase"] == "generation").to_numpy()
+    has_several = np.where(is_step, spans["steps"].notna(), spans["produced"] > 1)
+    if not has_several.any():
+        return spans
+    columns = (spans[name].tolist() for name in ("first_iteration", "last_iteration", "steps", "produced"))
+    parts = [
+        [(first, last, produced)]
+        if not several
+        else [
+            (one, other, other - one + 1)
+            for one, other in (
+                stretches_of(first, steps, int(produced)) if generates else [(last, last)] * int(produced)
+            )
+        ]
+        for first, last, steps, produced, several, generates in zip(*columns, has_several, is_step, strict=True)
+    ]
+    cut = spans.loc[spans.index.repeat([len(of_one) for of_one in parts])].reset_index(drop=True)
+    numbers = np.array([part for of_one in parts for part in of_one], np.int64).reshape(-1, 3)
+    return cut.assign(first_iteration=numbers[:, 0], last_iteration=numbers[:, 1], produced=numbers[:, 2])
+
+
 def micro_batches_of(config: Mapping[str, Any]) -> int:
     """Micro batches of a run with the resolved settings `config`; runs of former versions have one."""
     stages = 1 if config.get("type") == BatchingType.V1 else int(config.get("pp_size") or 1)
     return stages if stages > 1 else 2 if config.get("overlap") == Overlap.PARTITIONED else 1
 
 
-def load_run(path: Path) -> RunData:
-    """The one run directory at or below `path`. InputError if there are several or none, or (for a table: when it is
-    first used) if a file is bad, with file and line."""
+def load_run(path: Path, without: Collection[str] = ()) -> RunData:
+    """The one run directory at or below `path`, with its iterations `without` some columns. InputError if there are
+    several or none, or (for a table: when it is first used) if a file is bad, with file and line."""
     found = find_runs(path)
     if len(found) > 1:
         names = ", ".join(str(item) for item in found[:3])
         raise InputError(f"{path}: holds {len(found)} runs; expected one. Name one of them: {names}, ….")
     summary = found[0] / "summary.json"
-    return RunData(found[0], read_object(found[0] / "run.json"), read_object(summary) if summary.exists() else None)
+    figures = read_object(summary) if summary.exists() else None
+    return RunData(found[0], read_object(found[0] / "run.json"), figures, without)
 
 
 def find_runs(path: Path) -> list[Path]:
@@ -290,23 +340,32 @@ def parsed_lines(path: Path, parse: Callable[[int, bytes], Parsed]) -> Iterator[
     rest of a compressed file that was cut off. Every other bad line raises it. A missing file is an empty one: the run
     was killed before it wrote to it.
     """
+    for line_number, lines, is_cut in _pieces_of_lines(path):
+        with suppress(InputError) if is_cut else nullcontext():
+            for number, line in enumerate(bytes(lines).split(b"\n"), start=line_number):
+                if line.strip():
+                    yield parse(number, line)
+
+
+def _pieces_of_lines(path: Path) -> Iterator[tuple[int, memoryview, bool]]:
+    """Consecutive lines of `path`: the number of the first, their text, and whether it is one without its line end."""
     if not path.exists():
         return
-    line_number, rest = 0, b""
+    line_number, rest = 1, b""
     try:
-        for piece in read_pieces(path):
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                line_number += 1
-                if line.strip():
-                    yield parse(line_number, line)
+        for piece in large_pieces(path):
+            piece = rest + piece
+            end = piece.rfind(b"\n") + 1
+            rest = piece[end:]
+            if end:
+                yield line_number, memoryview(piece)[:end], False
+                line_number += piece.count(b"\n")
     except EOFError:
         pass  # cut off behind the last whole line
     except DamagedFile as error:
         raise InputError(f"{path}: {error}. Restore the file, or remove it to continue without it.") from error
     if rest.strip():
-        with suppress(InputError):
-            yield parse(line_number + 1, rest)
+        yield line_number, memoryview(rest), True
 
 
 def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
@@ -326,26 +385,80 @@ def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str
     return row
 
 
-def _flat_iteration(row: dict[str, Any]) -> dict[str, Any]:
-    details = row.pop("ifbbench")
-    left_out = details.pop("first_left_out", None) or {}
-    drafts, windows = (details.pop(name, None) or {} for name in ("spec_decoding", KV_STATISTICS))
-    flat: dict[str, Any] = documented_fields(row) | details
-    flat |= {f"spec_decoding.{name}": value for name, value in drafts.items()}
-    flat |= {f"{KV_STATISTICS}.{size}.{name}": value for size, of in windows.items() for name, value in of.items()}
-    flat["first_left_out_request"] = left_out.get("request_id")
-    flat["first_left_out_reason"] = left_out.get("reason")
-    flat["pauses"] = len(details.get("paused") or ())
-    return flat
+# The values of consecutive lines by field, UNSET where a line lacks it.
+Columns: TypeAlias = dict[str, list[Any]]
 
 
-def _flat_request(row: dict[str, Any]) -> dict[str, Any]:
-    attribution = row.pop("attribution_s", None) or {}
-    return row | {f"attribution_s.{name}": seconds for name, seconds in attribution.items()}
+def _column_pieces(path: Path, required: Sequence[str], without: Collection[str] = ()) -> Iterator[Columns]:
+    """The fields of the lines of `path`, which are checked as by `read_lines`, those `without` included."""
+    exact = ExactLines(content_path(path).name)
+    for line_number, lines, is_cut in _pieces_of_lines(path):
+        try:
+            rows = exact.decode(lines)
+        except (ValueError, RecursionError):
+            numbered = enumerate(bytes(lines).split(b"\n"), start=line_number)
+            try:
+                rows = [parse_line(path, number, line, required) for number, line in numbered if line.strip()]
+            except InputError:
+                if is_cut:
+                    return
+                raise
+        yield _columns_of(rows, without)
 
 
-def _table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """`rows` with `columns` first, which are there even where no row has them.
+def _columns_of(rows: Sequence[Any], without: Collection[str] = ()) -> Columns:
+    """The fields of `rows`, which are structs of one type or dictionaries; of structs, those that are not `without`."""
+    if rows and isinstance(rows[0], Struct):
+        names = zip(rows[0].__struct_encode_fields__, rows[0].__struct_fields__, strict=True)
+        columns = ((encoded, list(map(attrgetter(name), rows))) for encoded, name in names if name not in without)
+        return {name: values for name, values in columns if values[0] is not UNSET or values.count(UNSET) < len(values)}
+    return {name: [row.get(name, UNSET) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
+
+
+def _columns_below(values: Sequence[Any] | None, prefix: str = "", without: Collection[str] = ()) -> Columns:
+    """The fields of `values`, objects of which some may be None or UNSET, with `prefix` before their names."""
+    objects = [value for value in values or () if value is not None and value is not UNSET]
+    columns = _columns_of(objects, without)
+    if values and len(objects) < len(values):
+        positions = [position for position, value in enumerate(values) if value is not None and value is not UNSET]
+        for name, found in columns.items():
+            columns[name] = whole = [UNSET] * len(values)
+            for position, value in zip(positions, found, strict=True):
+                whole[position] = value
+    return {prefix + name: found for name, found in columns.items()}
+
+
+def _flat_iterations(lines: Columns, without: Collection[str]) -> Columns:
+    """Documented fields in snake_case, whatever their form, and those of each nested object; none that is `without`."""
+    details = _columns_below(lines["ifbbench"], without=without)
+    groups = {name: _columns_below(values) for name, values in lines.items() if name.endswith("BatchingStats")}
+    if "kvCacheStats" in lines:
+        groups["kvCacheStats"] = _columns_below(lines["kvCacheStats"])
+    left_out, drafts, windows = (details.pop(name, None) for name in ("first_left_out", "spec_decoding", KV_STATISTICS))
+    flat = {name: values for name, values in documented_fields(lines | groups).items() if values is not None} | details
+    flat |= _columns_below(drafts, "spec_decoding.")
+    for size, of_size in _columns_below(windows).items():
+        flat |= _columns_below(of_size, f"{KV_STATISTICS}.{size}.")
+    flat |= _columns_below(left_out, "first_left_out_")
+    flat["first_left_out_request"] = flat.pop("first_left_out_request_id", [])
+    paused = details.get("paused") or [()] * len(lines["ifbbench"])
+    # Nearly all lists are empty: these are one object, because the garbage collector looks at each again and again.
+    nothing: list[Any] = []
+    flat["paused"], flat["pauses"] = [nothing] * len(paused), [0] * len(paused)
+    if any(paused):
+        flat["paused"] = [to_builtins(list(pauses)) if pauses else nothing for pauses in paused]
+        flat["pauses"] = [len(pauses or ()) for pauses in paused]
+    return {name: values for name, values in flat.items() if name not in without}
+
+
+def _flat_requests(lines: Columns) -> Columns:
+    """The fields of requests, and those of each part of `attribution_s`."""
+    attribution = lines.pop("attribution_s", None)
+    return lines | _columns_below(attribution, "attribution_s.")
+
+
+def _table_of(pieces: Iterable[Columns], columns: Sequence[str]) -> pd.DataFrame:
+    """The columns of `pieces` one below the other, `columns` first, which are there even where no line has them.
 
     The table is made column by column, for files that would not fit into memory as objects. Columns are numbers except
     for NOT_NUMBERS; the type of one that is not among `columns` is that of its first value. Nulls in numbers (times of
@@ -354,25 +467,39 @@ def _table_of(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.D
     table: dict[str, _Column] = {name: [] if name in NOT_NUMBERS else array("q") for name in columns}
     texts: dict[str, str] = {}
     count = 0
-    for row in rows:
-        for name, value in row.items():
-            column = table.get(name)
-            if column is None:
-                column = table[name] = array("q") if type(value) in (int, float) else []
-            if len(column) < count:
-                column = table[name] = _padded(column, count)
-            if type(value) is str:
-                value = texts.setdefault(value, value)  # equal texts are one object
-            try:
-                column.append(value)
-            except (TypeError, OverflowError):
-                column = table[name] = array("d", column)
-                column.append(math.nan if value is None else float(value))
-        count += 1
+    for piece in pieces:
+        first_of_new = {
+            name: position
+            for name, values in piece.items()
+            if name not in table
+            and (position := next((at for at, value in enumerate(values) if value is not UNSET), None)) is not None
+        }
+        for name in sorted(first_of_new, key=first_of_new.__getitem__):  # in the order in which lines have them
+            is_number = type(piece[name][first_of_new[name]]) in (int, float)
+            table[name] = array("q") if is_number else []
+        for name in table.keys() & piece.keys():
+            table[name] = _extended(_padded(table[name], count), piece[name], texts)
+        count += max(map(len, piece.values()), default=0)
     padded = ((name, _padded(column, count)) for name, column in table.items())
     import pandas as pd
 
     return pd.DataFrame({name: column if isinstance(column, list) else np.asarray(column) for name, column in padded})
+
+
+def _extended(column: _Column, values: list[Any], texts: dict[str, str]) -> _Column:
+    """`column` with `values` below it, which may need another type. texts: those that are there already, so that equal
+    ones are one object."""
+    if isinstance(column, list):
+        if UNSET in values:
+            values = [None if value is UNSET else value for value in values]
+        column += [texts.setdefault(value, value) if type(value) is str else value for value in values]
+        return column
+    try:
+        column += array(column.typecode, values)
+    except (TypeError, OverflowError):
+        column = column if column.typecode == "d" else array("d", column)
+        column.extend(math.nan if value is None or value is UNSET else float(value) for value in values)
+    return column
 
 
 def _padded(column: _Column, length: int) -> _Column:

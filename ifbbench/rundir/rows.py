@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, ValidationError, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from ifbbench.compressed import DamagedFile, read_pieces
+from ifbbench.compressed import DamagedFile, large_pieces, read_pieces
 from ifbbench.errors import InputError
 from ifbbench.rundir.drafts import stretches_of
 from ifbbench.settings.config import DEFAULT_PRIORITY
@@ -23,7 +23,6 @@ Count = Annotated[int, Meta(ge=0, le=10**9)]
 Seconds = Annotated[float, Meta(ge=-9e9, le=9e9)]
 Milliseconds = Annotated[float, Meta(ge=-9e12, le=9e12)]
 """Times which 64 bits hold in nanoseconds."""
-PIECE_BYTES = 1 << 22
 SCANNED_BYTES = 1 << 15
 
 
@@ -152,7 +151,7 @@ def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
         return
     rest, line_number = b"", 1
     try:
-        for piece in _large_pieces(path):
+        for piece in large_pieces(path):
             piece = rest + piece
             end = piece.rfind(b"\n") + 1
             rest = piece[end:]
@@ -166,27 +165,6 @@ def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
         pass  # cut off behind the last whole line
     except DamagedFile as error:
         raise InputError(f"{path}: {error}. Restore the file, or run again.") from error
-
-
-def _large_pieces(path: Path) -> Iterator[bytes]:
-    """The content in pieces of at least PIECE_BYTES: fewer, larger calls of the decoder. EOFError as read_pieces."""
-    gathered: list[bytes] = []
-    size, pieces, cut = 0, read_pieces(path), None
-    while True:
-        try:
-            piece = next(pieces, None)
-        except EOFError as error:
-            piece, cut = None, error
-        if piece is not None:
-            gathered.append(piece)
-            size += len(piece)
-        if gathered and (piece is None or size >= PIECE_BYTES):
-            yield b"".join(gathered)
-            gathered, size = [], 0
-        if piece is None:
-            break
-    if cut:
-        raise cut
 
 
 def bad_line(path: Path, lines: bytes, line_number: int, decoder: "Decoder[Row]") -> InputError:

@@ -21,8 +21,8 @@ from ifbbench.clock import NO_PROGRESS, PacedClock, Progress, WallClock
 from ifbbench.endpoint.loop import allow_many_connections, new_event_loop
 from ifbbench.endpoint.server import first_key
 from ifbbench.errors import InputError
-from ifbbench.replay.rank_processes import WRITING, run_in_ranks
-from ifbbench.replay.rank_runs import leading, starts_ranks
+from ifbbench.replay.rank_processes import run_in_ranks
+from ifbbench.replay.rank_runs import WRITING, leading, starts_ranks
 from ifbbench.rundir import run_directory
 from ifbbench.serving.app import Endpoints
 from ifbbench.serving.config import FrontDoorConfig, ServerConfig

@@ -14,16 +14,14 @@ from ifbbench.compressed import STANDARD_INPUT, is_read_once
 from ifbbench.errors import InputError
 from ifbbench.settings.config import ARRIVAL_SETTINGS, MAX_SPAN_S, READ_SETTINGS, RECORDING_FORMATS, RunConfig
 from ifbbench.settings.fields import did_you_mean, text
-from ifbbench.workload.arrivals import chosen_process, predecessors, session_starts
-from ifbbench.workload.distributions import Stream, generator
-from ifbbench.workload.draw import draw_trace
+from ifbbench.workload.arrivals import predecessors, session_starts
 from ifbbench.workload.formats import ReadOptions
 from ifbbench.workload.reading import read_trace
-from ifbbench.workload.spec import SUFFIXES as SPEC_SUFFIXES
-from ifbbench.workload.spec import read_spec
 from ifbbench.workload.trace import NO_ORIGIN, RequestColumns, Reserve, Trace, columns_of, integers, seconds
 
 DEFAULT_DATASET = "default"
+# The suffixes of files with workload specifications.
+SPEC_SUFFIXES = (".yaml", ".yml", ".toml")
 BUNDLED_SUFFIXES = (*SPEC_SUFFIXES, ".jsonl", ".json", ".csv")
 RECORDED_TRACES = tuple(f"trace.{recording_format}" for recording_format in RECORDING_FORMATS)
 
@@ -53,6 +51,9 @@ def read_source(source: str | Path | None, config: RunConfig, progress: Progress
     """
     path, is_recorded = _find(source)
     if path.suffix.lower() in SPEC_SUFFIXES:
+        from ifbbench.workload.draw import draw_trace
+        from ifbbench.workload.spec import read_spec
+
         progress.stage("drawing requests")
         return draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
     progress.stage("reading trace")
@@ -129,10 +130,15 @@ def _in_time(columns: RequestColumns) -> RequestColumns:
 def _with_arrivals(columns: RequestColumns, config: RunConfig) -> RequestColumns:
     """As recorded, times `time_scale`; or those of a process, in the recorded order. Of sessions, it draws the first
     turns; later ones keep their distance, which only orders them: they arrive after an answer."""
-    process = chosen_process(config) if any(getattr(config, name) for name in ARRIVAL_SETTINGS) else None
     recorded_s = np.asarray(columns.arrival_s) * config.time_scale
     if columns.after is not None and columns.think_s is not None:
         columns = replace(columns, think_s=seconds(np.asarray(columns.think_s) * config.time_scale))
+    if not any(getattr(config, name) for name in ARRIVAL_SETTINGS):
+        return replace(columns, arrival_s=seconds(recorded_s))
+    from ifbbench.workload.arrival_processes import chosen_process
+    from ifbbench.workload.distributions import Stream, generator
+
+    process = chosen_process(config)
     if process is None:
         return replace(columns, arrival_s=seconds(recorded_s))
     draws = generator(config.seed, Stream.ARRIVAL)

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ifbbench.errors import InputError
-from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.trace import MAX_ID, PREFIX_BLOCK, PrefixRun, Trace, TraceRequest, columns_of
 
 MAX_PREFIX_ID = MAX_ID // PREFIX_BLOCK - 1
@@ -45,6 +44,8 @@ def prompt_tokens(request: TraceRequest, vocab_size: int, seed: int) -> NDArray[
     if request.prompt_tokens is not None:
         return _recorded_tokens(request, vocab_size)
     parts = [_block(prefix_id, vocab_size, seed)[:length] for prefix_id, length in request.prefix_runs()]
+    from ifbbench.workload.distributions import Stream, generator
+
     draws = generator(seed, Stream.TOKENS, request.request_id)
     own = draws.integers(0, vocab_size, size=request.prompt_len - sum(map(len, parts)), dtype=np.int32)
     return np.concatenate((*parts, own)) if parts else own
@@ -62,6 +63,8 @@ def check_vocabulary(trace: Trace, vocab_size: int) -> None:
 @lru_cache(CACHED_BLOCKS)
 def _block(prefix_id: int, vocab_size: int, seed: int) -> NDArray[np.int32]:
     """The tokens of a prefix id; shape [PREFIX_BLOCK]. Read-only: requests share the array."""
+    from ifbbench.workload.distributions import Stream, generator
+
     draws = generator(seed, Stream.PREFIX, prefix_id)
     return draws.integers(0, vocab_size, size=PREFIX_BLOCK, dtype=np.int32)
 

@@ -15,7 +15,7 @@ from ifbbench.compressed import read_text
 from ifbbench.errors import InputError
 from ifbbench.settings import fields
 from ifbbench.settings.fields import located
-from ifbbench.workload.arrivals import ARRIVALS, AllAtOnce, ArrivalProcess
+from ifbbench.workload.arrival_processes import ARRIVALS, AllAtOnce, ArrivalProcess
 from ifbbench.workload.distributions import (
     DURATIONS,
     LENGTHS,
@@ -29,7 +29,6 @@ from ifbbench.workload.distributions import (
 )
 from ifbbench.workload.trace import MAX_ID, Reserve
 
-SUFFIXES = (".yaml", ".yml", ".toml")
 CLASS_KEYS = ("prompt_len", "output_len", "reserve", "shared_prefix", "sessions", "priority", "lora_task_id")
 KEYS = ("name", "num_requests", *CLASS_KEYS[:2], "arrival", *CLASS_KEYS[2:], "classes")
 REQUIRED_KEYS = ("num_requests",)

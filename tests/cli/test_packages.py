@@ -43,6 +43,18 @@ def without(packages: set[str], directory: Path, *commands: tuple[str, ...]) -> 
     return ended.returncode, f"{ended.stdout[-2_000:]}\n{ended.stderr}"
 
 
+def test_a_simulated_run_and_its_report_need_no_data_frames_and_no_files_of_tensors(tmp_path: Path) -> None:
+    """They would take longer to import than the run takes."""
+    status, printed = without(
+        {*COMPUTING, "pandas", "pyarrow", "scipy", "matplotlib", "safetensors", "multiprocessing"},
+        tmp_path,
+        ("run", "default", *SIMULATED[:-1], "--output", "a"),
+        ("report", "a"),
+    )
+    assert status == 0, printed
+    assert "Latency (ms)" in printed, printed
+
+
 def test_simulated_runs_and_reports_need_no_package_that_computes(tmp_path: Path) -> None:
     status, printed = without(
         COMPUTING,

@@ -11,7 +11,7 @@ from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.replay.client import ReplayClient, StaticEmulation, make_client
 from ifbbench.settings.config import RunConfig
-from ifbbench.workload.arrivals import Poisson
+from ifbbench.workload.arrival_processes import Poisson
 from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.trace import Trace, TraceRequest
 

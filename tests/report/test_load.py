@@ -1,12 +1,22 @@
 """Run directories are read as finished and as killed runs leave them."""
 
+import json
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 
+from ifbbench.analysis.token_times import IterationClock, TokenGaps
 from ifbbench.errors import InputError
+from ifbbench.replay.run import run_trace
+from ifbbench.report.charts import NOT_DRAWN
+from ifbbench.report.style import TimeBins
 from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import find_runs, load_run
+from ifbbench.settings.config import RunConfig
 from tests.report.example_runs import DOCUMENTATION, finish, write_documentation_run
 
 
@@ -59,6 +69,27 @@ def test_run_killed_before_its_first_iteration(tmp_path: Path) -> None:
     assert known["kv_blocks"]["max"] is None
 
 
+@pytest.mark.parametrize("options", [{}, {"iteration_stats_format": "trtllm"}, {"type": "v1", "max_batch_size": 4}])
+def test_lines_with_fields_of_another_version_have_the_values_of_exact_ones(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Exact lines are decoded together, others one by one."""
+    config = RunConfig(
+        device="sim:h100-sxm", model="tiny", max_num_samples=8, output=str(tmp_path / "exact"), **options
+    )
+    run_trace("chat", config)
+    shutil.copytree(tmp_path / "exact", tmp_path / "other")
+    for name in ("iterations", "spans", "requests"):
+        path = tmp_path / "other" / f"{name}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row | ({"added": 5} if row is rows[-1] else {})) + "\n" for row in rows))
+    exact, other = load_run(tmp_path / "exact"), load_run(tmp_path / "other")
+    for name in ("iterations", "spans", "requests"):
+        table = getattr(other, name)
+        pd.testing.assert_frame_equal(table[list(getattr(exact, name))], getattr(exact, name), check_exact=True)
+    assert other.requests["added"].dropna().tolist() == [5.0]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [("{", "not valid JSON"), ("[1]", "not an object"), ('{"phase": "context"}', "'request_id' is missing")],
@@ -97,3 +128,22 @@ def test_find_runs(tmp_path: Path) -> None:
         find_runs(tmp_path / "empty")
     with pytest.raises(InputError, match="is not a directory"):
         find_runs(tmp_path / "absent")
+
+
+def test_columns_that_are_left_out_of_a_table_are_checked(tmp_path: Path) -> None:
+    directory = write_documentation_run(tmp_path / "docs")
+    whole, part = load_run(directory), load_run(directory, NOT_DRAWN)
+    assert set(whole.iterations) - set(part.iterations) <= NOT_DRAWN
+    assert not NOT_DRAWN & set(part.iterations)
+    pd.testing.assert_frame_equal(part.iterations, whole.iterations[list(part.iterations)])
+    path = directory / "iterations.jsonl"
+    path.write_text(re.sub(r'"queued": ?\d+', '"queued":"many"', path.read_text(), count=1))
+    with pytest.raises(InputError, match="queued"):
+        _ = load_run(directory, NOT_DRAWN).iterations
+
+
+def test_charts_of_a_run_share_its_clock_and_gaps(tmp_path: Path) -> None:
+    run, other = (load_run(finish(write_documentation_run(tmp_path / name))) for name in ("docs", "other"))
+    for kind in (IterationClock, TimeBins, TokenGaps):
+        assert kind.of(run) is kind.of(run)
+        assert kind.of(run) is not kind.of(other)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ifbbench.errors import InputError
 from ifbbench.settings.config import RunConfig
-from ifbbench.workload.arrivals import (
+from ifbbench.workload.arrival_processes import (
     AllAtOnce,
     Constant,
     Gamma,
@@ -20,9 +20,8 @@ from ifbbench.workload.arrivals import (
     Ramp,
     Schedule,
     chosen_process,
-    predecessors,
-    session_starts,
 )
+from ifbbench.workload.arrivals import predecessors, session_starts
 from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.load import load_trace

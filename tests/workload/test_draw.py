@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ifbbench.workload.arrivals import AllAtOnce, Constant, Gamma, Poisson
+from ifbbench.workload.arrival_processes import AllAtOnce, Constant, Gamma, Poisson
 from ifbbench.workload.distributions import (
     ExponentialTime,
     Fixed,

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from ifbbench.errors import InputError
-from ifbbench.workload.arrivals import AllAtOnce, Poisson
+from ifbbench.workload.arrival_processes import AllAtOnce, Poisson
 from ifbbench.workload.distributions import ExponentialTime, Fixed, FixedTime, Geometric, Uniform
 from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.prompts import prompt_tokens

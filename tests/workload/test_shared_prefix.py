@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ifbbench.workload.arrivals import Poisson
+from ifbbench.workload.arrival_processes import Poisson
 from ifbbench.workload.distributions import Fixed, Uniform
 from ifbbench.workload.draw import draw_trace
 from ifbbench.workload.prompts import prompt_tokens

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from ifbbench.errors import InputError
-from ifbbench.workload.arrivals import AllAtOnce, Gamma
+from ifbbench.workload.arrival_processes import AllAtOnce, Gamma
 from ifbbench.workload.distributions import Fixed, Geometric, Histogram, LogNormalTime, Quantiles, Uniform
 from ifbbench.workload.draw import draw_trace, draw_turns
 from ifbbench.workload.load import bundled_path

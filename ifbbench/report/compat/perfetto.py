@@ -6,6 +6,7 @@ protos/perfetto/trace in Perfetto's repository.
 
 import struct
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -113,18 +114,17 @@ def _client_packets(run: RecordedRun) -> Iterator[bytes]:
 # Messages.
 
 
+# The two bytes of each 14 bits that others follow, and the one or two bytes of each 14 bits that end a number.
+_CONTINUED = [bytes((value & 0x7F | 0x80, value >> 7 | 0x80)) for value in range(0x4000)]
+_LAST = [bytes((value,) if value < 0x80 else (value & 0x7F | 0x80, value >> 7)) for value in range(0x4000)]
+
+
 def _varint(value: int) -> bytes:
-    if value < 0x80:
-        return _SMALL[value]
-    parts = bytearray()
-    while value >= 0x80:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)
-
-
-_SMALL = [bytes([value]) for value in range(0x80)]
+    parts = b""
+    while value >= 0x4000:
+        parts += _CONTINUED[value & 0x3FFF]
+        value >>= 14
+    return parts + _LAST[value]
 
 
 def _number(field: int, value: int) -> bytes:
@@ -163,14 +163,24 @@ def _track(uuid: int, name: str, content: bytes) -> bytes:
 
 
 def _event(time_ns: int, kind: int, track: int, content: bytes = b"") -> bytes:
-    event = _number(9, kind) + _TRACK + _varint(track) + content
+    event = _on_track(kind, track) + content
     packet = _TIME + _varint(time_ns) + _EVENT + _varint(len(event)) + event + _TAIL
     return b"\n" + _varint(len(packet)) + packet
 
 
+@lru_cache
+def _on_track(kind: int, track: int) -> bytes:
+    return _number(9, kind) + _TRACK + _varint(track)
+
+
 def _note(name: str, value: int | str) -> bytes:
-    content = _number(4, value) if isinstance(value, int) else _text(6, value)
-    return _part(4, _number(1, NOTE_IDS[name]) + content)
+    content = _NUMBER_NOTES[name] + _varint(value) if isinstance(value, int) else _TEXT_NOTES[name] + _text(6, value)
+    return _NOTE + _varint(len(content)) + content
+
+
+_NOTE = _varint(4 << 3 | 2)
+_TEXT_NOTES = {name: _number(1, number) for name, number in NOTE_IDS.items()}
+_NUMBER_NOTES = {name: begin + _varint(4 << 3) for name, begin in _TEXT_NOTES.items()}
 
 
 # Events.
@@ -236,12 +246,13 @@ def _requests(run: RecordedRun) -> Iterator[bytes]:
     ids = list(dict.fromkeys([*run.trace, *run.spans]))
     track = {request_id: FIRST_REQUEST + place for place, request_id in enumerate(ids)}
     pause_number = 0
+    begins_s = _begins(run)
     for place, request_id in enumerate(ids):
         spans, row = run.spans.get(request_id, []), run.row_of.get(request_id, {})
         yield _track(track[request_id], f"request {request_id}", _number(5, REQUESTS) + _number(12, place))
         if not spans:
             continue
-        bounds = _bounds(run, spans, row.get("end_s"))
+        bounds = _bounds(run, begins_s[request_id], spans[-1], row.get("end_s"))
         lengths = b"".join(_note(f"{name} tokens", int(row[f"{name}_len"])) for name in ("prompt", "output") if row)
         for span, start, end in zip(spans, bounds, bounds[1:], strict=False):
             content = _number(10, NAME_IDS[span.phase]) + _note("iteration", span.first)
@@ -269,11 +280,19 @@ def _requests(run: RecordedRun) -> Iterator[bytes]:
                 )
 
 
-def _bounds(run: RecordedRun, spans: list[Span], end_s: float | None) -> list[int]:
+def _begins(run: RecordedRun) -> dict[Id, Floats]:
+    """When the spans of each request begin (s); found at once, because np.interp converts the numbers of all iterations
+    whenever it is called."""
+    firsts = _integers(span.first for spans in run.spans.values() for span in spans)
+    begins_s = np.interp(firsts, run.iterations.number, run.iterations.start_s)
+    ends = np.cumsum(_integers(map(len, run.spans.values())))
+    return dict(zip(run.spans, np.split(begins_s, ends), strict=False))  # the last part is empty
+
+
+def _bounds(run: RecordedRun, begins_s: Floats, last: Span, end_s: float | None) -> list[int]:
     """When each span begins, and the last one ends: a span lasts until the next one begins."""
-    starts = np.interp([span.first for span in spans], run.iterations.number, run.iterations.start_s)
-    end = run.iterations.end_of(spans[-1].last) if end_s is None else float(end_s)
-    return _nanoseconds(np.maximum.accumulate(np.append(starts, end)))
+    end = run.iterations.end_of(last.last) if end_s is None else float(end_s)
+    return _nanoseconds(np.maximum.accumulate(np.append(begins_s, end)))
 
 
 def _cause(span: Span) -> str:
