@@ -3,12 +3,15 @@
 import gc
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from ifbbench.models.config import ModelConfig
+from tests.small_model import SMALL_MODEL
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -37,6 +40,15 @@ def shared_dir() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the folder `shared` (traces, golden files) beside the repository")
     return folder
+
+
+@pytest.fixture(scope="module")
+def small_model() -> Iterator[None]:
+    """Make the built-in model `tiny` of runs in this process a quarter as expensive, for tests of what holds whatever
+    the model is: schedules, caches and files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelConfig, "tiny", classmethod(lambda _: SMALL_MODEL))
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -60,7 +60,7 @@ def readers(directory: Path, other: Path, draw: random.Random, charts: int) -> I
         yield "why", run, "--request", draw.choice(ids), *draw.choice(([], ["--json"]))
     yield "compare", run, str(other)
     yield "compare", str(other), run, "--json", "--all"
-    yield "config", "show", run
+    yield "config", "show", run, *draw.choice(([], ["--json"], ["--changed"]))
     yield "dataset", "info", run
     yield "export", run, "--format", draw.choice(("csv", "perfetto"))
     if charts:

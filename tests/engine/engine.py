@@ -45,14 +45,14 @@ def token_of(request: Request, position: int) -> int:
 
 def with_tokens(request: Request) -> Request:
     """Give `request` the prompt that `token_of` says."""
-    request.prompt_tokens = np.array([token_of(request, place) for place in range(request.prompt_len)], np.int32)
+    request.prompt_tokens = np.array([token_of(request, index) for index in range(request.prompt_len)], np.int32)
     return request
 
 
 class CheckingExecutor:
-    """Makes the tokens of `token_of`, with a KV memory that holds (request, position) at each place of each block.
+    """Makes the tokens of `token_of`, with a KV memory that holds (request, position) in each slot of each block.
 
-    Before each step it reads back every place that the step attends to, so a block given to two sequences, a place
+    Before each step it reads back every slot that the step attends to, so a block given to two sequences, a slot
     skipped or written late, or a wrong token in a chunk is found. `frames` names what ran, `computed` counts how often
     each position of each request was computed.
     """
@@ -69,7 +69,7 @@ class CheckingExecutor:
         answer: list[int] = []
         for chunk in batch.context:
             self._owners[chunk.request.slot] = chunk.request
-            expected = [token_of(chunk.request, chunk.start + place) for place in range(chunk.length)]
+            expected = [token_of(chunk.request, chunk.start + index) for index in range(chunk.length)]
             assert chunk.tokens().tolist() == expected
             self._compute(chunk.request, chunk.start, chunk.length, batch)
             if chunk.is_last:
@@ -88,15 +88,15 @@ class CheckingExecutor:
         self._memory.clear()
 
     def _compute(self, request: Request, start: int, length: int, batch: Batch) -> None:
-        def place(position: int) -> tuple[int, int]:
+        def address(position: int) -> tuple[int, int]:
             block, offset = divmod(position, self._tokens_per_block)
             return int(batch.block_tables[request.slot, 0, block]), offset
 
         for position in range(start, start + length):
-            self._memory[place(position)] = (request.request_id, position)
+            self._memory[address(position)] = (request.request_id, position)
             self.computed[request.request_id, position] += 1
         for position in range(start + length):
-            assert self._memory[place(position)] == (request.request_id, position)
+            assert self._memory[address(position)] == (request.request_id, position)
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Run:
 def output_of(request: Request, length: int) -> list[int]:
     """The first `length` output tokens that `request` has to get from a CheckingExecutor."""
     prompt = request.original_prompt_len
-    return [token_of(request, prompt + place) for place in range(length)]
+    return [token_of(request, prompt + index) for index in range(length)]
 
 
 class _Client:

@@ -83,8 +83,8 @@ def expected_outputs(wish: Wish, request: Request, config: BatchingConfig) -> li
     """The tokens that the request must get, however it was scheduled."""
     prompt = wish.prompt_len
     length = min(wish.output_len, wish.max_new_tokens, config.max_seq_len - prompt)
-    tokens = [token_of(request, prompt + place) for place in range(length)]
-    for place, token in enumerate(tokens):
+    tokens = [token_of(request, prompt + index) for index in range(length)]
+    for index, token in enumerate(tokens):
         if token in request.stop.end_tokens:
-            return tokens[: place + 1]
+            return tokens[: index + 1]
     return tokens

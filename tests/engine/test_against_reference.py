@@ -164,7 +164,7 @@ capacity_cases = {
 
 
 @pytest.mark.parametrize("policy", POLICY_CLASSES)
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(**capacity_cases)
 def test_capacity_policies(policy, requests, attention_window, spare, limit, lora):
     check_capacity(policy, requests, attention_window, spare, limit, lora)
@@ -226,7 +226,7 @@ micro_batch_cases = {
 }
 
 
-@settings(max_examples=800)
+@settings(max_examples=500)
 @given(**micro_batch_cases)
 def test_micro_batches(requests, policy, spare, limits, in_flight):
     check_micro_batch(requests, policy, spare, limits, in_flight)

@@ -26,7 +26,7 @@ WRONG = 5_000  # not a token of `token_of`
 class VerifyingExecutor:
     """Makes the tokens of `token_of`, proposes the unknown drafts (a fixed pattern of them wrong), and verifies all.
 
-    Its memory holds (request, position, token) at each place of each block. All that a step attends to must be there.
+    Its memory holds (request, position, token) in each slot of each block. All that a step attends to must be there.
     """
 
     def __init__(self, tokens_per_block: int) -> None:
@@ -48,22 +48,22 @@ class VerifyingExecutor:
         given = iter([] if batch.drafts is None else batch.drafts.tokens.tolist())
         tokens, accepted, output = np.zeros((num_outputs, 1 + counts.max(initial=0)), np.int32), [], 0
         for request, start, length, is_last in spans:
-            sequence = [token_of(request, start + place) for place in range(length)]
+            sequence = [token_of(request, start + at) for at in range(length)]
             end, taken = start + length, 0
             if is_last:
                 drafts = [next(given) for _ in range(counts[output])]
-                for place, draft in enumerate(drafts):
+                for at, draft in enumerate(drafts):
                     if draft == UNKNOWN_TOKEN:
-                        is_right = (request.request_id + end + place) % 3
-                        drafts[place] = token_of(request, end + place) if is_right else WRONG
+                        is_right = (request.request_id + end + at) % 3
+                        drafts[at] = token_of(request, end + at) if is_right else WRONG
                 while taken < len(drafts) and drafts[taken] == token_of(request, end + taken):
                     taken += 1
                 sequence += drafts
-                tokens[output, : taken + 1] = [token_of(request, end + place) for place in range(taken + 1)]
+                tokens[output, : taken + 1] = [token_of(request, end + at) for at in range(taken + 1)]
                 accepted.append(taken)
                 output += 1
-            for place, token in enumerate(sequence):
-                self._memory[self._place(batch, request, start + place)] = (request.request_id, start + place, token)
+            for at, token in enumerate(sequence):
+                self._memory[self._place(batch, request, start + at)] = (request.request_id, start + at, token)
             for position in range(end):
                 expected = (request.request_id, position, token_of(request, position))
                 assert self._memory[self._place(batch, request, position)] == expected
@@ -113,7 +113,7 @@ def with_client_drafts(request: Request, tokens: list[int], **options: Any) -> R
 def test_tokens_and_blocks_are_those_of_a_run_without_drafts(
     sizes, policy, batching_type, max_len, is_chunked, num_blocks, max_num_tokens
 ):
-    """Every place that a step reads is right, the cache is consistent, and each request gets all its tokens once."""
+    """Every slot that a step reads is right, the cache is consistent, and each request gets all its tokens once."""
     config = dataclasses.replace(
         drafted(max_len=max_len),
         policy=policy,
@@ -179,7 +179,7 @@ def test_an_end_token_among_accepted_drafts_ends_the_request_there():
 
 def test_a_stop_sequence_among_accepted_drafts_ends_the_request_there():
     request = Request(1, 5, 30)
-    words = (tuple(token_of(request, 5 + place) for place in (8, 9)),)
+    words = (tuple(token_of(request, 5 + at) for at in (8, 9)),)
     request = with_tokens(Request(1, 5, 30, stop=StopConditions(stop_sequences=words)))
     run = Loop(drafted(max_len=6), [(0, request)], VerifyingExecutor(4)).run()
     assert run.tokens(request) == output_of(request, 10)

@@ -91,7 +91,7 @@ def test_a_paused_request_resumes_with_its_tokens_joined_and_makes_each_once():
     assert second.recomputed_tokens == 8
     for response in result.responses:
         assert response.output_tokens is not None
-        assert response.output_tokens.tolist() == [token_of(response.request, 4 + place) for place in range(16)]
+        assert response.output_tokens.tolist() == [token_of(response.request, 4 + offset) for offset in range(16)]
 
 
 def test_tokens_that_do_not_fit_the_resumed_prompt_are_made_and_counted_again():

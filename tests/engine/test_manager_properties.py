@@ -46,7 +46,7 @@ def check_totals(result: Run, executor: CheckingExecutor) -> None:
         for response in result.responses
         if response.output_tokens is not None
     }
-    assert set(executor.computed) == {(key, place) for key, length in lengths.items() for place in range(length - 1)}
+    assert set(executor.computed) == {(key, index) for key, length in lengths.items() for index in range(length - 1)}
     again: Counter[int] = Counter()
     for (request_id, _), count in executor.computed.items():
         again[request_id] += count - 1

@@ -90,7 +90,7 @@ def test_another_request_continues_with_a_token_that_is_not_on_the_host_yet():
 
 
 def test_blocks_and_slot_of_a_late_end_serve_the_next_request_at_once():
-    # Each may need the whole pool; with one place in the batch, the second gets the first one's slot too.
+    # Each may need the whole pool; with one slot in the batch, the second gets the first one's slot too.
     config = dataclasses.replace(OVERLAP, num_blocks=3, max_batch_size=1)
     first, second = Request(0, 4, 8, output_len=2), Request(1, 5, 7)
     loop = Loop(config, at_once(first, second), executor := CheckingExecutor(4))
@@ -137,8 +137,8 @@ def test_when_nothing_can_be_scheduled_the_iteration_in_flight_is_collected():
     first, second = Request(0, 4, 3), Request(1, 4, 3)
     result, executor = spied_run(config, first, second)
     one_after_the_other = [("submit", 2), ("collect", 1), ("collect", 2), ("submit", 3)]
-    place = executor.log.index(("submit", 2))
-    assert executor.log[place : place + 4] == one_after_the_other
+    offset = executor.log.index(("submit", 2))
+    assert executor.log[offset : offset + 4] == one_after_the_other
     assert result.completed == [first, second]
 
 

@@ -154,7 +154,7 @@ def test_a_resumed_request_finds_its_own_blocks():
 
 def test_blocks_evicted_to_the_host_are_onboarded_again():
     config = dataclasses.replace(CONFIG, num_blocks=6, num_host_blocks=12, max_batch_size=1)
-    conversations = [[place % VOCABULARY for place in range(start, start + 13)] for start in range(4)]
+    conversations = [[offset % VOCABULARY for offset in range(start, start + 13)] for start in range(4)]
     arrivals = [(0, request_of(index, prompt, 2)) for index, prompt in enumerate(conversations * 2)]
     _, executor = serve(config, arrivals)
     kinds = {copy.kind for copy in executor.copies}

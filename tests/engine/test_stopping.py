@@ -179,7 +179,7 @@ def outputs_with(sequences, *, overlap=None, length=8) -> list[int]:
 
 
 PLAIN = output_of(Request(0, 4, 8), 8)
-PROMPT = [token_of(Request(0, 4, 8), place) for place in range(4)]
+PROMPT = [token_of(Request(0, 4, 8), offset) for offset in range(4)]
 
 
 @BOTH_WAYS
@@ -240,7 +240,7 @@ def test_the_output_ends_with_the_first_end_there_is(sequences, ends, length, ov
 
 
 def stops_at(plain: list[int], stop: StopConditions) -> int:
-    lengths = [place + 1 for place, token in enumerate(plain) if token in stop.end_tokens]
+    lengths = [offset + 1 for offset, token in enumerate(plain) if token in stop.end_tokens]
     for sequence in stop.stop_sequences:
         lengths += [
             end for end in range(len(sequence), len(plain) + 1) if tuple(plain[end - len(sequence) : end]) == sequence

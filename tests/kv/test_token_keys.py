@@ -17,7 +17,7 @@ ids = st.sampled_from([-(2**31), -256, -1, 0, 1, 2, 255, 256, 65536, 2**31 - 1])
 extra_ids = st.sampled_from([-1, 0, 1, 2**40])
 plain_tokens = st.lists(st.tuples(ids, st.just(0)), max_size=7)
 extra_tokens = st.lists(st.tuples(ids, extra_ids), max_size=7)
-# Many consecutive numbers, so that runs join, split and end at different places.
+# Many consecutive numbers, so that runs join, split and end at different positions.
 symbols = st.lists(st.tuples(st.sampled_from([-5, -4, 0, 1, 2, 7]), st.integers(1, 4)), max_size=4).map(
     lambda runs: [(number, 0) for first, length in runs for number in range(first, first + length)]
 )
@@ -148,12 +148,12 @@ def test_a_neighbour_of_a_key_has_the_longest_common_prefix(kind, data):
     tokens: BlockTokens = make(text)
     key = tokens.key(0, len(text))
     keys = sorted({whole_key(make(other)) for other in others})
-    place = bisect_left(keys, key)
+    index = bisect_left(keys, key)
     common = [tokens.num_common_tokens(key, other) for other in keys]
-    assert max(common) == max(common[max(place - 1, 0) : place + 1])
+    assert max(common) == max(common[max(index - 1, 0) : index + 1])
     # A key further away never has more in common.
-    assert common[:place] == sorted(common[:place])
-    assert common[place:] == sorted(common[place:], reverse=True)
+    assert common[:index] == sorted(common[:index])
+    assert common[index:] == sorted(common[index:], reverse=True)
 
 
 @given(tokens=st.lists(st.tuples(ids, extra_ids), max_size=9), cut=st.integers(0, 9), has_extra=st.booleans())
@@ -173,7 +173,7 @@ def test_appended_tokens_equal_tokens_given_at_once(tokens, cut, has_extra):
 @given(tokens=symbols, cuts=st.lists(st.integers(0, 16)), grows=st.booleans(), data=st.data())
 def test_keys_do_not_depend_on_how_runs_are_split(tokens, cuts, grows, data):
     numbers = [number for number, _ in tokens]
-    breaks = [place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1] + 1]
+    breaks = [index for index in range(1, len(numbers)) if numbers[index] != numbers[index - 1] + 1]
     ends = sorted({0, len(numbers), *breaks, *(min(cut, len(numbers)) for cut in cuts)})
     runs = [(numbers[start], stop - start) for start, stop in pairwise(ends)]
     if grows:

@@ -9,9 +9,10 @@ import numpy as np
 
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
+from tests.small_model import CACHE_BYTES_PER_TOKEN
 
 BLOCK = 4
-BYTES_PER_BLOCK = 4096 * BLOCK
+BYTES_PER_BLOCK = CACHE_BYTES_PER_TOKEN * BLOCK  # in runs with the fixture `small_model`
 OUTPUT_LENGTHS = [9, 14, 3, 22, 9, 17, 2, 12, 6, 1]
 SETTINGS: dict[str, Any] = {
     "tokens_per_block": BLOCK,

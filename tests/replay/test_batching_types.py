@@ -11,6 +11,8 @@ from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
 from ifbbench.torch.model_executor import ModelExecutor
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 OUTPUT_LENGTHS = [1, 14, 3, 22, 9, 17, 2, 30]
 
 WAYS: dict[str, dict[str, Any]] = {

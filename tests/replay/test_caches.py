@@ -12,6 +12,8 @@ from ifbbench.engine.records import CACHE_FIELDS
 from ifbbench.torch.model_executor import ModelExecutor
 from tests.replay.caches import BLOCK, BYTES_PER_BLOCK, NAMES, OUTPUT_LENGTHS, Found, prompts, run, write
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:

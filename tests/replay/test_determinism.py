@@ -14,7 +14,6 @@ from ifbbench.workload.trace import Trace, TraceRequest
 
 SETTINGS: dict[str, Any] = {
     "time_scale": 0,
-    "max_num_samples": 14,
     "max_batch_size": 6,
     "max_num_tokens": 512,
     "quiet": True,
@@ -22,7 +21,21 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def digest_and_tokens(folder: Path, name: str, **changes: Any) -> tuple[str, Any]:
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """14 requests, which reserve more than they make; the longest takes a third of the pool."""
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    rows = []
+    for _ in range(14):
+        output_len = draw.randint(5, 40)
+        lengths = {"prompt_len": draw.randint(10, 160), "output_len": output_len}
+        rows.append({"arrival_s": 0.0, **lengths, "max_new_tokens": output_len + draw.randint(0, 10)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def digest_and_tokens(trace: str, folder: Path, name: str, **changes: Any) -> tuple[str, Any]:
     responses = folder / f"{name}.json"
     makes_tokens = changes.get("device") != "null"
     config = RunConfig(
@@ -34,23 +47,26 @@ def digest_and_tokens(folder: Path, name: str, **changes: Any) -> tuple[str, Any
             **changes,
         }
     )
-    summary = run_trace(None, config).summary
+    summary = run_trace(trace, config).summary
     assert summary["requests"]["failed"] == 0
     return summary["schedule_digest"], json.loads(responses.read_text()) if makes_tokens else None
 
 
+@pytest.mark.usefixtures("small_model")
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization", "static_batch"])
-def test_same_schedule_and_tokens_on_every_run(policy: str, chunked: bool, tmp_path: Path) -> None:
+def test_same_schedule_and_tokens_on_every_run(policy: str, chunked: bool, trace: str, tmp_path: Path) -> None:
     changes = {"policy": policy, "enable_chunked_context": chunked}
-    first = digest_and_tokens(tmp_path, "first", **changes)
-    assert digest_and_tokens(tmp_path, "second", **changes) == first
-    without_model, _ = digest_and_tokens(tmp_path, "null", device="null", **changes)
+    first = digest_and_tokens(trace, tmp_path, "first", **changes)
+    assert digest_and_tokens(trace, tmp_path, "second", **changes) == first
+    without_model, _ = digest_and_tokens(trace, tmp_path, "null", device="null", **changes)
     assert without_model == first[0]
+    pauses = json.loads((tmp_path / "first/summary.json").read_text())["pauses"]
+    assert (pauses > 0) == (policy == "max_utilization")
 
 
-def test_a_run_directory_replays_to_the_same_schedule(tmp_path: Path) -> None:
-    digest, _ = digest_and_tokens(tmp_path, "first", device="null")
+def test_a_run_directory_replays_to_the_same_schedule(trace: str, tmp_path: Path) -> None:
+    digest, _ = digest_and_tokens(trace, tmp_path, "first", device="null")
     config = RunConfig(**{**SETTINGS, "device": "null", "output": str(tmp_path / "again")})
     assert run_trace(str(tmp_path / "first"), config).summary["schedule_digest"] == digest
 

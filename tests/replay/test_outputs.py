@@ -165,7 +165,7 @@ def test_stop_ids_of_the_trace_end_its_requests_alone(checkpoint: Path, trace: P
     with_stop.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     stopped = run(with_stop, "stopped")
-    ends = [place for place, token in enumerate(whole[longest]) if token in rows[longest]["stop_ids"]]
+    ends = [offset for offset, token in enumerate(whole[longest]) if token in rows[longest]["stop_ids"]]
     assert stopped[longest] == whole[longest][: ends[0] + 1]
     assert stopped[:longest] + stopped[longest + 1 :] == whole[:longest] + whole[longest + 1 :]
 

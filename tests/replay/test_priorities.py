@@ -45,7 +45,7 @@ def admitted_by_the_rule(waiting: list[TraceRequest], active: list[TraceRequest]
 @pytest.mark.parametrize("seed", range(200))
 def test_no_look_ahead_hides_a_higher_priority(seed: int) -> None:
     draw = random.Random(seed)
-    choices = draw.choice([[0.5, 0.9], [0.1, 0.5, 0.9], [place / 20 for place in range(21)]])
+    choices = draw.choice([[0.5, 0.9], [0.1, 0.5, 0.9], [offset / 20 for offset in range(21)]])
     count, max_active = draw.randint(10, 60), draw.randint(1, 4)
     arrivals = sorted(draw.choice([0.0, draw.uniform(0, 30)]) for _ in range(count))
     trace = trace_of([draw.choice(choices) for _ in range(count)], arrivals)

@@ -14,6 +14,8 @@ from ifbbench.report.tables import print_report
 from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 PARTS = ("schedule_ms", "prepare_ms", "launch_ms", "collect_ms", "device_busy_ms", "flops", "bytes")
 
 

@@ -25,7 +25,7 @@ from tests.serving.clients import ROOT, ServerProcess, announced, server_process
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "model": "tiny", "max_seq_len": 512, "max_batch_size": 4}
 OUTPUT_LEN = 12
-PROMPTS = [[(7 * number + place) % 4096 for place in range(3 + 5 * number)] for number in range(9)]
+PROMPTS = [[(7 * number + index) % 4096 for index in range(3 + 5 * number)] for number in range(9)]
 SPLITS = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
 # As long as a rank may take to notice that another one has ended, and to write what is recorded.
 END_S = 300.0

@@ -132,7 +132,7 @@ def test_a_replay_of_the_recording_has_the_times_of_the_server(tmp_path: Path) -
         status, printed = server.end()
     assert status == 0, printed
     served = json.loads((recorded / "summary.json").read_text())
-    if served["delivery_lag_s"]["max"] > MAX_LAG_S:
+    if served["replay_differs"]["host_delays"]:
         pytest.skip("this host was too busy to keep the pace of the simulated device")
     config = SIMULATED.with_values(max_batch_size=8, output=str(tmp_path / "replayed"))
     replayed = run_trace(str(recorded), config).summary

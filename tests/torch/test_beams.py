@@ -45,7 +45,7 @@ def generated(reference: Reference, request: FakeRequest) -> tuple[list[list[int
 
 def _without_padding(beam: list[int], end_tokens: tuple[int, ...]) -> list[int]:
     """The beam up to its end token."""
-    ends = [place for place, token in enumerate(beam) if token in end_tokens]
+    ends = [index for index, token in enumerate(beam) if token in end_tokens]
     return beam[: ends[0] + 1] if ends else beam
 
 

@@ -199,7 +199,7 @@ def generated(reference: Reference, request: FakeRequest, **options: Any) -> Any
 
 
 def until_end(tokens: list[int]) -> list[int]:
-    ends = [place for place, token in enumerate(tokens) if token in END_TOKENS]
+    ends = [offset for offset, token in enumerate(tokens) if token in END_TOKENS]
     return tokens[: ends[0] + 1] if ends else tokens
 
 
@@ -292,10 +292,10 @@ def test_log_probs_may_be_those_among_the_kept_tokens(tmp_path: Path, normalize:
         with torch.inference_mode():
             logits = reference(torch.tensor([sequence])).logits[0, len(request.prompt) - 1 : -1]
         expected = []
-        for place, token in enumerate(request.outputs):
-            row = logits[place : place + 1]
+        for offset, token in enumerate(request.outputs):
+            row = logits[offset : offset + 1]
             if normalize:
-                before = torch.tensor([sequence[: len(request.prompt) + place]])
+                before = torch.tensor([sequence[: len(request.prompt) + offset]])
                 row = processors_of(request.sampling, len(request.prompt), ())(before, row)
                 row = row / (request.sampling.temperature or 1.0)
                 kept = row.topk(request.sampling.top_k or 1).values[0, -1]

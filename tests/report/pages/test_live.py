@@ -81,7 +81,7 @@ def test_a_snapshot_has_the_last_iteration_and_the_requests_so_far(run: Path, tm
 
 def test_the_last_pauses_are_shown(run: Path, tmp_path: Path) -> None:
     lines = (run / "iterations.jsonl").read_bytes().splitlines(keepends=True)
-    paused = [place for place, line in enumerate(lines) if b'"paused":[{' in line]
+    paused = [index for index, line in enumerate(lines) if b'"paused":[{' in line]
     part = going_on(run, tmp_path / "part", 0.0)
     (part / "iterations.jsonl").write_bytes(b"".join(lines[: paused[0] + 1]))
     now = Follower(part, json.loads((part / "run.json").read_text())).snapshot()
