@@ -158,10 +158,6 @@ class IterationWork(NamedTuple):
     positions: Positions
     adapters: AdapterUse | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.context or self.positions.count)
-
 
 class PredictedTimes(NamedTuple):
     """When iterations start and are submitted, [iterations], and when those in flight are collected, the oldest first;
@@ -190,8 +186,8 @@ class PredictableExecutor(Protocol):
 
         turns: the first iterations, which then repeat in turn: with the next chunks of the same lengths, and the next
         positions. first: number of the first iteration. num_in_flight: iterations in flight before it. max_in_flight:
-        each iteration waits for the oldest of so many in flight, itself included; the latest, fewer than that, stay in
-        flight."""
+        each iteration waits for the oldest of so many, itself included; the latest, fewer than that, are not waited for.
+        """
         ...
 
 

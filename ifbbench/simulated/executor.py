@@ -40,7 +40,7 @@ class SimulatedExecutor:
         self._clock = clock
         self._draft_model = draft_model
         self._free_ns = [0] * cost_model.shard.pp_size  # when each stage is free
-        # Of each batch, its iteration, its end, and the draft model's time in it.
+        # The iteration of each batch, its end, and the draft model's time in it.
         self._in_flight: deque[tuple[int, int, int]] = deque()
 
     def submit(self, batch: Batch) -> None:
@@ -84,13 +84,13 @@ class SimulatedExecutor:
         stages, before, one_more = len(free_ns), first - num_in_flight, max_in_flight - 1
         index = turn = 0
         for iteration in range(first, first + steps):
-            host_ns, device_ns, outputs = times[turn]
+            host_ns, device_ns, outputs, is_empty = times[turn]
             if index == len(device_ns):
                 break
             start_ns.append(now_ns)
             now_ns += host_ns
             submit_ns.append(now_ns)
-            if not turns[turn].is_empty:
+            if not is_empty:
                 end_ns = now_ns
                 if stages == 1:
                     free_ns[0] = end_ns = max(now_ns, free_ns[0]) + device_ns[index]
@@ -112,13 +112,13 @@ class SimulatedExecutor:
         self._clock.wait_until_ns(now_ns)
         return PredictedTimes(start_ns, submit_ns, collect_ns)
 
-    def _step_times(self, work: IterationWork, steps: int, within_ns: int | None) -> tuple[int, list[int], int]:
-        """The host's time in each of the next `steps` iterations with `work`, the device's, [steps], and how many rows
-        have outputs; times in nanoseconds. within_ns: iterations that start later than that, from now on, may be left
-        out."""
-        if work.is_empty:
-            return 0, [0] * steps, 0
+    def _step_times(self, work: IterationWork, steps: int, within_ns: int | None) -> tuple[int, list[int], int, bool]:
+        """The host's time in each of the next `steps` iterations with `work`, the device's, [steps], how many rows have
+        outputs, and whether there is nothing to run; times in nanoseconds. within_ns: iterations that start later than
+        that, from now on, may be left out."""
         context, positions, adapters = work
+        if not (context or positions.count):
+            return 0, [0] * steps, 0, True
         count, keys = positions.count + len(positions.idle), self._generation_keys(positions, steps)
         chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in context]
         outputs = count + sum([is_last for _, _, is_last in chunks])
@@ -143,7 +143,7 @@ class SimulatedExecutor:
                 chunks = [(start + length, length, is_last) for start, length, is_last in chunks]
         if adapters is not None and self._lora is not None:
             device_ns = self._lora.generation_ns(adapters, np.array(device_ns)).tolist()
-        return host_ns, device_ns, outputs
+        return host_ns, device_ns, outputs, False
 
     def _generation_keys(self, positions: Positions, steps: int) -> list[Sequence[int]]:
         """The keys that generation reads in each of the next `steps` iterations, for each window of the layers."""

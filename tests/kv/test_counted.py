@@ -32,16 +32,18 @@ def requests_of(drawn: list[tuple[int, int]]) -> list[Request]:
 
 @pytest.mark.parametrize("name", WINDOWS)
 @settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject) -> None:
-    """Sequences enter, begin generation, take steps all together or some of them, and leave, in any order."""
+@given(data=st.data(), groups=st.sampled_from([1, 1, 2, 3]))
+def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject, groups: int) -> None:
+    """Sequences enter, begin generation, take steps all together or some of them, and leave, in any order. With several
+    groups, each has its turn, and a sequence may join another one."""
     window = WINDOWS[name]
-    counted, paged = caches = CountedCache(window, 40, SLOTS), KvCacheManager(window, 40, SLOTS)
+    counted, paged = caches = CountedCache(window, 40, SLOTS, groups), KvCacheManager(window, 40, SLOTS)
+    group_of: dict[int, int] = {}
     lengths = st.tuples(st.integers(1, 30), st.integers(1, 30))
     requests = requests_of(data.draw(st.lists(lengths, min_size=SLOTS, max_size=SLOTS)))
     waiting, prompts, generating = list(range(SLOTS)), set[int](), set[int]()
     for _ in range(data.draw(st.integers(1, 30))):
-        action = data.draw(st.sampled_from(["add", "begin", "all", "all", "some", "many", "remove"]))
+        action = data.draw(st.sampled_from(["add", "begin", "all", "all", "some", "many", "join", "remove"]))
         if action == "add" and waiting:
             slot = waiting.pop()
             if paged.first_chunk_need(requests[slot]) > paged.free_blocks:
@@ -54,24 +56,36 @@ def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject) -> None
             prompts.add(slot)
         elif action == "begin" and prompts:
             slot = prompts.pop()
+            group_of[slot] = data.draw(st.integers(0, groups - 1))
             for cache in caches:
-                cache.begin_generation(slot)
+                cache.begin_generation(slot, group_of[slot])
             generating.add(slot)
+        elif action == "join" and generating:
+            slot = data.draw(st.sampled_from(sorted(generating)))
+            group_of[slot] = data.draw(st.integers(0, groups - 1))
+            counted.join(np.array([slot]), group_of[slot])
         elif action in ("all", "some", "many") and generating:
-            chosen = sorted(generating)
-            cached = paged.cached_tokens(np.array(chosen)).tolist()
-            left = min(_length(requests[slot]) - tokens for slot, tokens in zip(chosen, cached, strict=True))
+            first = group_of[data.draw(st.sampled_from(sorted(generating)))]
+            chosen = sorted(slot for slot in generating if group_of[slot] == first)
+            cached = paged.cached_tokens(np.array(sorted(generating))).tolist()
+            left = min(
+                _length(requests[slot]) - tokens for slot, tokens in zip(sorted(generating), cached, strict=True)
+            )
             if action == "some":
                 chosen = data.draw(st.lists(st.sampled_from(chosen), unique=True, min_size=1))
             rows = np.array(chosen)
             if left == 0 or int(paged.step_needs(rows).sum()) > paged.free_blocks:
                 continue
             if action == "many":
-                steps = counted.fitting_steps(min(data.draw(st.integers(1, 20)), left, counted.max_steps))
-                expected = [_step(paged, rows) for _ in range(steps)]
-                blocks, places, _ = counted.take(steps)
+                at_most = min(data.draw(st.integers(1, 20)), left * groups, counted.max_steps(first))
+                steps = counted.fitting_steps(at_most, first=first)
+                expected = []
+                for step in range(steps):
+                    turn = sorted(slot for slot in generating if group_of[slot] == (first + step) % groups)
+                    expected.append(_step(paged, np.array(turn, np.int64)))
+                blocks, positions, _ = counted.take(steps, first)
                 assert blocks == [allocated - expected[0][0] for allocated, _ in expected]
-                assert places == [filled - expected[0][1] for _, filled in expected]
+                assert positions == [filled - expected[0][1] for _, filled in expected]
             else:
                 assert counted.add_tokens(rows).tolist() == paged.add_tokens(rows).tolist()
         elif action == "remove" and prompts | generating:

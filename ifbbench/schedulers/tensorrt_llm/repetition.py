@@ -218,7 +218,7 @@ class Repetition:
         return steps
 
     def _begin_turn(self, plan: Plan, iteration: int, in_flight: Sequence[InFlightIteration]) -> None:
-        """Find the generation requests of each micro batch, and whose turn it is."""
+        """Find the generation requests of each micro batch, the one that has its turn first."""
         count = self._num_turns
         turn = self._turn = iteration % count
         self._scheduled = iteration
