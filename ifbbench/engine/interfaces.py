@@ -186,8 +186,7 @@ class PredictableExecutor(Protocol):
 
         turns: the first iterations, which then repeat in turn: with the next chunks of the same lengths, and the next
         positions. first: number of the first iteration. num_in_flight: iterations in flight before it. max_in_flight:
-        each iteration waits for the oldest of so many, itself included; the latest, fewer than that, are not waited for.
-        """
+        each iteration waits for the oldest of so many, itself included; fewer than that stay in flight."""
         ...
 
 
