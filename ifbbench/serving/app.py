@@ -307,6 +307,7 @@ class Endpoints:
             sum(map(len, read.used.token_ids)),
             read.used.echoes,
             self.service.cancel,
+            self.service.statistics.answered,
         )
 
 

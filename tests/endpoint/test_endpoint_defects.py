@@ -120,7 +120,6 @@ def test_a_defect_in_a_callback_fails_its_request(
         (ReplayClient, "get_requests"),
         (ReplayClient, "send_response"),
         (endpoint._EndpointReplay, "_send"),
-        (Connection, "connection_made"),
         (Exchange, "reset"),
     ],
 )
@@ -143,6 +142,13 @@ def test_a_defect_in_a_callback_of_the_loop_ends_the_run(tmp_path: Path, monkeyp
     monkeypatch.setattr(Connections, "_check_timeouts", lambda connections: SimpleNamespace().nothing)
     with fake_endpoint(silent) as server, pytest.raises(AttributeError, match="nothing"):
         replay(server, tmp_path, count=2, warm_up=0)
+
+
+def test_a_connection_that_is_not_taken_in_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its callback belongs to no request yet."""
+    raising_once(monkeypatch, Connection, "connection_made", 1)
+    with fake_endpoint(three_tokens) as server, pytest.raises(Defect):
+        replay(server, tmp_path)
 
 
 def test_a_defect_in_the_warm_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
