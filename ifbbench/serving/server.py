@@ -38,7 +38,7 @@ from ifbbench.settings.config import RunConfig
 API_KEY_VARIABLE = "IFBBENCH_API_KEY"
 BACKLOG = 4096
 DEFAULT_MAX_QUEUE_SIZE = 1024
-WATCH_INTERVAL_S = 0.5
+WATCH_INTERVAL_S = 0.1
 DRAINED = "the server has ended before the answer was complete (--drain_timeout)"
 # After the drain, how long clients may take to read what they are sent.
 FLUSH_S = 2.0

@@ -210,7 +210,7 @@ def test_another_process_refuses_the_same(
     content, reader, messages = json.dumps(fields).encode(), BodyReader(RULES), []
     for one in (process, reader):
         with pytest.raises(InputError) as found:
-            one.read(content, CompletionRequest, BodyReader.prompts)  # type: ignore[attr-defined]
+            one.read(content, CompletionRequest, BodyReader.prompts)
         assert type(found.value) is error
         messages.append(str(found.value))
     assert messages[0] == messages[1]
