@@ -72,8 +72,8 @@ class Exchange:
             raise RequestFailed("endless", f"the response has more than {memory_size(MAX_BODY)}")
 
     def end(self, failure: RequestFailed | None) -> None:
-        """The response, of any status, is complete, or there is none. May be called again, so that whoever meets an
-        exception can end the exchange, whatever has become of it."""
+        """The response, of any status, is complete, or there is none. May be called again, so that an exchange
+        can be ended after any exception."""
         if self.is_open:
             self.is_open = False
             self.on_end(failure)
@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
             self.close()
             raise
 
-    # Called by the event loop. An exception that is not expected ends the exchange, which nobody would end otherwise.
+    # Called by the event loop. An exception that is not expected ends the exchange, which would not end otherwise.
 
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange

@@ -66,7 +66,7 @@ class EndpointRequest(Exchange):
         self.is_open = True
         try:
             self._connections.send(self._content, self)
-        except Exception as error:  # later, because whoever begins a request does not expect its end meanwhile
+        except Exception as error:  # later, because the caller does not expect that the request ends meanwhile
             asyncio.get_running_loop().call_soon(self.end, defect(error))
 
     def on_part(self, part: bytes) -> None:

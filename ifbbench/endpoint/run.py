@@ -155,7 +155,7 @@ class _EndpointReplay:
             self._alarm.close()
 
     def _end_by_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An exception in a callback or task that nobody awaits: the run would wait for ever for what it was to do.
+        """An exception in a callback or task that is not awaited: the run would wait for ever for its effect.
         Errors of the system are those of a connection, which is notified of them itself."""
         error = context.get("exception")
         if not isinstance(error, Exception) or isinstance(error, OSError):

@@ -49,7 +49,7 @@ RETRY_AFTER_S = 1
 # another process, if a thread would leave the interpreter to no other for more than some 20 ms.
 LONG_BODY, VERY_LONG_BODY = 16_000, 2**18
 MANY_REQUESTS = 16
-# Of all bodies that are received or wait to be read.
+# The limit of the bytes of all bodies that are received or wait to be read.
 MAX_HELD_BYTES = 2**28
 # What a client may send as X-Request-Id.
 REQUEST_ID = re.compile("[!-~]{1,256}")
@@ -244,7 +244,7 @@ class Endpoints:
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise BadRequest(415, f"Content-Encoding: {encoding[:100]!r} is not supported; send the body as it is.")
-        limit, most_held = self.config.max_body_bytes, max(MAX_HELD_BYTES, 2 * self.config.max_body_bytes)
+        limit, max_held = self.config.max_body_bytes, max(MAX_HELD_BYTES, 2 * self.config.max_body_bytes)
         try:
             async with asyncio.timeout(self.config.receive_timeout):
                 async for piece in request.stream():
@@ -255,8 +255,8 @@ class Endpoints:
                             413,
                             f"the body has more than {memory_size(limit)} (--max_body_bytes); send a shorter prompt.",
                         )
-                    if self._held_bytes > most_held:
-                        size = memory_size(most_held)
+                    if self._held_bytes > max_held:
+                        size = memory_size(max_held)
                         raise BadRequest(503, f"the bodies of all clients have more than {size}; try again later.")
         except ClientDisconnect:
             raise BadRequest(CLIENT_LEFT, "the client left.") from None

@@ -166,7 +166,7 @@ class ServerMetrics(Collector):
             yield _gauge(f"vllm:{name}", _in_words(name), labels, value)
         for name, number in counters.items():
             yield _counter(f"vllm:{name}", _in_words(name), labels, number)
-        # Of what this server does not have, such as transfers from other servers, there is none.
+        # This server has no transfers from other servers, and defers no request.
         waiting = {"capacity": values["Waiting Requests"], "deferred": 0}
         gauge = partial(GaugeMetricFamily, "vllm:num_requests_waiting_by_reason")
         yield _by_label(gauge, "Requests that wait, by reason.", "reason", labels, waiting)

@@ -14,7 +14,7 @@ LATEST_ITERATIONS = 100
 # Upper limits of the buckets of histograms, in seconds and in tokens; wide enough for both slow and fast devices.
 SECONDS = tuple(round(scale * 10.0**power, 9) for power in range(-3, 3) for scale in (1, 2, 3, 5, 7.5))
 TOKENS = tuple(float(2**power) for power in range(21))
-# Those of vLLM, for small numbers.
+# The limits are those of vLLM.
 NUM_CHOICES, NUM_PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0), (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 
