@@ -136,16 +136,17 @@ def test_a_body_whose_client_has_left_is_not_read(held: Held) -> None:
 
 def test_where_bodies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ones in the event loop, long ones and many prompts in a thread, very long ones not in this process."""
-    is_main: dict[str, list[bool]] = {"body": [], "prompts": []}
+    is_main: dict[str, list[bool]] = {"body": [], "prompts": [], "engine_requests": []}
     for name, calls in is_main.items():
-        original = getattr(BodyReader, name)
+        owner: Any = app_module if name == "engine_requests" else BodyReader
+        original = getattr(owner, name)
 
         def noted(*arguments: Any, work: Any = original, calls: list[bool] = calls) -> Any:
             calls.append(threading.current_thread() is threading.main_thread())
             return work(*arguments)
 
         noted.__qualname__, noted.__module__ = f"BodyReader.{name}", reading.__name__  # as what is pickled
-        monkeypatch.setattr(BodyReader, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
     async def use(client: httpx.AsyncClient) -> None:
         for prompt in ("a", "a" * app_module.LONG_BODY, ["a"] * 90, VERY_LONG["prompt"]):
@@ -153,7 +154,11 @@ def test_where_bodies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
             assert answer.status_code == 200, answer.text
 
     with_server(use, LONG)
-    assert is_main == {"body": [True, False, True], "prompts": [True, False, False]}
+    assert is_main == {
+        "body": [True, False, True],
+        "prompts": [True, False, False],
+        "engine_requests": [True, False, False, False],
+    }
 
 
 @pytest.fixture(scope="module")
