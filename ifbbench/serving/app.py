@@ -45,6 +45,7 @@ from ifbbench.settings.modes import BatchingType
 JSON = "application/json"
 CLIENT_LEFT = 499
 RETRY_AFTER_S = 1
+DRAINED = "the server has ended before the answer was complete (--drain_timeout)"
 # Longer bodies, and those with more requests, are read in a thread, so that other clients need not wait for it; and in
 # another process, if a thread would leave the interpreter to no other for more than some 20 ms.
 LONG_BODY, VERY_LONG_BODY = 16_000, 2**18
@@ -188,7 +189,10 @@ class Endpoints:
                         "the API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
                         "authentication_error",
                     )
-            return await endpoint(request)
+            try:
+                return await endpoint(request)
+            except asyncio.CancelledError:  # uvicorn has waited for long enough, for a body too
+                raise BadRequest(500, DRAINED, "server_error") from None
 
         return checked
 

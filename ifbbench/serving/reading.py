@@ -125,6 +125,7 @@ class ReadingProcess:
     def __init__(self, rules: ReadingRules) -> None:
         self._rules = rules
         self._lock = threading.Lock()
+        self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
@@ -134,6 +135,8 @@ class ReadingProcess:
         """`BodyReader.read` in the process, of one body at a time. It waits, so that it is to be called in a thread.
         InputError as there; ReadingFailed if the process has ended."""
         with self._lock:
+            if self._is_closed:
+                raise ReadingFailed("the server has ended.")
             try:
                 connection = self._connection or self._start()
                 connection.send((content, body_type, use))
@@ -150,7 +153,8 @@ class ReadingProcess:
         return body, found
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it does, and start no other."""
+        self._is_closed = True
         if self._process is not None:
             self._process.kill()
         with self._lock:

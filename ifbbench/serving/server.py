@@ -24,7 +24,7 @@ from ifbbench.errors import InputError
 from ifbbench.replay.rank_processes import WRITING, run_in_ranks
 from ifbbench.replay.rank_runs import leading, starts_ranks
 from ifbbench.rundir import run_directory
-from ifbbench.serving.app import Endpoints
+from ifbbench.serving.app import DRAINED, Endpoints
 from ifbbench.serving.config import FrontDoorConfig, ServerConfig
 from ifbbench.serving.connections import BoundedRate, LimitedConnection
 from ifbbench.serving.metrics import ServerMetrics
@@ -39,7 +39,6 @@ API_KEY_VARIABLE = "IFBBENCH_API_KEY"
 BACKLOG = 4096
 DEFAULT_MAX_QUEUE_SIZE = 1024
 WATCH_INTERVAL_S = 0.1
-DRAINED = "the server has ended before the answer was complete (--drain_timeout)"
 # After the drain, how long clients may take to read what they are sent.
 FLUSH_S = 2.0
 # After the engine has failed, how long clients may take to read what they are sent, in whole seconds.
