@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from ifbbench.clock import Clock
-from ifbbench.endpoint.http import Connection, Exchange, RequestFailed
+from ifbbench.endpoint.http import Connection, Exchange, RequestFailed, defect
 from ifbbench.endpoint.loop import Alarm
 from ifbbench.errors import InputError
 
@@ -55,19 +55,19 @@ class Address:
 class _Get(Exchange):
     """Its response is awaited."""
 
-    __slots__ = ("end",)
+    __slots__ = ("ended",)
 
     def __init__(self) -> None:
         super().__init__()
-        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_end(self, failure: RequestFailed | None) -> None:
-        if self.end.done():  # nothing waits for it any more
+        if self.ended.done():  # nothing waits for it any more
             return
         if failure is None:
-            self.end.set_result(None)
+            self.ended.set_result(None)
         else:
-            self.end.set_exception(failure)
+            self.ended.set_exception(failure)
 
 
 class Connections:
@@ -131,7 +131,7 @@ class Connections:
         """A response of any status with its body. RequestFailed if there is none."""
         exchange = _Get()
         self.send(f"GET {self.address.prefix}{path} HTTP/1.1\r\n{self._head}\r\n".encode(), exchange)
-        await exchange.end
+        await exchange.ended
         return exchange
 
     async def open(self, number: int) -> None:
@@ -160,10 +160,11 @@ class Connections:
     async def _send_on_new(self, content: bytes, exchange: Exchange) -> None:
         try:
             connection = await self._connect()
-        except RequestFailed as error:
-            exchange.on_end(error)
-        else:
             connection.send(exchange, content)
+        except RequestFailed as error:
+            exchange.end(error)
+        except Exception as error:  # nothing else would end the exchange
+            exchange.end(defect(error))
 
     async def _connect(self) -> Connection:
         """A new connection. RequestFailed if there is none to be had."""
@@ -192,6 +193,7 @@ class Connections:
         return made
 
     def _check_timeouts(self) -> None:
+        self._check = self._loop.call_later(TIMEOUT_CHECK_S, self._check_timeouts)
         now_s = self.clock.now()
         for one in list(self.all):
             if one.exchange is None or one.exchange.sent_s is None:
@@ -204,4 +206,3 @@ class Connections:
                         "too_long", f"the answer was not complete after {self._max_time_s:g} s (--endpoint_max_time)"
                     )
                 )
-        self._check = self._loop.call_later(TIMEOUT_CHECK_S, self._check_timeouts)

@@ -6,6 +6,7 @@ no task or queue stands between the socket and the reader of a stream.
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any, Protocol
 
 import httptools
@@ -33,16 +34,28 @@ class RequestFailed(IfbbenchError):
         self.kind, self.may_retry, self.retry_after_s = kind, may_retry, retry_after_s
 
 
+def defect(error: BaseException) -> RequestFailed:
+    """The failure of a request for an exception that is none of its own: a mistake in this program."""
+    frame, place = error.__traceback__, ""
+    while frame is not None:
+        place = f" in {Path(frame.tb_frame.f_code.co_filename).name}, line {frame.tb_lineno}"
+        frame = frame.tb_next
+    return RequestFailed(
+        "defect", f"a defect of ifbbench: {type(error).__name__}: {printable(str(error)[:300])}{place}"
+    )
+
+
 class Exchange:
     """A request and its response; a subclass takes the response.
 
-    sent_s, active_s: on the clock, when the request was written, and when something last arrived. headers: with names
-    in small letters. body: what was not streamed.
+    is_open: whether it has begun and not ended. sent_s, active_s: on the clock, when the request was written, and when
+    something last arrived. headers: with names in small letters. body: what was not streamed.
     """
 
-    __slots__ = ("active_s", "body", "headers", "sent_s", "status")
+    __slots__ = ("active_s", "body", "headers", "is_open", "sent_s", "status")
 
     def __init__(self) -> None:
+        self.is_open = True
         self.sent_s: float | None = None
         self.active_s = 0.0
         self.reset()
@@ -58,8 +71,15 @@ class Exchange:
         if len(self.body) > MAX_BODY:
             raise RequestFailed("endless", f"the response has more than {memory_size(MAX_BODY)}")
 
+    def end(self, failure: RequestFailed | None) -> None:
+        """The response, of any status, is complete, or there is none. May be called again, so that an exchange
+        can be ended after any exception."""
+        if self.is_open:
+            self.is_open = False
+            self.on_end(failure)
+
     def on_end(self, failure: RequestFailed | None) -> None:
-        """The response, of any status, is complete, or there is none. Called once."""
+        """What `end` calls once."""
         raise NotImplementedError
 
     def header(self, name: str) -> str:
@@ -102,15 +122,46 @@ class Connection(asyncio.Protocol):
         return self.transport is not None and not self.transport.is_closing()
 
     def send(self, exchange: Exchange, content: bytes) -> None:
-        assert self.transport is not None
-        exchange.reset()
-        self.exchange, self._content, self._parser = exchange, content, httptools.HttpResponseParser(self)
-        self.has_received = self._is_until_close = self._is_complete = False
-        self._num_header_bytes = 0
-        exchange.sent_s = exchange.active_s = self._now()
-        self.transport.write(content)
+        """Write a request. After an exception the connection is closed and has no exchange."""
+        try:
+            assert self.transport is not None
+            exchange.reset()
+            self.exchange, self._content, self._parser = exchange, content, httptools.HttpResponseParser(self)
+            self.has_received = self._is_until_close = self._is_complete = False
+            self._num_header_bytes = 0
+            exchange.sent_s = exchange.active_s = self._now()
+            self.transport.write(content)
+        except Exception:
+            self.exchange = None
+            self.close()
+            raise
+
+    # Called by the event loop. An exception that is not expected ends the exchange, which would not end otherwise.
 
     def data_received(self, data: bytes) -> None:
+        exchange = self.exchange
+        try:
+            self._receive(data)
+        except Exception as error:
+            self._end_by_defect(exchange, error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        exchange = self.exchange
+        try:
+            self._lose(error)
+        except Exception as problem:
+            self._end_by_defect(exchange, problem)
+        self.transport = self._parser = None  # both refer to this connection
+
+    def _end_by_defect(self, exchange: Exchange | None, error: Exception) -> None:
+        self.exchange = None
+        try:
+            self.close()
+        finally:
+            if exchange is not None:
+                exchange.end(defect(error))
+
+    def _receive(self, data: bytes) -> None:
         exchange = self.exchange
         if exchange is None:  # nothing was asked: the server ends the connection, or is out of step
             self.close()
@@ -125,19 +176,16 @@ class Connection(asyncio.Protocol):
             if self._is_complete:  # what follows the response is of no interest
                 self.close()
             else:
-                # A RequestFailed of the reader is wrapped by the parser.
-                cause = error.__context__
-                problem = RequestFailed("malformed_http", f"the response is not valid HTTP ({error})")
-                self.fail(cause if isinstance(cause, RequestFailed) else problem)
+                self.fail(_problem(error))
         if self._is_complete:
             self._complete()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def _lose(self, error: Exception | None) -> None:
         self._pool.all.discard(self)
         exchange = self.exchange
         if exchange is None:
-            pass
-        elif self._is_until_close and error is None:
+            return
+        if self._is_until_close and error is None:
             self._complete()
         elif self._is_reused and not self.has_received:
             self.exchange = None
@@ -151,7 +199,6 @@ class Connection(asyncio.Protocol):
                     may_retry=not self.has_received,
                 )
             )
-        self.transport = self._parser = None  # both refer to this connection
 
     def _complete(self) -> None:
         exchange, self.exchange = self.exchange, None
@@ -161,14 +208,14 @@ class Connection(asyncio.Protocol):
         else:
             self.close()
         if exchange is not None:
-            exchange.on_end(None)
+            exchange.end(None)
 
     def fail(self, error: RequestFailed) -> None:
         """End the exchange with `error`, and the connection."""
         exchange, self.exchange = self.exchange, None
         self.close()
         if exchange is not None:
-            exchange.on_end(error)
+            exchange.end(error)
 
     def close(self) -> None:
         if self.transport is not None:
@@ -209,6 +256,16 @@ class Connection(asyncio.Protocol):
             self._is_until_close = False
         else:
             self._is_complete, self._can_stay = True, self._parser.should_keep_alive()
+
+
+def _problem(error: Exception) -> RequestFailed:
+    """Why a response cannot be read, by the parser's exception, which wraps one that was raised in what it calls."""
+    cause = error.__context__
+    if isinstance(cause, RequestFailed):
+        return cause
+    if isinstance(error, httptools.HttpParserCallbackError) and cause is not None:
+        return defect(cause)
+    return RequestFailed("malformed_http", f"the response is not valid HTTP ({error})")
 
 
 def refusal(exchange: Exchange) -> RequestFailed:

@@ -7,7 +7,7 @@ from typing import Any
 from ifbbench.endpoint.answer import Answer, EventLines
 from ifbbench.endpoint.api import EndpointApi
 from ifbbench.endpoint.connections import Connections
-from ifbbench.endpoint.http import Exchange, RequestFailed, compression, printable, refusal
+from ifbbench.endpoint.http import Exchange, RequestFailed, compression, defect, printable, refusal
 from ifbbench.rundir.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN, ClientRequestLine
 from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import memory_size
@@ -63,7 +63,11 @@ class EndpointRequest(Exchange):
         """Make an attempt."""
         self.failure: RequestFailed | None = None
         self.answer, self._events, self._num_bytes = Answer(), EventLines(), 0
-        self._connections.send(self._content, self)
+        self.is_open = True
+        try:
+            self._connections.send(self._content, self)
+        except Exception as error:  # later, because the caller does not expect that the request ends meanwhile
+            asyncio.get_running_loop().call_soon(self.end, defect(error))
 
     def on_part(self, part: bytes) -> None:
         self._num_bytes += len(part)
@@ -75,7 +79,11 @@ class EndpointRequest(Exchange):
             read(data, answer, arrived_s)
 
     def on_end(self, failure: RequestFailed | None) -> None:
-        failure = self.failure = failure or self._problem()
+        try:
+            self.failure = failure or self._problem()
+        except Exception as error:
+            self.failure = defect(error)
+        failure = self.failure
         if failure is not None:
             failure.__traceback__ = failure.__context__ = None  # their frames refer to this request
         config = self._api.config
@@ -105,7 +113,15 @@ class EndpointRequest(Exchange):
         return None
 
     def line(self, arrival_s: float) -> tuple[ClientRequestLine, list[float], list[int]]:
-        """The line of a request that has ended, and the times and tokens of the chunks of its answer."""
+        """The line of a request that has ended, and the times and tokens of the chunks of its answer. An answer that
+        cannot be counted is a failure without tokens."""
+        try:
+            return self._line(arrival_s)
+        except Exception as error:
+            self.failure, self.answer = defect(error), Answer()
+            return self._line(arrival_s)
+
+    def _line(self, arrival_s: float) -> tuple[ClientRequestLine, list[float], list[int]]:
         row, answer, sent_s = self.row, self.answer, self.sent_s
         times_s, tokens, source, warnings = answer.count(self._api.tokenizer, self._api.max_tokens(row))
         if self.failure is None and not times_s:  # the server counts none in what it sent

@@ -76,8 +76,8 @@ def run_endpoint(
         with undisturbed(), asyncio.Runner(loop_factory=new_event_loop) as runner:
             try:
                 summary = runner.run(replay.run())
-            except asyncio.CancelledError:  # by a signal
-                raise KeyboardInterrupt from None
+            except asyncio.CancelledError:  # by a signal, unless there was a defect
+                raise replay.defect or KeyboardInterrupt from None
     except KeyboardInterrupt as interrupt:
         if replay.client is not None:
             interrupt.add_note(
@@ -115,11 +115,13 @@ def _check(trace: Trace, config: RunConfig, max_files: int | None) -> None:
 
 
 class _EndpointReplay:
-    """One run. client: None until it begins. directory: the one of `places` that it is recorded in."""
+    """One run. client: None until it begins. directory: the one of `places` that it is recorded in. defect: an
+    exception in a callback that has ended it."""
 
     def __init__(self, trace: Trace, config: RunConfig, places: Iterable[Path], progress: Progress) -> None:
         self.client: ReplayClient | None = None
         self.directory = Path()
+        self.defect: Exception | None = None
         self._trace, self._config, self._places, self._progress = trace, config, places, progress
         self._clock = WallClock()
         self._in_flight: set[EndpointRequest] = set()
@@ -131,6 +133,8 @@ class _EndpointReplay:
         """The whole run; returns the summary."""
         assert self._config.endpoint is not None
         self._progress.stage("connecting")
+        self._task = asyncio.current_task()
+        asyncio.get_running_loop().set_exception_handler(self._end_by_defect)
         self._address = Address.of(self._config.endpoint)
         key = api_key(self._config)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -149,6 +153,16 @@ class _EndpointReplay:
         finally:
             self._connections.close()
             self._alarm.close()
+
+    def _end_by_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception in a callback or task that is not awaited: the run would wait for ever for its effect.
+        Errors of the system are those of a connection, which is notified of them itself."""
+        error = context.get("exception")
+        if not isinstance(error, Exception) or isinstance(error, OSError):
+            loop.default_exception_handler(context)
+        elif self.defect is None and self._task is not None:
+            self.defect = error
+            self._task.cancel()
 
     async def _warm_up(self) -> None:
         """Send the requests before the measured ones. InputError if one fails, because all others would."""

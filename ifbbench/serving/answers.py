@@ -106,7 +106,8 @@ class Answer:
     """The answer to one HTTP request.
 
     request_id: the end of its id. choices: of all prompts, in order. prompt_tokens: of all prompts. echoes: the prompt
-    of each choice, to begin with. stop(generations): ends them early.
+    of each choice, to begin with. stop(generations): ends them early. on_complete(n, outputs): is called with the
+    choices of a prompt and, of each prompt, the most output tokens that one of them has.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Answer:
         prompt_tokens: int,
         echoes: Sequence[str],
         stop: Callable[[Sequence[Generation]], None],
+        on_complete: Callable[[int, list[int]], None],
     ) -> None:
         self.generations = [choice.generation for choice in choices]
         self._body = body
@@ -126,7 +128,7 @@ class Answer:
         self._choices = choices
         self._prompt_tokens = prompt_tokens
         self._echoes = echoes
-        self._stop = stop
+        self._stop, self._on_complete = stop, on_complete
         self._offsets: dict[int, int] = {}
         # By the index of the choice, if they were asked for.
         self._prompt_log_probs: dict[int, list[LogProb]] = {}
@@ -192,6 +194,11 @@ class Answer:
             if parts:
                 yield parts
             if all(choice.is_done for choice in self._choices):
+                outputs, number = [one.num_outputs for one in self.generations], self._body.num_prompts
+                each = len(outputs) // number
+                self._on_complete(
+                    self._body.num_choices, [max(outputs[at : at + each]) for at in range(0, len(outputs), each)]
+                )
                 return
             await changed.wait()
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,7 +23,7 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError
 from ifbbench.rundir.lines import IterationLines
-from ifbbench.serving.answers import Answer, Choice, GenerationFailed, echoes_of, encode, error_object
+from ifbbench.serving.answers import Answer, Choice, GenerationFailed, encode, error_object
 from ifbbench.serving.config import ServerConfig
 from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.serving.metrics import CONTENT_TYPE, ServerMetrics
@@ -34,24 +34,24 @@ from ifbbench.serving.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     Generating,
-    ServerRequest,
     TokenizeRequest,
-    check_supported,
     engine_requests,
-    read_body,
-    read_long_body,
 )
+from ifbbench.serving.reading import BodyReader, Prompts, ReadingFailed, ReadingProcess, UnknownModel
 from ifbbench.serving.service import QueueFull, Service, ServiceEnded
-from ifbbench.serving.texts import Texts
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
 
 JSON = "application/json"
 CLIENT_LEFT = 499
 RETRY_AFTER_S = 1
-# Longer bodies, and those with more requests, are read in a thread, so that other clients need not wait for it.
-LONG_BODY = 16_000
+DRAINED = "the server has ended before the answer was complete (--drain_timeout)"
+# Longer bodies, and those with more requests, are read in a thread, so that other clients need not wait for it; and in
+# another process, if a thread would leave the interpreter to no other for more than some 20 ms.
+LONG_BODY, VERY_LONG_BODY = 16_000, 2**18
 MANY_REQUESTS = 16
+# The limit of the bytes of all bodies that are received or wait to be read.
+MAX_HELD_BYTES = 2**28
 # What a client may send as X-Request-Id.
 REQUEST_ID = re.compile("[!-~]{1,256}")
 Result = TypeVar("Result")
@@ -69,17 +69,27 @@ class BadRequest(Exception):
 
 @dataclass
 class Endpoints:
-    """The endpoints of one service. adapters: LoRA tasks by the name by which clients know them; key: what clients must
-    send, None if they need not; created: when it started, in seconds since the Unix epoch."""
+    """The endpoints of one service. reader, process: of bodies. adapters: LoRA tasks by the name by which clients know
+    them; key: what clients must send, None if they need not; created: when it started, in seconds since the Unix
+    epoch."""
 
     service: Service
-    texts: Texts
+    reader: BodyReader
+    process: ReadingProcess
     config: ServerConfig
     metrics: ServerMetrics
     model: str
     adapters: dict[str, int]
     key: str | None
     created: int
+
+    def __post_init__(self) -> None:
+        self._reading = asyncio.Lock()
+        self._held_bytes = 0
+
+    def close(self) -> None:
+        """End the process that reads long bodies."""
+        self.process.close()
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -120,7 +130,7 @@ class Endpoints:
     async def model_of_name(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self.model and name not in self.adapters:
-            raise self._unknown(name)
+            raise BadRequest(404, str(self.reader.unknown(name)), param="model")
         return _json(self._model(name))
 
     async def health(self, _request: Request) -> Response:
@@ -136,19 +146,11 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text or a chat, in vLLM's form."""
-        decode, max_model_len = self.texts.tokenizer.decode, self.service.engine.limits.max_seq_len
-
-        def answer(body: TokenizeRequest) -> Response:
-            ids = body.ids(self.texts)
-            strings = [decode([one]) for one in ids] if body.return_token_strs else None
-            return _json({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings})
-
-        return (await self._read(request, TokenizeRequest, answer))[2]
+        return Response((await self._read(request, TokenizeRequest, BodyReader.answer)).used, media_type=JSON)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, in vLLM's form."""
-        decode = self.texts.tokenizer.decode
-        return (await self._read(request, DetokenizeRequest, lambda body: _json({"prompt": decode(body.tokens)})))[2]
+        return Response((await self._read(request, DetokenizeRequest, BodyReader.answer)).used, media_type=JSON)
 
     async def scrape(self, _request: Request) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
@@ -174,10 +176,6 @@ class Endpoints:
             "parent": self.model if name in self.adapters else None,
         }
 
-    def _unknown(self, name: str) -> BadRequest:
-        known = ", ".join((self.model, *self.adapters))
-        return BadRequest(404, f"model: there is no {name[:100]!r}; this server has {known}.", param="model")
-
     def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """`endpoint` for clients that send the key."""
 
@@ -191,17 +189,22 @@ class Endpoints:
                         "the API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
                         "authentication_error",
                     )
-            return await endpoint(request)
+            try:
+                return await endpoint(request)
+            except asyncio.CancelledError:  # uvicorn has waited for long enough, for a body too
+                raise BadRequest(500, DRAINED, "server_error") from None
 
         return checked
 
     async def _generate(self, request: Request, body_type: type[Generating]) -> Response:
-        received_s, body, prompts = await self._read(request, body_type, self._prompts)
+        read = await self._read(request, body_type, BodyReader.prompts)
+        body, prompts = read.body, read.used
+        requests = await _checked(read.is_long, self._requests, body, prompts)
         request_id = request.headers.get("x-request-id", "")
         if not REQUEST_ID.fullmatch(request_id):
             request_id = body.request_id or uuid.uuid4().hex
         try:
-            answer = self._submit(body, prompts, received_s, request_id)
+            answer = self._submit(read, requests, request_id)
         except QueueFull as error:
             self.service.statistics.refused += 1
             raise BadRequest(429, str(error), "rate_limit_error") from None
@@ -219,68 +222,62 @@ class Endpoints:
         return Response(status_code=CLIENT_LEFT) if result is None else _json(result, headers=headers)
 
     async def _read(
-        self, request: Request, body_type: type[Body], use: Callable[[Body], Result]
-    ) -> tuple[float, Body, Result]:
-        """When the body of a request was received, the body, and what `use` makes of it. BadRequest if it is not valid.
+        self, request: Request, body_type: type[Body], use: Callable[[BodyReader, Body], Result]
+    ) -> "ReadBody[Body, Result]":
+        """The body of a request, and what `use` makes of it. BadRequest if it is not valid.
 
-        Work that grows with the body is done in a thread if it may take long, to leave the event loop free."""
-        content = await self._content(request)
-        received_s = self.service.real_now()
-        is_long = len(content) > LONG_BODY
+        Work that grows with the body leaves the event loop free: long bodies are read in a thread, longer ones in
+        another process, one at a time."""
+        content = bytearray()
         try:
-            read = read_long_body if is_long else read_body
-            body = await _run(is_long, read, content, body_type, self.config.ignore_unknown_fields)
-            self._check(body)
-            return received_s, body, await _run(is_long or body.num_requests > MANY_REQUESTS, use, body)
-        except InputError as error:
-            param, colon, _ = str(error).partition(":")
-            raise BadRequest(400, str(error), param=param if colon and param.isidentifier() else None) from None
+            await self._receive(request, content)
+            received_s, size = self.service.real_now(), len(content)
+            if size > VERY_LONG_BODY:
+                async with self._reading:
+                    if await request.is_disconnected():
+                        raise BadRequest(CLIENT_LEFT, "the client left.")
+                    return ReadBody(received_s, True, *await _checked(True, self.process.read, content, body_type, use))
+            body = await _checked(size > LONG_BODY, self.reader.body, content, body_type)
+            is_long = size > LONG_BODY or body.num_requests > MANY_REQUESTS
+            return ReadBody(received_s, is_long, body, await _checked(is_long, use, self.reader, body))
+        finally:
+            self._held_bytes -= len(content)
 
-    async def _content(self, request: Request) -> bytes:
-        """The body of a request, of limited size."""
+    async def _receive(self, request: Request, content: bytearray) -> None:
+        """Add the body of a request, of limited size, to `content`."""
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise BadRequest(415, f"Content-Encoding: {encoding[:100]!r} is not supported; send the body as it is.")
-        limit, content = self.config.max_body_bytes, bytearray()
+        limit, max_held = self.config.max_body_bytes, max(MAX_HELD_BYTES, 2 * self.config.max_body_bytes)
         try:
             async with asyncio.timeout(self.config.receive_timeout):
                 async for piece in request.stream():
                     content += piece
+                    self._held_bytes += len(piece)
                     if len(content) > limit:
                         raise BadRequest(
                             413,
                             f"the body has more than {memory_size(limit)} (--max_body_bytes); send a shorter prompt.",
                         )
+                    if self._held_bytes > max_held:
+                        size = memory_size(max_held)
+                        raise BadRequest(503, f"the bodies of all clients have more than {size}; try again later.")
         except ClientDisconnect:
             raise BadRequest(CLIENT_LEFT, "the client left.") from None
         except TimeoutError:
             raise BadRequest(
                 408, f"the body did not arrive within {self.config.receive_timeout:g} s (--receive_timeout)."
             ) from None
-        return bytes(content)
 
-    def _check(self, body: ServerRequest) -> None:
-        """BadRequest or InputError for a body that this server cannot answer, before its prompts are read."""
-        if body.model not in (None, self.model, *self.adapters):
-            raise self._unknown(body.model or "")
-        if isinstance(body, Generating):
-            check_supported(body, self.service.engine.makes_tokens)
-        if body.num_requests > (limit := self.service.max_requests):
-            raise InputError(
-                f"prompt: prompts times n are {body.num_requests} requests, and this server takes {limit} "
-                "at a time (--max_queue_size); send fewer."
-            )
-
-    def _prompts(self, body: Generating) -> "Prompts":
-        """The prompts of `body`. InputError if the engine would refuse one."""
-        engine, tokenizer = self.service.engine, self.texts.tokenizer
-        prompts = body.prompts(self.texts)
-        for tokens in prompts:
+    def _requests(self, body: Generating, prompts: Prompts) -> list[InferenceRequest]:
+        """The requests of the engine for `body`. InputError if the engine would refuse one."""
+        engine = self.service.engine
+        for tokens in prompts.token_ids:
             self.service.check_length(len(tokens))
         requests = engine_requests(
             body,
-            prompts,
-            self.texts,
+            prompts.token_ids,
+            self.reader.texts,
             engine.config,
             engine.model.eos_token_ids,
             self.config.default_max_tokens,
@@ -291,12 +288,14 @@ class Endpoints:
             requests = [replace(one, streaming=False) for one in requests]
         for one in requests:
             self.service.check(one)
-        return Prompts(requests, sum(map(len, prompts)), echoes_of(body, prompts, tokenizer))
+        return requests
 
-    def _submit(self, body: Generating, prompts: "Prompts", received_s: float, request_id: str) -> Answer:
-        engine, tokenizer = self.service.engine, self.texts.tokenizer
+    def _submit(
+        self, read: "ReadBody[Generating, Prompts]", requests: list[InferenceRequest], request_id: str
+    ) -> Answer:
+        engine, tokenizer, body = self.service.engine, self.reader.texts.tokenizer, read.body
         choices, index = [], 0
-        for generation in self.service.submit(prompts.requests, received_s=received_s):
+        for generation in self.service.submit(requests, received_s=read.received_s):
             one = generation.request
             longest = min(one.max_new_tokens, engine.limits.max_seq_len - len(one.input_ids))
             if body.max_new_tokens == 0:
@@ -309,20 +308,21 @@ class Endpoints:
             request_id,
             int(WallClock().timestamp()),
             choices,
-            prompts.num_tokens,
-            prompts.echoes,
+            sum(map(len, read.used.token_ids)),
+            read.used.echoes,
             self.service.cancel,
+            self.service.statistics.answered,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
-    """The prompts of a body. requests: of the engine. num_tokens: of all prompts. echoes: the text of the prompt of
-    each choice, if the answer has it."""
+class ReadBody(Generic[Body, Result]):
+    """A body that was received at `received_s`, and what was made of it. is_long: it takes long to work on."""
 
-    requests: list[InferenceRequest]
-    num_tokens: int
-    echoes: list[str]
+    received_s: float
+    is_long: bool
+    body: Body
+    used: Result
 
 
 class EventStream(Response):
@@ -361,9 +361,16 @@ async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result |
                 await task
 
 
-async def _run(aside: bool, work: Callable[..., Result], *arguments: Any) -> Result:
-    """The result of `work`, which runs in a thread if it is to leave the event loop free."""
-    return await asyncio.to_thread(work, *arguments) if aside else work(*arguments)
+async def _checked(aside: bool, work: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of `work`, which runs in a thread if it is to leave the event loop free. BadRequest for its errors."""
+    try:
+        return await asyncio.to_thread(work, *arguments) if aside else work(*arguments)
+    except InputError as error:
+        param, colon, _ = str(error).partition(":")
+        status = 404 if isinstance(error, UnknownModel) else 400
+        raise BadRequest(status, str(error), param=param if colon and param.isidentifier() else None) from None
+    except ReadingFailed as error:
+        raise BadRequest(503, str(error), "server_error") from None
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -377,7 +384,7 @@ def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None
 
 async def _bad_request(_request: Request, error: Exception) -> Response:
     assert isinstance(error, BadRequest)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 429 else None
+    headers = {"retry-after": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
     if error.status == 401:
         headers = {"www-authenticate": "Bearer"}
     content = error_object(error.message, error.kind, error.status, error.param)

@@ -3,6 +3,7 @@
 import os
 from calendar import timegm
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from time import strptime
 
@@ -159,17 +160,29 @@ class ServerMetrics(Collector):
             "generation_tokens": statistics.generation_tokens,
             "prefix_cache_queries": statistics.prompt_tokens,
             "prefix_cache_hits": statistics.reused_tokens,
+            "prompt_tokens_cached": statistics.reused_tokens,
         }
         for name, value in gauges.items():
             yield _gauge(f"vllm:{name}", _in_words(name), labels, value)
         for name, number in counters.items():
             yield _counter(f"vllm:{name}", _in_words(name), labels, number)
-        success = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by reason.", labels=["finished_reason", *labels]
-        )
-        for reason, number in statistics.finished.items():
-            success.add_metric([reason, *labels.values()], number)
-        yield success
+        # This server has no transfers from other servers, and defers no request.
+        waiting = {"capacity": values["Waiting Requests"], "deferred": 0}
+        gauge = partial(GaugeMetricFamily, "vllm:num_requests_waiting_by_reason")
+        yield _by_label(gauge, "Requests that wait, by reason.", "reason", labels, waiting)
+        sources = {
+            "local_compute": statistics.prompt_tokens - statistics.reused_tokens,
+            "local_cache_hit": statistics.reused_tokens,
+            "external_kv_transfer": 0,
+        }
+        tokens = partial(CounterMetricFamily, "vllm:prompt_tokens_by_source")
+        yield _by_label(tokens, "Prompt tokens, by source.", "source", labels, sources)
+        success = partial(CounterMetricFamily, "vllm:request_success")
+        yield _by_label(success, "Requests that ended, by reason.", "finished_reason", labels, statistics.finished)
+        rejections = partial(CounterMetricFamily, "vllm:admission_rejections")
+        refused = {"max_num_queued_reqs": statistics.refused, "max_num_queued_tokens": 0}
+        model = {"model_name": self._model}
+        yield _by_label(rejections, "Requests that a limit of the queue refused.", "reason", model, refused)
         histograms = {
             "time_to_first_token_seconds": statistics.ttft_s,
             "inter_token_latency_seconds": statistics.itl_s,
@@ -183,6 +196,10 @@ class ServerMetrics(Collector):
             "request_inference_time_seconds": statistics.running_s,
             "iteration_tokens_total": statistics.iteration_len,
             "request_params_max_tokens": statistics.reserved_len,
+            "request_params_n": statistics.num_choices,
+            "request_max_num_generation_tokens": statistics.longest_output,
+            "request_num_preemptions": statistics.pauses_of_request,
+            "request_prefill_kv_computed_tokens": statistics.computed_prompt_len,
         }
         for name, histogram in histograms.items():
             yield _histogram(f"vllm:{name}", _in_words(name), labels, histogram)
@@ -209,6 +226,20 @@ def _gauge(name: str, help_text: str, labels: Mapping[str, str], value: float) -
 def _counter(name: str, help_text: str, labels: Mapping[str, str], value: float) -> Metric:
     family = CounterMetricFamily(name, help_text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _by_label(
+    family_of: "Callable[..., GaugeMetricFamily | CounterMetricFamily]",
+    help_text: str,
+    label: str,
+    labels: Mapping[str, str],
+    values: Values,
+) -> Metric:
+    """A sample for each value of `label`. family_of: the family without its help text and labels."""
+    family = family_of(help_text, labels=[label, *labels])
+    for value, number in values.items():
+        family.add_metric([value, *labels.values()], number)
     return family
 
 

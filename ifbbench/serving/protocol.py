@@ -1,9 +1,7 @@
 """Bodies of requests in the OpenAI API: their fields, ranges and meaning; the schema of the API is made from them."""
 
-import gc
 import secrets
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -11,7 +9,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from ifbbench.engine.arrays import FloatArray
+from ifbbench.engine.arrays import FloatArray, IntArray
 from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.serving.library.request import InferenceRequest
@@ -92,6 +90,9 @@ class ServerRequest(Struct, kw_only=True):
     def num_requests(self) -> int:
         """Requests of the engine that answer it."""
         return 0
+
+    def forget_prompts(self) -> None:
+        """Leave out what is long and has been read; the number of prompts stays."""
 
 
 class Generating(ServerRequest, kw_only=True):
@@ -196,6 +197,9 @@ class CompletionRequest(Generating, kw_only=True):
     def scores_prompt(self) -> bool:
         return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
 
+    def forget_prompts(self) -> None:
+        self.prompt = [""] * self.num_prompts
+
     def prompts(self, texts: Texts) -> list[list[int]]:
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -244,6 +248,9 @@ class ChatRequest(Generating, kw_only=True):
     def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    def forget_prompts(self) -> None:
+        self.messages = []
+
     def prompts(self, texts: Texts) -> list[list[int]]:
         return [texts.encode_chat(msgspec.to_builtins(self.messages))]
 
@@ -256,6 +263,9 @@ class TokenizeRequest(ServerRequest, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+    def forget_prompts(self) -> None:
+        self.prompt = self.messages = None
 
     def ids(self, texts: Texts) -> list[int]:
         """The token ids. InputError if there is neither a text nor a chat, or both."""
@@ -271,6 +281,9 @@ class DetokenizeRequest(ServerRequest, kw_only=True):
 
     tokens: list[TokenId]
 
+    def forget_prompts(self) -> None:
+        self.tokens = []
+
 
 def _checked_ids(ids: Any) -> list[int]:
     if not ids:
@@ -281,10 +294,9 @@ def _checked_ids(ids: Any) -> list[int]:
 
 
 Body = TypeVar("Body", bound=ServerRequest)
-_reading = threading.Lock()
 
 
-def read_body(content: bytes, body_type: type[Body], ignore_unknown_fields: bool = False) -> Body:
+def read_body(content: bytes | bytearray, body_type: type[Body], ignore_unknown_fields: bool = False) -> Body:
     """The body of a request. InputError if it is not valid, or has a field that would change the answer and that this
     server does not have."""
     try:
@@ -300,19 +312,6 @@ def read_body(content: bytes, body_type: type[Body], ignore_unknown_fields: bool
                     f"{path}: is not supported; leave it out, or start the server with --ignore_unknown_fields."
                 )
     return body
-
-
-def read_long_body(content: bytes, body_type: type[Body], ignore_unknown_fields: bool = False) -> Body:
-    """`read_body` in a thread. Other threads wait for the interpreter while a body is decoded; so only one is read at a
-    time, and without garbage collection, which would look at its objects again and again."""
-    with _reading:
-        is_collecting = gc.isenabled()
-        gc.disable()
-        try:
-            return read_body(content, body_type, ignore_unknown_fields)
-        finally:
-            if is_collecting:
-                gc.enable()
 
 
 def _unread_fields(fields: Any, read: Any, path: str) -> Iterator[tuple[str, str, Any]]:
@@ -362,7 +361,7 @@ def check_supported(body: Generating, makes_tokens: bool) -> None:
 
 def engine_requests(
     body: Generating,
-    prompts: list[list[int]],
+    prompts: Sequence[IntArray],
     texts: Texts,
     config: RunConfig,
     end_tokens: tuple[int, ...],

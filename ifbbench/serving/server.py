@@ -24,10 +24,11 @@ from ifbbench.errors import InputError
 from ifbbench.replay.rank_processes import run_in_ranks
 from ifbbench.replay.rank_runs import WRITING, leading, starts_ranks
 from ifbbench.rundir import run_directory
-from ifbbench.serving.app import Endpoints
+from ifbbench.serving.app import DRAINED, Endpoints
 from ifbbench.serving.config import FrontDoorConfig, ServerConfig
 from ifbbench.serving.connections import BoundedRate, LimitedConnection
 from ifbbench.serving.metrics import ServerMetrics
+from ifbbench.serving.reading import BodyReader, ReadingProcess, ReadingRules
 from ifbbench.serving.recording import TrafficRecording
 from ifbbench.serving.service import Service, SyntheticTokens
 from ifbbench.serving.statistics import LiveStatistics
@@ -37,8 +38,7 @@ from ifbbench.settings.config import RunConfig
 API_KEY_VARIABLE = "IFBBENCH_API_KEY"
 BACKLOG = 4096
 DEFAULT_MAX_QUEUE_SIZE = 1024
-WATCH_INTERVAL_S = 0.5
-DRAINED = "the server has ended before the answer was complete (--drain_timeout)"
+WATCH_INTERVAL_S = 0.1
 # After the drain, how long clients may take to read what they are sent.
 FLUSH_S = 2.0
 # After the engine has failed, how long clients may take to read what they are sent, in whole seconds.
@@ -108,11 +108,11 @@ async def _serve(
     async with running_service(engine, config, server) as service:
         if server.record is not None and on_recording is not None:
             on_recording(Path(server.record))
-        app = endpoints_of(service, config, server).app()
+        endpoints = endpoints_of(service, config, server)
         # uvicorn takes a class here; what it calls is its constructor.
         connection: Any = partial(LimitedConnection, limits=server)
         settings = uvicorn.Config(
-            app,
+            endpoints.app(),
             http=connection,
             ws="none",
             lifespan="off",
@@ -129,7 +129,8 @@ async def _serve(
         watching = asyncio.create_task(_end_with_engine(application, service, progress))
         listener.listen(BACKLOG)
         on_started(_address(listener))
-        await application.serve([listener])
+        with closing(endpoints):
+            await application.serve([listener])
         watching.cancel()
     return service.summary
 
@@ -187,13 +188,24 @@ def endpoints_of(service: Service, config: RunConfig, server: ServerConfig) -> E
     metrics = ServerMetrics(
         engine, service.statistics, name, server.metrics_names, lambda: service.num_live, lambda: service.num_queued
     )
+    adapters = adapter_names(config)
+    rules = ReadingRules(
+        config.model,
+        engine.model.vocab_size,
+        (name, *adapters),
+        engine.makes_tokens,
+        service.max_requests,
+        engine.limits.max_seq_len,
+        server.ignore_unknown_fields,
+    )
     return Endpoints(
         service,
-        Texts(config.model, engine.model.vocab_size),
+        BodyReader(rules),
+        ReadingProcess(rules),
         server,
         metrics,
         name,
-        adapter_names(config),
+        adapters,
         _api_key(server),
         int(WallClock().timestamp()),
     )

@@ -14,6 +14,8 @@ LATEST_ITERATIONS = 100
 # Upper limits of the buckets of histograms, in seconds and in tokens; wide enough for both slow and fast devices.
 SECONDS = tuple(round(scale * 10.0**power, 9) for power in range(-3, 3) for scale in (1, 2, 3, 5, 7.5))
 TOKENS = tuple(float(2**power) for power in range(21))
+# The limits are those of vLLM.
+NUM_CHOICES, NUM_PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0), (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 
 
@@ -72,6 +74,8 @@ class LiveStatistics(Observer):
     Written in the batch manager's thread and read in others. A request is counted as prompt when its prompt is
     complete, and as output token by token. num_waiting: requests that the engine has and never ran. finished: requests
     by the reason of their end; ABORT is the client's. refused: with status 429, which the engine never had.
+    num_choices, longest_output: of each prompt, its choices, and the output tokens of the longest; both are written in
+    the event loop.
     """
 
     def __init__(self, recorder: Observer | None = None) -> None:
@@ -85,6 +89,8 @@ class LiveStatistics(Observer):
         self.prompt_len, self.output_len = Histogram(TOKENS), Histogram(TOKENS)
         self.reserved_len, self.iteration_len = Histogram(TOKENS), Histogram(TOKENS)
         self.prefill_s, self.decode_s, self.running_s = Histogram(SECONDS), Histogram(SECONDS), Histogram(SECONDS)
+        self.computed_prompt_len, self.pauses_of_request = Histogram(TOKENS), Histogram(NUM_PAUSES)
+        self.num_choices, self.longest_output = Histogram(NUM_CHOICES), Histogram(TOKENS)
         self.delivery_lag_s = DeliveryLag()
         self._recorder = recorder
         self._progress: dict[int, _Progress] = {}
@@ -126,6 +132,12 @@ class LiveStatistics(Observer):
         progress = self._progress.pop(request.request_id)
         self.num_waiting -= progress.first_scheduled_s is None
 
+    def answered(self, num_choices: int, longest_outputs: Sequence[int]) -> None:
+        """All choices of prompts are complete."""
+        for output_len in longest_outputs:
+            self.num_choices.add(num_choices)
+            self.longest_output.add(output_len)
+
     def _add_context(self, request: Request, is_last: bool, record: IterationRecord) -> None:
         progress = self._progress[request.request_id]
         if progress.first_scheduled_s is None:
@@ -148,6 +160,8 @@ class LiveStatistics(Observer):
         progress, num_outputs = self._progress.pop(request.request_id), request.num_outputs
         self.e2e_s.add(end_s - progress.arrival_s)
         self.output_len.add(num_outputs)
+        self.pauses_of_request.add(request.pauses)
+        self.computed_prompt_len.add(request.original_prompt_len - request.reused_tokens)
         if progress.first_scheduled_s is not None and progress.first_token_s is not None:
             self.running_s.add(end_s - progress.first_scheduled_s)
             self.decode_s.add(end_s - progress.first_token_s)

@@ -6,7 +6,7 @@ import random
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -95,9 +95,11 @@ async def _client(config: RunConfig, settings: ServerConfig) -> AsyncIterator[ht
     """A client of a server in this process."""
     with server.serving_engine(config) as engine:
         async with server.running_service(engine, config, settings) as service:
-            transport = httpx.ASGITransport(server.endpoints_of(service, config, settings).app())
-            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=300) as client:
-                yield client
+            endpoints = server.endpoints_of(service, config, settings)
+            transport = httpx.ASGITransport(endpoints.app())
+            with closing(endpoints):
+                async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=300) as client:
+                    yield client
 
 
 async def answers(config: RunConfig, settings: ServerConfig, bodies: list[tuple[str, bytes]]) -> int:

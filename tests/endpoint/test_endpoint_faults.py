@@ -143,7 +143,12 @@ def test_what_a_server_says_cannot_control_the_terminal(tmp_path: Path) -> None:
 def test_json_of_any_depth_is_read(message: str, tmp_path: Path) -> None:
     """What raises in a callback of a connection would leave a request that never ends."""
     assert endpoint_http.message_of(message) == message[:300]
-    answer = raw(f"HTTP/1.1 400 X\r\nContent-Length: {len(message)}\r\n\r\n{message}")
+
+    async def answer(_: Received, writer: Writer) -> None:
+        while server.asked["/metrics"] < 2:  # the first ones have been read
+            await asyncio.sleep(0.01)
+        await writer.raw(f"HTTP/1.1 400 X\r\nContent-Length: {len(message)}\r\n\r\n{message}")
+
     with fake_endpoint(answer, metrics=(200, message)) as server:
         summary = replay(server, tmp_path, poll_metrics=True)
         assert summary["endpoint"]["errors"] == {"http_400": 3}

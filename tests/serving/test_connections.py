@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from ifbbench.serving.connections import MAX_HEADER_BYTES, MAX_HEADERS, BoundedRate
 from tests.serving.clients import ServerProcess, server_process
+from tests.serving.test_reading import workers_of
 
 MODEL = ["--device", "sim:h100-sxm", "--model", "llama-3.1-8b"]
 GET = "GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -109,6 +111,32 @@ def test_records_that_were_left_out_are_counted() -> None:
     now[0] = 11.0
     assert logged("a") == "a (3 more like this before)"
     assert logged("a") == "a"
+
+
+@pytest.mark.parametrize("sent", ['{"pro', '{"prompt": "' + "a" * 300_000 + '"}'], ids=["half a body", "a long body"])
+def test_a_body_that_is_not_read_when_the_drain_is_over_has_an_answer(sent: str) -> None:
+    """It does not arrive, or the process that reads it has stopped."""
+    with server_process(*MODEL, "--drain_timeout", "0.5") as server:
+        length = len(sent) if sent.endswith("}") else 20
+        head = f"{POST}Connection: close\r\nContent-Length: {length}\r\n\r\n"
+
+        async def drained() -> bytes:
+            if length > 20:
+                assert b" 400 " in await answer_to(server.port, head + sent, is_ended=False)  # it starts the process
+                (worker,) = workers_of(server.process.pid)
+                os.kill(worker, signal.SIGSTOP)
+            waiting = asyncio.create_task(answer_to(server.port, head + sent, is_ended=False))
+            await asyncio.sleep(0.2)
+            server.process.send_signal(signal.SIGTERM)
+            return await waiting
+
+        found = asyncio.run(drained())
+        rest, _ = server.process.communicate(timeout=300)
+        assert not workers_of(server.process.pid)
+    assert server.process.returncode == 0
+    assert "Traceback" not in rest
+    assert found.startswith(b"HTTP/1.1 500 ")
+    assert b"--drain_timeout" in json.loads(found.partition(b"\r\n\r\n")[2])["error"]["message"].encode()
 
 
 def test_every_request_has_an_answer_when_the_drain_is_over() -> None:

@@ -1,10 +1,9 @@
 """Bodies of requests: what is read, what is refused by name, and what is done outside the event loop."""
 
 import asyncio
-import gc
 import json
-import threading
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -21,7 +20,6 @@ from ifbbench.serving.protocol import (
     Generating,
     check_supported,
     read_body,
-    read_long_body,
 )
 from ifbbench.serving.server import endpoints_of, running_service, serving_engine
 from ifbbench.settings.config import RunConfig
@@ -134,9 +132,11 @@ def with_server(
         async def main() -> None:
             settings = ServerConfig(**server)
             async with running_service(engine, config, settings) as service:
-                transport = httpx.ASGITransport(endpoints_of(service, config, settings).app())
-                async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                    await use(client)
+                endpoints = endpoints_of(service, config, settings)
+                transport = httpx.ASGITransport(endpoints.app())
+                with closing(endpoints):
+                    async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=300) as client:
+                        await use(client)
 
         asyncio.run(main())
 
@@ -152,37 +152,6 @@ def test_more_requests_than_the_queue_holds_are_refused_unread(monkeypatch: pyte
 
     monkeypatch.setattr("ifbbench.serving.texts.Texts.encode", lambda *_arguments: pytest.fail("a prompt was read"))
     with_server(use)
-
-
-def test_bodies_that_take_long_to_read_are_read_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: dict[str, list[bool]] = {"read_body": [], "read_long_body": [], "engine_requests": []}
-    for name, calls in threads.items():
-        original = getattr(app_module, name)
-
-        def noted(*arguments: Any, work: Any = original, calls: list[bool] = calls) -> Any:
-            calls.append(threading.current_thread() is threading.main_thread())
-            return work(*arguments)
-
-        monkeypatch.setattr(app_module, name, noted)
-
-    async def use(client: httpx.AsyncClient) -> None:
-        for prompt in ("a", "a" * app_module.LONG_BODY, ["a"] * 90):
-            answer = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
-            assert answer.status_code == 200, answer.text
-
-    with_server(use, SIMULATED.with_values(enable_chunked_context=True))
-    assert threads["read_body"] == [True, True]
-    assert threads["read_long_body"] == [False]
-    assert threads["engine_requests"] == [True, False, False]
-
-
-def test_a_long_body_is_read_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector would look at the objects of the body again and again, while other threads wait."""
-    enabled: list[bool] = []
-    monkeypatch.setattr("ifbbench.serving.protocol.read_body", lambda *_arguments: enabled.append(gc.isenabled()))
-    read_long_body(b"{}", CompletionRequest)
-    assert enabled == [False]
-    assert gc.isenabled()
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_requests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

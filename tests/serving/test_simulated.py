@@ -51,10 +51,19 @@ def post(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+# Gauges of requests that have not ended, by the names of either server.
+ACTIVE = (
+    "nv_trt_llm_request_metrics active",
+    "nv_trt_llm_request_metrics waiting",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+)
+
+
 def wait_until_idle(server: ServerProcess) -> dict[str, float]:
     for _ in range(6000):
         found = scrape(server)
-        if not found["nv_trt_llm_request_metrics active"] and not found["nv_trt_llm_request_metrics waiting"]:
+        if not any(found.get(name) for name in ACTIVE):
             return found
         time.sleep(0.05)
     raise AssertionError(found)
@@ -217,6 +226,95 @@ def test_vllm_names() -> None:
     assert found["vllm:iteration_tokens_total_count"] == 7
     assert found["vllm:iteration_tokens_total_sum"] == 5 + 6
     assert any(name.startswith("vllm:cache_config_info ") for name in found)
+
+
+# The metrics of vLLM 0.32.0 that a server without an own feature for each does not have: of transfers of the KV cache,
+# images, sleep, and estimates of the work of a GPU.
+NOT_HERE = ("external_prefix_cache_", "mm_cache_", "engine_sleep_state", "estimated_", "prompt_tokens_cached_by_source")
+VLLM_LABELS = {
+    "admission_rejections": {"reason"}, "e2e_request_latency_seconds": set(), "estimated_flops_per_gpu": set(),
+    "estimated_read_bytes_per_gpu": set(), "estimated_write_bytes_per_gpu": set(),
+    "engine_sleep_state": {"sleep_state"},
+    "external_prefix_cache_hits": set(), "external_prefix_cache_queries": set(), "generation_tokens": set(),
+    "inter_token_latency_seconds": set(), "iteration_tokens_total": set(), "kv_cache_usage_perc": set(),
+    "mm_cache_hits": set(), "mm_cache_queries": set(), "num_preemptions": set(), "num_requests_running": set(),
+    "num_requests_waiting": set(), "num_requests_waiting_by_reason": {"reason"}, "prefix_cache_hits": set(),
+    "prefix_cache_queries": set(), "prompt_tokens": set(), "prompt_tokens_by_source": {"source"},
+    "prompt_tokens_cached": set(), "prompt_tokens_cached_by_source": {"source"}, "request_decode_time_seconds": set(),
+    "request_generation_tokens": set(), "request_inference_time_seconds": set(),
+    "request_max_num_generation_tokens": set(), "request_num_preemptions": set(), "request_params_max_tokens": set(),
+    "request_params_n": set(), "request_prefill_kv_computed_tokens": set(), "request_prefill_time_seconds": set(),
+    "request_prompt_tokens": set(), "request_queue_time_seconds": set(), "request_success": {"finished_reason"},
+    "request_time_per_output_token_seconds": set(), "time_to_first_token_seconds": set(),
+}  # fmt: skip
+
+
+def test_vllm_names_are_those_of_vllm() -> None:
+    """The families and labels were read from the /metrics of a vLLM 0.32.0 server on CPUs."""
+    with server_process(*MODEL, "--metrics_names", "vllm") as server:
+        post(server, {"prompt": "hello", "max_tokens": 7})
+        with urllib.request.urlopen(f"{server.url}/metrics") as response:
+            families = list(text_string_to_metric_families(response.read().decode()))
+    found = {one.name.removeprefix("vllm:"): set(one.samples[0].labels) - {"le"} for one in families}
+    for name, labels in VLLM_LABELS.items():
+        if not name.startswith(NOT_HERE):
+            engine = set() if name == "admission_rejections" else {"engine"}
+            assert found[name] == {"model_name", *engine} | labels, name
+
+
+def test_vllm_names_of_prompts_and_pauses(tmp_path: Path) -> None:
+    options = [
+        "--metrics_names",
+        "vllm",
+        "--max_queue_size",
+        "3",
+        "--enable_block_reuse",
+        "--record",
+        str(tmp_path / "r"),
+    ]
+    with server_process(*MODEL, *options) as server:
+        prompt = list(range(100, 200))
+        post(server, {"prompt": prompt, "max_tokens": 7, "ignore_eos": True})
+        post(server, {"prompt": prompt, "max_tokens": 7, "n": 3, "ignore_eos": True})
+        found = wait_until_idle(server)
+        assert server.end()[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "r" / "requests.jsonl").read_text().splitlines()]
+    reused = sum(row["reused_tokens"] for row in rows)
+    assert reused > 0
+    assert found["vllm:prompt_tokens_cached_total"] == reused
+    assert found["vllm:prompt_tokens_by_source_total local_cache_hit"] == reused
+    assert found["vllm:prompt_tokens_by_source_total local_compute"] == 400 - reused
+    assert found["vllm:prompt_tokens_by_source_total external_kv_transfer"] == 0
+    assert found["vllm:request_prefill_kv_computed_tokens_sum"] == 400 - reused
+    assert found["vllm:request_prefill_kv_computed_tokens_count"] == 4
+    assert (found["vllm:request_params_n_sum"], found["vllm:request_params_n_count"]) == (1 + 3, 2)
+    assert found["vllm:request_params_n_bucket 2.0"] == 1
+    assert found["vllm:request_max_num_generation_tokens_sum"] == 14
+    assert found["vllm:request_max_num_generation_tokens_count"] == 2
+    assert (found["vllm:request_num_preemptions_sum"], found["vllm:request_num_preemptions_count"]) == (0, 4)
+    assert found["vllm:num_requests_waiting_by_reason capacity"] == found["vllm:num_requests_waiting"]
+
+
+def test_vllm_names_of_pauses_and_refusals() -> None:
+    """Requests that do not fit together are paused in turns; one more than the queue holds is refused."""
+    options = ["--policy", "max_utilization", "--max_tokens_in_paged_kvcache", "640", "--max_queue_size", "1"]
+    with server_process(*MODEL, "--metrics_names", "vllm", "--max_batch_size", "2", *options) as server:
+
+        async def several() -> list[Stream]:
+            body = {"prompt": [1] * 64, "max_tokens": 400, "ignore_eos": True}
+            tasks = []
+            for _ in range(6):
+                tasks.append(asyncio.create_task(stream_completion(server.port, body)))
+                await asyncio.sleep(0.05)
+            return await asyncio.gather(*tasks)
+
+        streams = asyncio.run(several())
+        found = wait_until_idle(server)
+    done = sum(stream.status == 200 for stream in streams)
+    assert found["vllm:request_num_preemptions_count"] == done >= 2
+    assert found["vllm:request_num_preemptions_sum"] == found["vllm:num_preemptions_total"] > 0
+    assert found["vllm:admission_rejections_total max_num_queued_reqs"] == 6 - done > 0
+    assert found["vllm:admission_rejections_total max_num_queued_tokens"] == 0
 
 
 def test_a_full_queue_refuses_until_a_client_goes_away() -> None:
