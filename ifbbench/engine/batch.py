@@ -19,11 +19,14 @@ class Positions:
     """The positions of the next tokens of generation requests.
 
     count: of how many. total: their sum. of_each(): [requests]. idle: positions of the requests that only pad the
-    batch, which stay the same in further iterations.
+    batch, which stay the same in further iterations. beam_width: of all of them.
     """
 
-    def __init__(self, count: int, total: int, of_each: Callable[[], Int64Array], idle: Rows = NO_ROWS) -> None:
+    def __init__(
+        self, count: int, total: int, of_each: Callable[[], Int64Array], idle: Rows = NO_ROWS, beam_width: int = 1
+    ) -> None:
         self.count, self.total, self.of_each, self.idle = count, total, of_each, idle
+        self.beam_width = beam_width
 
 
 # The adapter of a request without one, in `AdapterUse.tasks`.

@@ -19,7 +19,7 @@ class StepGroup:
 
     count: sequences. tokens: that these have registered together. step: steps so far. settled: the step up to which
     their entries of `registered` are counted. slots: of the sequences.
-    growing: [tokens per block], the sequences that start a block in each step with this remainder. wraps: the steps
+    growing: [tokens per block], the blocks that sequences start in each step with this remainder. wraps: the steps
     before which sequences reach the capacity, with their slots; from then on they take no blocks, and are among
     num_wrapped.
     """
@@ -36,12 +36,13 @@ class StepGroup:
         return self.wraps[0][0] - self.step if self.wraps else UNLIMITED
 
     def starting(self, steps: int) -> list[int]:
-        """[steps], sequences that start a block in each of the next steps, at most `max_steps`."""
+        """[steps], blocks that are started in each of the next steps, at most `max_steps`."""
         return in_turn(self.growing, self.step % len(self.growing), steps)
 
 
 class CountedCache(PagedCache):
-    """Does what `KvCacheManager` does without reuse for sequences with one beam, but gives blocks no ids.
+    """Does what `KvCacheManager` does without reuse, but gives blocks no ids. Sequences with several beams must not
+    reach the capacity: the blocks that beams share would have to be known then.
 
     groups: the sequences in generation, those of each micro batch. Their entries of `registered` lack the steps since
     `_settle`. count: how many they are. micro_batches: by slot.
@@ -49,15 +50,18 @@ class CountedCache(PagedCache):
 
     def __init__(self, attention_window: AttentionWindow, num_blocks: int, slots: int, num_groups: int = 1) -> None:
         super().__init__(attention_window, num_blocks, slots)
-        self.block_tables = np.zeros((slots, 1, 0), np.int32)
+        self.block_tables = np.zeros((slots, attention_window.max_beam_width, 0), np.int32)
         self._size, self._capacity = attention_window.tokens_per_block, attention_window.capacity
         self.groups = [StepGroup(self._size) for _ in range(num_groups)]
         self.count = 0
         self._free = num_blocks
         self._counters = BlockCounters()
-        # By slot, the blocks of the complete sequence, and those that it held before it was in generation.
+        # By slot, the blocks of the complete sequence, and those that it held before it was in generation; blocks that its
+        # beams share count once.
         self._all_blocks: dict[int, int] = {}
         self._held_before: dict[int, int] = {}
+        # By slot, of sequences with several beams: their number, and blocks of one beam before it was in generation.
+        self._beams: dict[int, tuple[int, int]] = {}
         self._group_of: dict[int, StepGroup] = {}
         self.micro_batches = np.zeros(slots, np.int64)
         # Blocks that the sequences in generation may still take.
@@ -91,11 +95,18 @@ class CountedCache(PagedCache):
         return super().cached_tokens(rows)
 
     def add_request(self, request: Request, now_s: float = 0.0) -> int:
-        slot, window, prompt_len = request.slot, self.attention_window, request.prompt_len
+        slot, window, prompt_len, beams = request.slot, self.attention_window, request.prompt_len, request.beam_width
         self._of_waiting.pop(slot, None)
-        self._take(held := window.prompt_blocks(prompt_len))
+        held = of_beam = window.prompt_blocks(prompt_len)
+        if beams > 1:
+            held = window.blocks_of_beams(prompt_len, 0, beams)
+        self._take(held)
+        if beams > 1:
+            self._beams[slot] = beams, of_beam
+        self._beam_width[slot] = beams
         self._held_before[slot] = held
-        self._all_blocks[slot] = held + window.blocks_to_completion(prompt_len, request.max_new_tokens, held)
+        to_come = window.blocks_to_completion(prompt_len, request.max_new_tokens, of_beam, beams)
+        self._all_blocks[slot] = held + to_come
         self.registered[slot] = registered = prompt_len + window.bubble
         self._limit[slot] = registered + request.max_new_tokens
         self._filled += min(registered, self._capacity)
@@ -114,7 +125,7 @@ class CountedCache(PagedCache):
         if registered >= self._capacity:
             group.num_wrapped += 1
             return
-        group.growing[(step - registered) % self._size] += 1
+        group.growing[(step - registered) % self._size] += self._width(slot)
         if self._limit[slot] >= self._capacity:
             heappush(group.wraps, (step + self._capacity - registered, slot))
 
@@ -122,6 +133,8 @@ class CountedCache(PagedCache):
         group, registered = self._group_of[slot], self._registered(slot)
         self._reserved -= self._blocks_to_come(slot)
         self._held_before[slot] = self.held_blocks(slot)
+        if slot in self._beams:
+            self._beams[slot] = self._width(slot), ceil_div(registered, self._size)
         del self._group_of[slot]
         group.slots.remove(slot)
         self.registered[slot] = registered
@@ -131,7 +144,7 @@ class CountedCache(PagedCache):
         if registered >= self._capacity:
             group.num_wrapped -= 1
         else:
-            group.growing[(group.step - registered) % self._size] -= 1
+            group.growing[(group.step - registered) % self._size] -= self._width(slot)
 
     def join(self, rows: Rows, micro_batch: int) -> None:
         """The sequences in `rows`, which are in generation, are in this micro batch from now on."""
@@ -163,6 +176,7 @@ class CountedCache(PagedCache):
         self._filled -= min(int(self.registered[slot]), self._capacity)
         self.registered[slot] = 0
         del self._all_blocks[slot]
+        self._beams.pop(slot, None)
 
     # Many steps at once. With several groups, each has its turn, and steps are those of all groups together.
 
@@ -179,7 +193,8 @@ class CountedCache(PagedCache):
     def fitting_steps(self, steps: int, until_block: bool = False, first: int = 0) -> int:
         """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
         `until_block`, none after the first one."""
-        if not until_block and self.count * ceil_div(steps, self._size) <= self._free:
+        width = self.attention_window.max_beam_width
+        if not until_block and self.count * width * ceil_div(steps, self._size) <= self._free:
             return steps
         return fitting_steps(list(accumulate(self._starting(steps, first))), self._free, until_block)
 
@@ -245,9 +260,14 @@ class CountedCache(PagedCache):
         return self._filled
 
     def held_blocks(self, slot: int) -> int:
-        """Blocks of the sequence in `slot`."""
+        """Blocks of the sequence in `slot`, those that its beams share once."""
         held = self._held_before[slot]
-        if slot in self._group_of:
+        if slot not in self._group_of:
+            return held
+        if slot in self._beams:
+            beams, before = self._beams[slot]
+            held += beams * (ceil_div(self._registered(slot), self._size) - before)
+        else:
             held = max(held, ceil_div(min(self._registered(slot), self._capacity), self._size))
         return held
 
@@ -265,8 +285,9 @@ class CountedCache(PagedCache):
             assert its == sorted(slot for slot in self._group_of if self._group_of[slot] is group), "groups are wrong"
             assert (group.count, group.tokens) == (len(its), self.registered[its].sum()), "sums are wrong"
             growing = [slot for slot in its if self.registered[slot] < self._capacity]
-            remainders = (group.step - self.registered[growing]) % self._size
-            assert group.growing == np.bincount(remainders, minlength=self._size).tolist(), "coming blocks are wrong"
+            remainders, widths = (group.step - self.registered[growing]) % self._size, self._beam_width[growing]
+            coming = np.bincount(remainders, widths, minlength=self._size).tolist()
+            assert group.growing == coming, "coming blocks are wrong"
 
     def _take(self, count: int) -> None:
         if count > self._free:
@@ -277,6 +298,10 @@ class CountedCache(PagedCache):
 
     def _blocks_to_come(self, slot: int) -> int:
         return self._all_blocks[slot] - self.held_blocks(slot)
+
+    def _width(self, slot: int) -> int:
+        """Beams of the sequence in `slot`."""
+        return self._beams[slot][0] if slot in self._beams else 1
 
     def _registered(self, slot: int) -> int:
         """Tokens of a sequence in generation."""

@@ -119,10 +119,11 @@ class SimulatedExecutor:
         context, positions, adapters = work
         if not (context or positions.count):
             return 0, [0] * steps, 0, True
-        count, keys = positions.count + len(positions.idle), self._generation_keys(positions, steps)
+        requests, keys = positions.count + len(positions.idle), self._generation_keys(positions, steps)
+        count = requests * positions.beam_width
         chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in context]
         outputs = count + sum([is_last for _, _, is_last in chunks])
-        host_ns = self.cost_model.host_ns(count + len(chunks), sum([length for _, length, _ in chunks]))
+        host_ns = self.cost_model.host_ns(requests + len(chunks), sum([length for _, length, _ in chunks]))
         if not chunks and len(keys) == 1:
             if within_ns is not None and steps > 1:
                 # No iteration is shorter than the first one, because each reads more keys.
@@ -147,17 +148,17 @@ class SimulatedExecutor:
 
     def _generation_keys(self, positions: Positions, steps: int) -> list[Sequence[int]]:
         """The keys that generation reads in each of the next `steps` iterations, for each window of the layers."""
-        count, found = positions.count, list[Sequence[int]]()
+        count, width, found = positions.count, positions.beam_width, list[Sequence[int]]()
         for window, _ in self.windows:
             if window is not None:
                 after = positions.of_each() + np.arange(1, steps + 1)[:, None]
                 of_idle = int(np.minimum(positions.idle + 1, window).sum())
-                found.append((np.minimum(after, window).sum(axis=1) + of_idle).tolist())
+                found.append(((np.minimum(after, window).sum(axis=1) + of_idle) * width).tolist())
             elif count:
                 first = positions.total + count
                 if len(positions.idle):
                     first += int(positions.idle.sum()) + len(positions.idle)
-                found.append(range(first, first + count * (steps - 1) + 1, count))
+                found.append(range(first * width, (first + count * (steps - 1)) * width + 1, count * width))
             else:
                 found.append([0] * steps)
         return found

@@ -18,13 +18,17 @@ WINDOWS = {
     "odd blocks": AttentionWindow(5, max_seq_len=64),
     "wraps": AttentionWindow(4, size=12, max_seq_len=64),
     "with sink tokens": AttentionWindow(4, size=16, max_seq_len=64, sink=3),
+    "beams": AttentionWindow(4, max_seq_len=64, max_beam_width=3),
     "prompts beyond the window": AttentionWindow(4, size=12, max_seq_len=64, temporary=8),
 }
 
 
-def requests_of(drawn: list[tuple[int, int]]) -> list[Request]:
-    """Requests with these lengths of prompt and output, each in its slot."""
-    requests = [Request(index, prompt, output) for index, (prompt, output) in enumerate(drawn)]
+def requests_of(drawn: list[tuple[int, int]], max_beam_width: int = 1) -> list[Request]:
+    """Requests with these lengths of prompt and output, each in its slot, of 1 to `max_beam_width` beams."""
+    requests = [
+        Request(index, prompt, output, beam_width=1 + index % max_beam_width)
+        for index, (prompt, output) in enumerate(drawn)
+    ]
     for slot, request in enumerate(requests):
         request.slot = slot
     return requests
@@ -40,7 +44,7 @@ def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject, groups:
     counted, paged = caches = CountedCache(window, 40, SLOTS, groups), KvCacheManager(window, 40, SLOTS)
     group_of: dict[int, int] = {}
     lengths = st.tuples(st.integers(1, 30), st.integers(1, 30))
-    requests = requests_of(data.draw(st.lists(lengths, min_size=SLOTS, max_size=SLOTS)))
+    requests = requests_of(data.draw(st.lists(lengths, min_size=SLOTS, max_size=SLOTS)), window.max_beam_width)
     waiting, prompts, generating = list(range(SLOTS)), set[int](), set[int]()
     for _ in range(data.draw(st.integers(1, 30))):
         action = data.draw(st.sampled_from(["add", "begin", "all", "all", "some", "many", "join", "remove"]))

@@ -396,6 +396,44 @@ def test_streaming_requests_are_advanced_together(
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=requests,
+    changes=st.one_of(configs, tight_configs),
+    widths=st.sampled_from([(2,), (3,), (1, 2), (3, 3, 3, 1)]),
+    is_static=st.booleans(),
+)
+def test_beams_are_advanced_together(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    changes: dict[str, Any],
+    widths: tuple[int, ...],
+    is_static: bool,
+) -> None:
+    """Also of requests that differ in beam width, which do not run beside each other."""
+    more: dict[str, Any] = {"max_beam_width": 3, "overlap": None, "pp_size": 1, "reuse": ReuseRules()}
+    if is_static:
+        more |= {"batching_type": BatchingType.V1, "chunk_unit": None, "max_num_tokens": 90}
+    config = config_of(**changes | more | {"num_blocks": 3 * changes["num_blocks"]}, max_input_len=95)
+    trace, folder = trace_of(rows), tmp_path_factory.mktemp("runs")
+
+    def make(index: int, row: TraceRequest) -> Request:
+        return Request(
+            row.request_id,
+            row.prompt_len,
+            row.max_new_tokens,
+            output_len=row.output_len,
+            index=index,
+            priority=row.priority,
+            beam_width=widths[index % len(widths)],
+        )
+
+    run(trace, config, folder / "apart", together=False, make=make)
+    recorder = run(trace, config, folder / "together", together=True, make=make)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=requests,
     changes=configs,
     concurrency=st.sampled_from([None, None, 3]),
     every=st.sampled_from([1, 4]),

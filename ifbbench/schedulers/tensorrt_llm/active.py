@@ -79,7 +79,7 @@ class ActiveRequests:
         request.enter(self.table, self._num_entered)
         self._num_entered += 1
         self.num_with_lora += request.lora_task_id is not None
-        self.num_reading_tokens += request.reads_tokens
+        self.num_reading_tokens += request.reads_tokens and request.beam_width == 1
         self._beam_widths[request.beam_width] = self._beam_widths.get(request.beam_width, 0) + 1
         self.context.insert(self._find(self.context, request), request)
 
@@ -119,7 +119,7 @@ class ActiveRequests:
         elif request.in_generation:
             self._remove_from_generation(request)
         self.num_with_lora -= request.lora_task_id is not None
-        self.num_reading_tokens -= request.reads_tokens
+        self.num_reading_tokens -= request.reads_tokens and request.beam_width == 1
         self._beam_widths[request.beam_width] -= 1
         if not self._beam_widths[request.beam_width]:
             del self._beam_widths[request.beam_width]

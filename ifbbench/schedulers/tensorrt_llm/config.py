@@ -176,6 +176,6 @@ class BatchingConfig:
         num_blocks, num_host_blocks = self.num_blocks, self.num_host_blocks
         if self.windows:
             num_blocks, num_host_blocks = self.windows[0].num_blocks, self.windows[0].num_host_blocks
-        if is_counted and not self.reuse.enabled:
+        if is_counted and not self.reuse.enabled:  # see Repetition.works_with
             return CountedCache(self.attention_window, num_blocks, self.num_slots, self.num_micro_batches)
         return KvCacheManager(self.attention_window, num_blocks, self.num_slots, num_host_blocks, self.reuse)

@@ -143,7 +143,11 @@ class Repetition:
     @staticmethod
     def works_with(config: BatchingConfig) -> bool:
         """Whether what iterations do follows from their plans."""
-        if config.drafts.max_len or config.max_beam_width > 1 or config.is_contiguous:
+        if config.drafts.max_len or config.is_contiguous:
+            return False
+        # Beams share blocks until a window wraps, and with reuse after that.
+        may_share = config.reuse.enabled or any(window.wraps for window, _ in config.pools)
+        if config.max_beam_width > 1 and (may_share or config.num_micro_batches > 1):
             return False
         if config.max_in_flight == 1:
             return True
@@ -172,6 +176,8 @@ class Repetition:
         dropped, and overwrite blocks with ids."""
         active, table, cache, rows = self._active, self._active.table, self._kv_cache, plan.rows
         if active.num_reading_tokens or (plan.held and not self._is_static):
+            return False
+        if table.any_wide_steps and (active.mixed_beam_widths or active.num_with_lora):
             return False
         if not (plan.context or len(rows)) and not table.num_in_flight:
             return False
@@ -268,7 +274,8 @@ class Repetition:
             adapters = AdapterUse(self._active.table.lora_tasks[plan.generation_rows])
         if len(idle):
             idle = cache.cached_tokens(idle) - 1
-        return Positions(len(rows), total, lambda: cache.cached_tokens(rows), idle), adapters
+        beam_width = int(self._active.table.step_tokens[rows[0]])
+        return Positions(len(rows), total, lambda: cache.cached_tokens(rows), idle, beam_width), adapters
 
     def repeat(self, plan: Plan, count: int) -> Growth:
         """Schedule `count` iterations of `plan`, at most those of `max_steps`."""
