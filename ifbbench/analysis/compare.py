@@ -10,7 +10,7 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.rows import AnyIterationRow, Id, Span
 from ifbbench.analysis.waiting import HeadsOfLine
-from ifbbench.report.confidence import OF_BLOCKS, half_widths
+from ifbbench.report.confidence import OF_BLOCKS, margins
 from ifbbench.report.limits import part_name, waits_for
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.settings.config import settings
@@ -123,7 +123,7 @@ class Comparison:
         if self.repeats is not None:
             return self.repeats.figures
         summaries = [run.data.summary or {} for run in (self.a, self.b)]
-        return compared_figures(summaries[0], summaries[1], half_widths(self.b.sample, self.a.sample))
+        return compared_figures(summaries[0], summaries[1], margins(self.b.sample, self.a.sample))
 
     @property
     def is_too_short(self) -> bool:
