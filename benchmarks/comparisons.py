@@ -2,8 +2,8 @@
 
 `python -m benchmarks.comparisons [--pairs N] [--requests N] [--processes N] [--first_seed N]` prints tables by figure
 and load, and one JSON object at the end. Runs are of the bundled workload `chat` on a simulated H100, with Poisson
-arrivals. No two runs that are compared differ in their settings, so that each difference that is called real is a false one; 5 %
-would be right.
+arrivals. No two runs that are compared differ in their settings, so that each difference that is called real is a
+false one; 5 % would be right.
 
 - two seeds: pairs of runs with other requests and arrivals. The runs are paired at random PAIRINGS times, so that 400
   runs make 1,000 pairs.
