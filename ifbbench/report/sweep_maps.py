@@ -84,12 +84,13 @@ def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
                 color=INK if limit in ("none", "") else "white",
             )
     axes.set_title("bound by (the limit with the largest share of time)", fontsize=9, color=INK)
-    has_met = False
-    for y, x in ((y, x) for y in range(len(cells)) for x in range(len(cells[y]))):
-        if meets_objectives(cells[y][x]):
-            has_met = True
-            for axes in panels:
-                axes.add_patch(Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, edgecolor=MET_COLOUR, lw=2))
+    places = [(row, column) for row in range(len(cells)) for column in range(len(cells[row]))]
+    met = [(row, column) for row, column in places if meets_objectives(cells[row][column])]
+    for row, column in met:
+        for axes in panels:
+            axes.add_patch(
+                Rectangle((column - 0.46, row - 0.44), 0.92, 0.88, fill=False, edgecolor=MET_COLOUR, linewidth=2)
+            )
     for axes in panels:
         axes.grid(False)
         axes.set_xticks(
@@ -103,7 +104,7 @@ def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
         for spine in axes.spines.values():
             spine.set_visible(False)
     figure.suptitle(
-        f"Sweep over {varied[0]} and {varied[1]}{MET_CELLS if has_met else ''}\n{subject_of(rows)}".strip(),
+        f"Sweep over {varied[0]} and {varied[1]}{MET_CELLS if met else ''}\n{subject_of(rows)}".strip(),
         x=0.01,
         ha="left",
         fontsize=11,

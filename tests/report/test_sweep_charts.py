@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from rich.console import Console
 
 from ifbbench.errors import InputError
@@ -244,6 +245,7 @@ def test_heat_maps_frame_the_points_that_meet_the_objectives() -> None:
         plain = draw_heat_maps([{**row, "slo.ttft.met": False} for row in rows], ["y", "x"])
     for axes in figure.axes:
         (frame,) = axes.patches
+        assert isinstance(frame, Rectangle)
         assert frame.get_x() < 1 < frame.get_x() + frame.get_width()
         assert frame.get_y() < 0 < frame.get_y() + frame.get_height()
     assert "framed: meets every objective" in figure.get_suptitle()
