@@ -331,7 +331,7 @@ def test_keys_that_are_merged_into_a_mapping_are_not_there_twice(tmp_path: Path)
 
 
 def test_the_note_on_a_config_file_names_what_each_point_has_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    over = ["--over", "model=llama-3.1-8b,llama-3.2-3b"]
+    over = ["--over", "model=llama-3.1-8b,qwen3-0.6b"]
     few = ["--max_num_samples", "4", "--quiet", "--keep", "summary"]
     ifbbench("sweep", "chat", "--device", "sim:h100-sxm", *few, *over, "--output", "a")
     caplog.clear()
