@@ -1,11 +1,12 @@
 """How often `compare` calls chance a difference, and how often it finds a real change of 3 %.
 
-`python -m benchmarks.comparisons [--pairs N] [--requests N] [--processes N]` prints tables by figure and load,
-and one JSON object at the end. Runs are of the bundled workload `chat` on a simulated H100, with Poisson arrivals. No
-two runs that are compared differ in their settings, so that each difference that is called real is a false one; 5 %
-would be right.
+`python -m benchmarks.comparisons [--pairs N] [--requests N] [--processes N] [--first_seed N]` prints tables by figure
+and load, and one JSON object at the end. Runs are of the bundled workload `chat` on a simulated H100, with Poisson
+arrivals. No two runs that are compared differ in their settings, so that each difference that is called real is a
+false one; 5 % would be right.
 
-- two seeds: pairs of runs with other requests and arrivals.
+- two seeds: pairs of runs with other requests and arrivals. The runs are paired at random PAIRINGS times, so that 400
+  runs make 1,000 pairs.
 - same requests: pairs in which each prompt of the second run is a token longer or shorter at random, which disturbs the
   schedule and changes nothing on the average.
 - 10 seeds: means of `--repeat 10`, with different seeds on both sides (Welch), or the same ones (paired, disturbed).
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ifbbench.analysis.confidence import MIN_BEYOND, Floats, RunSample, half_widths
+from ifbbench.analysis.confidence import RunSample
 from ifbbench.analysis.figures import compared_figures, numbers_of
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import Repeats, RepeatsComparison
@@ -51,7 +52,7 @@ BASE = RunConfig(
     slo="ttft=200ms",
 )
 LOADS = {2.0: "nearly idle", 9.0: "half loaded", 15.0: "loaded", 25.0: "overloaded"}
-SLOWER, REPEATS = 1.03, 10
+SLOWER, REPEATS, PAIRINGS = 1.03, 10, 5
 SHOWN = (
     "request_throughput_per_s",
     "output_throughput_tokens_per_s",
@@ -73,17 +74,6 @@ class Sampled:
 
     summary: Mapping[str, Any]
     sample: RunSample
-
-
-class SlowerSample(RunSample):
-    """The requests of a run in which all times are SLOWER times as long."""
-
-    def __init__(self, sample: RunSample) -> None:
-        self.__dict__ |= sample.__dict__
-
-    def pseudo_values(self, blocks: int, min_beyond: float = MIN_BEYOND) -> dict[str, Floats]:
-        found = super().pseudo_values(blocks, min_beyond)
-        return {name: values * factor_of(name) for name, values in found.items()}
 
 
 def factor_of(name: str) -> float:
@@ -145,8 +135,9 @@ def by_blocks(a: Sampled, b: Sampled) -> Compare:
     """A comparison of two runs."""
 
     def compare(is_slower: bool) -> Mapping[str, bool | None]:
-        sample, changed = (SlowerSample(b.sample), slower) if is_slower else (b.sample, _flat)
-        figures = compared_figures(_flat(a.summary), changed(b.summary), half_widths(sample, a.sample))
+        # Times that are longer by a factor have logarithms that are larger by an amount, so the margins stay.
+        changed = slower if is_slower else _flat
+        figures = compared_figures(_flat(a.summary), changed(b.summary), margins(b.sample, a.sample))
         return {name: None if one.low is None else not one.is_noise for name, one in figures.items()}
 
     return compare
@@ -184,9 +175,10 @@ def missed(runs: Sequence[Sampled]) -> dict[str, tuple[int, float]]:
     means = {name: fmean(one[name] for one in figures) for name in figures[0]}
     outside: defaultdict[str, list[bool]] = defaultdict(list)
     for run, values in zip(runs, figures, strict=True):
-        for name, half in half_widths(run.sample).items():
+        for name, margin in margins(run.sample).items():
             if name in means:
-                outside[name].append(abs(values[name] - means[name]) > half)
+                low, high = margin.around(values[name])
+                outside[name].append(not low <= means[name] <= high)
     return {name: (len(values), fmean(values)) for name, values in outside.items()}
 
 
@@ -197,11 +189,17 @@ def groups(runs: Sequence[tuple[Sampled, Sampled]], count: int, size: int) -> It
         yield [runs[index] for index in generator.permutation(len(runs))[:size]]
 
 
-def study(rate: float, pairs: int, requests: int, processes: int) -> dict[str, dict[str, tuple[int, float]]]:
+def study(
+    rate: float, pairs: int, requests: int, processes: int, first_seed: int
+) -> dict[str, dict[str, tuple[int, float]]]:
     """Shares by figure: false differences of each kind of comparison, and its power."""
-    runs = simulate_all(rate, requests, range(2 * pairs), processes)
+    runs = simulate_all(rate, requests, range(first_seed, first_seed + 2 * pairs), processes)
     compared: dict[str, list[Compare]] = {
-        "two seeds": [by_blocks(runs[2 * number][0], runs[2 * number + 1][0]) for number in range(pairs)],
+        "two seeds": [
+            by_blocks(order[2 * number][0], order[2 * number + 1][0])
+            for order in groups(runs, PAIRINGS, len(runs))
+            for number in range(pairs)
+        ],
         "same requests": [by_blocks(*runs[number]) for number in range(pairs)],
         "10 seeds each": [
             by_repeats([one for one, _ in group[:REPEATS]], [one for one, _ in group[REPEATS:]], first_seed=REPEATS)
@@ -236,10 +234,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--first_seed", type=int, default=20000, help="the intervals were chosen with seeds below 20000"
+    )
     asked = parser.parse_args()
     found = {}
     for rate, name in LOADS.items():
-        found[rate] = study(rate, asked.pairs, asked.requests, asked.processes)
+        found[rate] = study(rate, asked.pairs, asked.requests, asked.processes, asked.first_seed)
         print(f"{name} ({rate:g} requests/s): done", file=sys.stderr)
     kinds = [*found[next(iter(LOADS))]]
     for is_power in (False, True):

@@ -137,6 +137,14 @@ def removed(directory: Path) -> OutputError:
     )
 
 
+def lost(directory: Path) -> OutputError:
+    """The error for a directory of results that was removed, or files of it, when they were complete."""
+    return OutputError(
+        f"{directory}: was removed, or files in it, after the run had ended. What is printed is all that is left of "
+        "it; run again to have the files."
+    )
+
+
 @contextmanager
 def protecting_inputs() -> Iterator[None]:
     """Until the end of the block, outputs do not replace the files that `protect` is called with."""

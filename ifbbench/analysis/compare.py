@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ifbbench.analysis.confidence import OF_BLOCKS, half_widths
+from ifbbench.analysis.confidence import OF_BLOCKS, margins
 from ifbbench.analysis.figures import Figure, compared_figures
 from ifbbench.analysis.limits import part_name, waits_for
 from ifbbench.analysis.recorded import RecordedRun
@@ -107,7 +107,7 @@ class Comparison:
         if self.repeats is not None:
             return self.repeats.figures
         summaries = [run.data.summary or {} for run in (self.a, self.b)]
-        return compared_figures(summaries[0], summaries[1], half_widths(self.b.sample, self.a.sample))
+        return compared_figures(summaries[0], summaries[1], margins(self.b.sample, self.a.sample))
 
     @property
     def is_too_short(self) -> bool:

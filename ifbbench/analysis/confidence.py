@@ -1,8 +1,9 @@
 """Confidence intervals: of means over repeats with different seeds, and of the figures of a single run."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from math import sqrt
+from math import exp, log, sqrt
 from statistics import fmean, variance
 from typing import Any, TypeAlias
 
@@ -37,16 +38,35 @@ def half_width_of_difference(a: Sequence[float], b: Sequence[float]) -> float | 
     return student_t(CONFIDENCE, max(int(degrees), 1)) * sqrt(total)
 
 
+@dataclass(frozen=True)
+class Margin:
+    """Half of the confidence interval of a figure or, if is_log, of its logarithm."""
+
+    half: float
+    is_log: bool = False
+
+    def around(self, value: float) -> Interval:
+        """The interval of a figure that is `value`. Of its difference from another one: less that one."""
+        if self.is_log:
+            return value * exp(-self.half), value * exp(self.half)
+        return value - self.half, value + self.half
+
+
 OF_BLOCKS = "95 % intervals: for other requests like these, by Student's t over {} blocks of consecutive arrivals."
-# Blocks of a run: at least MIN_BLOCKS, at most MAX_BLOCKS. Each has MIN_REQUESTS requests or more, and is MIN_LENGTH
-# times as long as the mean latency or longer. A percentile has MIN_BEYOND requests or more above it. Of one run alone
-# it has MIN_BEYOND_ALONE: with fewer, percentiles vary by more upwards than downwards, and an interval of equal halves
-# misses their mean twice as often as it says. In the difference of two runs that cancels.
-MIN_BLOCKS, MAX_BLOCKS = 5, 10
+# A run is cut into a few long blocks: the variance of a tail is that of a few bursts, which short blocks cut, and the
+# interval of t over any fixed number of blocks is right in the limit (Glynn and Iglehart, Simulation output analysis
+# using standardized time series, 1990), while more blocks make it hardly narrower (Schmeiser, Batch size effects in
+# the analysis of simulation output, 1982). Each block has MIN_REQUESTS requests or more, and is MIN_LENGTH times as
+# long as the mean latency or longer. A percentile has MIN_BEYOND requests or more above it. Of one run alone it has
+# MIN_BEYOND_ALONE: with fewer, percentiles vary by more upwards than downwards, and an interval misses their mean more
+# often than it says. In the difference of two runs that cancels.
+BLOCKS = 5
 MIN_REQUESTS, MIN_LENGTH, MIN_BEYOND, MIN_BEYOND_ALONE = 20, 10.0, 8.0, 400.0
 # The time after which the state of a server is forgotten, in mean latencies. Half of it on each side of an edge couples
 # two blocks.
 MEMORY = 2.0
+# Half of the interval of a logarithm that says nothing.
+MAX_HALF = 20.0
 
 
 class RunSample:
@@ -89,26 +109,25 @@ class RunSample:
 
     @property
     def blocks(self) -> int:
-        blocks = int(min(MAX_BLOCKS, len(self._rank) // MIN_REQUESTS, self.lengths / MIN_LENGTH))
-        return blocks if blocks >= MIN_BLOCKS else 0
+        return 0 if self.too_short else BLOCKS
 
     @property
     def too_short(self) -> str:
         """Why there are no blocks; empty if there are."""
-        if self.blocks:
-            return ""
-        if len(self._rank) < MIN_BLOCKS * MIN_REQUESTS:
-            return f"it completed {len(self._rank)} requests, and {MIN_BLOCKS * MIN_REQUESTS} are needed"
-        needed = MIN_BLOCKS * MIN_LENGTH
-        return f"its arrivals last {self.lengths:.2g} times the mean latency, and {needed:.0f} times are needed"
+        if len(self._rank) < BLOCKS * MIN_REQUESTS:
+            return f"it completed {len(self._rank)} requests, and {BLOCKS * MIN_REQUESTS} are needed"
+        if (needed := BLOCKS * MIN_LENGTH) > self.lengths:
+            return f"its arrivals last {self.lengths:.2g} times the mean latency, and {needed:.0f} times are needed"
+        return ""
 
-    def pseudo_values(self, blocks: int, min_beyond: float = MIN_BEYOND) -> dict[str, Floats]:
-        """For each figure by its dotted name an array of shape [blocks], independent of each other.
+    def left_out(self, min_beyond: float = MIN_BEYOND) -> dict[str, tuple[float, Floats]]:
+        """Each figure by its dotted name: of the whole run, and without each block, [BLOCKS].
 
         min_beyond: how many requests a percentile has above it at least."""
+        blocks = BLOCKS
         of_all = np.arange(self._count) * blocks // max(self._count, 1)
         of_completed = of_all[self._rank]
-        found: dict[str, Floats] = {}
+        found: dict[str, tuple[float, Floats]] = {}
         with np.errstate(divide="ignore"):
             columns = self._latencies | {"per_user_output_speed_tokens_per_s": 1 / self._latencies["tpot_s"]}
         for name, column in columns.items():
@@ -119,14 +138,13 @@ class RunSample:
                 beyond = len(values) * (1 - PERCENTILES.get(statistic, 0.0) / 100)
                 if (statistic == "mean" or beyond >= min_beyond) and all(part[statistic] is not None for part in parts):
                     left = np.array([part[statistic] for part in parts], np.float64)
-                    found[f"{name}.{statistic}"] = blocks * (whole[statistic] or 0.0) - (blocks - 1) * left
+                    found[f"{name}.{statistic}"] = whole[statistic] or 0.0, left
 
         def ratio(name: str, over: Floats, under: Floats) -> None:
             """over, under: their sums in each block."""
             totals = over.sum(), under.sum()
             if (under < totals[1]).all():
-                without = (totals[0] - over) / (totals[1] - under)
-                found[name] = blocks * totals[0] / totals[1] - (blocks - 1) * without
+                found[name] = float(totals[0] / totals[1]), (totals[0] - over) / (totals[1] - under)
 
         def sums(values: Floats) -> Floats:
             return np.bincount(of_completed, values, minlength=blocks).astype(np.float64)
@@ -149,26 +167,31 @@ class RunSample:
         return found
 
 
-def half_widths(run: RunSample, than: RunSample | None = None) -> dict[str, float]:
-    """Half of the confidence interval of each figure of `run`, or of its difference from that of `than`: for other
-    requests like these. Empty if a run is too short to tell.
+def margins(run: RunSample, than: RunSample | None = None) -> dict[str, Margin]:
+    """The confidence interval of each figure of `run`, or of its difference from that of `than`: for other requests
+    like these. Empty if a run is too short to tell.
 
     Blocks at the same position of two runs are paired: what both have in common, such as the requests themselves or a
-    rate that changes over the day, does not count as uncertainty."""
+    rate that changes over the day, does not count as uncertainty. Figures that are positive are taken by their
+    logarithms, as a jackknife should be where the variance grows with the figure (Miller, The jackknife - a review,
+    1974): a run with a high percentile has a wide interval, and one with a low one a narrow interval."""
     runs = [run] if than is None else [run, than]
-    blocks = min(one.blocks for one in runs)
-    if not blocks:
+    if not all(one.blocks for one in runs):
         return {}
-    min_beyond = MIN_BEYOND_ALONE if than is None else MIN_BEYOND
-    values, *others = (one.pseudo_values(blocks, min_beyond) for one in runs)
-    correlated = 1 / sqrt(1 - MEMORY * blocks / min(one.lengths for one in runs))
+    of_runs = [one.left_out(MIN_BEYOND_ALONE if than is None else MIN_BEYOND) for one in runs]
+    correlated = 1 / sqrt(1 - MEMORY * BLOCKS / min(one.lengths for one in runs))
     found = {}
-    for name in values:
-        if all(name in other for other in others):
-            difference = sum((-other[name] for other in others), values[name])
-            half = half_width(difference)
-            if half is not None and np.isfinite(half):
-                found[name] = half * correlated
+    for name in of_runs[0]:
+        if not all(name in figures for figures in of_runs):
+            continue
+        values = [figures[name] for figures in of_runs]
+        is_log = all(whole > 0 and (left > 0).all() for whole, left in values)
+        if is_log:
+            values = [(log(whole), np.log(left)) for whole, left in values]
+        pseudo_values = [BLOCKS * whole - (BLOCKS - 1) * left for whole, left in values]
+        half = half_width(pseudo_values[0] if than is None else pseudo_values[0] - pseudo_values[1])
+        if half is not None and np.isfinite(half) and not (is_log and half * correlated > MAX_HALF):
+            found[name] = Margin(half * correlated, is_log)
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ifbbench.analysis.confidence import Interval
+from ifbbench.analysis.confidence import Interval, Margin
 from ifbbench.errors import InputError
 
 
@@ -51,17 +51,18 @@ class Figure:
         return {"a": self.a, "b": self.b, "difference": self.difference, "ratio": self.ratio} | interval | expected
 
 
-def compared_figures(a: Mapping[str, Any], b: Mapping[str, Any], half_widths: Mapping[str, float]) -> dict[str, Figure]:
+def compared_figures(a: Mapping[str, Any], b: Mapping[str, Any], margins: Mapping[str, Margin]) -> dict[str, Figure]:
     """Each number that the summaries `a` and `b` both have, by its dotted name.
 
-    half_widths: half of the confidence interval of the difference of each figure that has one."""
+    margins: the confidence interval of the difference of each figure that has one."""
     flat = [dict(numbers_of(summary)) for summary in (a, b)]
     expected = [summary.get("expected_error") or {} for summary in (a, b)]
     found = {}
     for name, value in flat[0].items():
         if name in flat[1] and not name.startswith("expected_error."):
-            difference, half = flat[1][name] - value, half_widths.get(name)
-            low, high = (None, None) if half is None else (difference - half, difference + half)
+            low, high = None, None
+            if (margin := margins.get(name)) is not None:
+                low, high = (limit - value for limit in margin.around(flat[1][name]))
             found[name] = Figure(value, flat[1][name], low, high, _wider(expected, name.partition(".")[0]))
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ifbbench.analysis.confidence import combined, half_width, half_width_of_difference
+from ifbbench.analysis.confidence import Margin, combined, half_width, half_width_of_difference
 from ifbbench.analysis.figures import Figure, compared_figures, numbers_of
 from ifbbench.errors import InputError
 from ifbbench.rundir.reader import find_runs, load_run
@@ -88,9 +88,9 @@ class RepeatsComparison:
     def figures(self) -> dict[str, Figure]:
         """The mean of each number of `summary.json` over the repeats."""
         means = [combined(side.summaries, fmean) for side in (self.a, self.b)]
-        return compared_figures(means[0], means[1], self._half_widths())
+        return compared_figures(means[0], means[1], self._margins())
 
-    def _half_widths(self) -> dict[str, float]:
+    def _margins(self) -> dict[str, Margin]:
         if self.a.are_equal or self.b.are_equal:
             return {}
         by_seed = [
@@ -105,7 +105,7 @@ class RepeatsComparison:
             else:
                 half = half_width_of_difference([*a.values()], [*b.values()])
             if half is not None:
-                found[name] = half
+                found[name] = Margin(half)
         return found
 
     def as_dict(self) -> dict[str, Any]:

@@ -164,14 +164,14 @@ def _bench(ctx: click.Context, trace: str | None, options: dict[str, Any]) -> No
     values = _values(str(ctx.command.name), options)
     config = given_config(None, values)
 
+    from ifbbench.cli.report import print_result
     from ifbbench.cli.run import replay
     from ifbbench.report.compat.trtllm_bench import report
     from ifbbench.report.compat.trtllm_text import report_text
-    from ifbbench.rundir.reader import load_run
     from ifbbench.rundir.run_directory import find_lines
 
     result = replay(trace, config, f"bench {ctx.command.name}")
-    click.echo(report_text(report(load_run(result.directory))))
+    print_result(result, lambda data: click.echo(report_text(report(data))))
     click.echo(f"Results are in {result.directory}; `ifbbench report {result.directory}` says more.")
     if result.failed:
         reasons = find_lines(result.directory, "requests")

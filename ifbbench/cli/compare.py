@@ -183,13 +183,13 @@ def _run_all(
     paths: Sequence[str], over: Sequence[str], config_file: Path | None, options: Mapping[str, Any], quiet: bool
 ) -> list[Path]:
     """Run the trace at each point, below results/ or --output; returns the run directories."""
-    from ifbbench.cli.run import is_swept, run_points
+    from ifbbench.cli.run import run_points, swept_names
 
     if len(paths) > 1:
         raise click.UsageError("give one trace to compare several values of a setting.")
     names = {one.name for one in settings()} - set(_lists(options))
     single = {name: value for name, value in options.items() if name in names}
-    config = given_config(config_file, single, needs_model=not is_swept("model", over))
+    config = given_config(config_file, single, swept=swept_names(over))
     return run_points(paths[0] if paths else None, config, over, quiet=quiet or config.quiet)
 
 

@@ -357,12 +357,13 @@ def given_config(
     needs_model: bool = True,
     is_noted: bool = True,
     replays: bool = True,
+    swept: Collection[str] = (),
 ) -> RunConfig:
     """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong.
 
     needs_model: whether a GPU needs a model, which is not given otherwise. is_noted: whether what names stand for, and
     what comes from a file, is printed. replays: whether the command replays a trace, of which a file that is made for
-    several replicas needs a share."""
+    several replicas needs a share. swept: settings of which each run has a value of its own."""
     from_file = read_config_file(config_file) if config_file else {}
     from_command_line = {name: value for name, value in options.items() if value not in (None, ())}
     values = {**from_file, **from_command_line}
@@ -381,16 +382,19 @@ def given_config(
             if name not in values and SAME_QUESTION.get(name) not in values
         }
     config = from_mapping(from_engine | values, command_line=True)
-    if needs_model:
+    if needs_model and "model" not in swept:
         _check_model_is_given(config, values)
     if is_noted:
         for note in _notes(config, values, from_engine):
             _log.warning(note)
         if config_file is not None:
             model, device = (
-                f"--{name} {getattr(config, name)}{_origin(name, from_file, values)}" for name in ("model", "device")
+                f"--{name} of each point"
+                if name in swept
+                else f"--{name} {getattr(config, name)}{_origin(name, from_file, values)}"
+                for name in ("model", "device")
             )
-            _log.warning("%s: the run has %s and %s.", config_file, model, device)
+            _log.warning("With %s: %s and %s.", config_file, model, device)
     return config
 
 
@@ -504,7 +508,10 @@ def read_command_keys(path: Path | None, names: Collection[str], command: str) -
     found = {name: value for name, value in config_table(path).items() if name in COMMAND_KEYS}
     for name in found:
         if name not in names:
-            raise InputError(f"{path}: {name} is a key of `ifbbench sweep`; `ifbbench {command}` has no such key.")
+            raise InputError(
+                f"{path}: {name} is a key of `ifbbench sweep`; `ifbbench {command}` has no such key. Run `ifbbench "
+                f"sweep --config {path}`, or give the directory of one run."
+            )
     _protect(found)
     return found
 
@@ -517,8 +524,10 @@ def config_table(path: Path) -> dict[str, Any]:
         if path.is_dir():
             path = next((path / name for name in (SWEEP_CONFIG, "run.json") if (path / name).is_file()), path)
             if path.is_dir():
+                found = ", ".join(str(one.name) for one in sorted(path.iterdir()) if _is_config(one)) or "none"
                 raise InputError(
-                    f"the directory has no run.json and no {SWEEP_CONFIG}; expected that of a run or a sweep."
+                    f"the directory has no run.json and no {SWEEP_CONFIG}; expected that of a run or a sweep. "
+                    f"Config files and runs in it: {found}."
                 )
         table = parse_config_file(path)
         if not isinstance(table, dict):
@@ -538,6 +547,11 @@ def config_table(path: Path) -> dict[str, Any]:
         }
         source = table["trace"].get("source")
         return of_run | ({"trace": source} if source not in (None, STANDARD_INPUT) else {})
+
+
+def _is_config(path: Path) -> bool:
+    """Whether `path` may be meant for a config file where the directory that it is in was given."""
+    return (path / "run.json").is_file() if path.is_dir() else path.suffix in CONFIG_SUFFIXES
 
 
 def parse_config_file(path: Path) -> Any:
@@ -562,7 +576,10 @@ def _parse(suffix: str, text: str) -> Any:
         except ValueError as error:
             raise InputError(f"not valid TOML: {error}.") from error
     if suffix == ".json":
+        from ifbbench.settings.json_text import check_keys
+
         try:
+            check_keys(text)
             return json.loads(text)
         except ValueError as error:
             raise InputError(f"not valid JSON: {error}.") from error

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,9 @@ from ifbbench.rundir.run_directory import REPEATS_FILE
 from ifbbench.settings.config import REPORT_FILES, RunConfig
 
 if TYPE_CHECKING:
+    from ifbbench.replay.run import RunResult
     from ifbbench.report.charts import Output
+    from ifbbench.rundir.reader import RunData
     from ifbbench.studies.point_table import SweepTable
 
 DIRECTORY = click.Path(path_type=Path)
@@ -68,29 +70,33 @@ def report(run: Path, as_json: bool, benchmark_lines: bool | None, **options: An
         if path := getattr(config, name):
             check_new_file(Path(path), f"--{name}", config.overwrite)
     write_run_outputs(run, config)
-    if not as_json:
-        print_run(run, benchmark_lines, config.enable_steady_state)
-        return
 
-    from ifbbench.rundir.figures import figures, steady_figures
     from ifbbench.rundir.reader import load_run
 
     loaded = load_run(run)
+    if not as_json:
+        print_run(loaded, benchmark_lines, config.enable_steady_state)
+        return
+
+    from ifbbench.rundir.figures import figures, steady_figures
+
     click.echo(json.dumps(steady_figures(loaded) if config.enable_steady_state else figures(loaded), indent=2))
 
 
-def report_repeats(directory: Path, as_json: bool = False) -> None:
-    """Print the means of repeats."""
-    if as_json:
+def report_repeats(directory: Path, as_json: bool = False, known: Mapping[str, Any] | None = None) -> None:
+    """Print the means of repeats. known: their summary, by default that in `directory`."""
+    if known is None:
         from ifbbench.rundir.checking import read_object
 
-        click.echo(json.dumps(read_object(directory / "summary.json", of_repeats=True), indent=2))
+        known = read_object(directory / "summary.json", of_repeats=True)
+    if as_json:
+        click.echo(json.dumps(known, indent=2))
         return
 
     from ifbbench.cli.console import report_console
     from ifbbench.report.repeats import print_repeats
 
-    print_repeats(directory, report_console())
+    print_repeats(directory.name, known, report_console())
 
 
 def write_run_outputs(directory: Path, config: RunConfig) -> None:
@@ -102,16 +108,34 @@ def write_run_outputs(directory: Path, config: RunConfig) -> None:
         write_outputs(load_run(directory), config)
 
 
-def print_run(directory: Path, with_lines: bool | None, steady_state: bool = False) -> None:
-    """Print the tables of a run directory. with_lines: whether gptManagerBenchmark's [BENCHMARK] lines follow; None is
+def print_result(result: "RunResult", print_whole: Callable[["RunData"], None]) -> None:
+    """Print a run that has ended with `print_whole`. OutputError if its directory was removed since: the tables of what
+    is known without it are printed then, unless it was printed before."""
+    from ifbbench.files import lost
+    from ifbbench.rundir.reader import RunData, load_run
+    from ifbbench.rundir.run_directory import is_lost
+
+    try:
+        data = load_run(result.directory)
+    except InputError:
+        if not is_lost(result.directory):
+            raise
+    if is_lost(result.directory):
+        print_run(RunData(result.directory, dict(result.description), result.summary), with_lines=False)
+    else:
+        print_whole(data)
+    if is_lost(result.directory):
+        raise lost(result.directory)
+
+
+def print_run(run: "RunData", with_lines: bool | None, steady_state: bool = False) -> None:
+    """Print the tables of a run. with_lines: whether gptManagerBenchmark's [BENCHMARK] lines follow; None is
     where standard output is no terminal. steady_state: tables of the steady state only."""
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.report.compat.gpt_manager_benchmark import benchmark_lines
     from ifbbench.report.tables import print_report
     from ifbbench.rundir.figures import steady_figures
-    from ifbbench.rundir.reader import load_run
 
-    run = load_run(directory)
     with progress_line("report", quiet=False) as progress:
         progress.stage("reading results")
         lines = benchmark_lines(run) if with_lines or (with_lines is None and not sys.stdout.isatty()) else []

@@ -12,9 +12,11 @@ import click
 
 from ifbbench.cli.gpt_manager import TraceCommand
 from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, engine_defaults, given_config, read_command_keys
-from ifbbench.cli.report import benchmark_lines_option, json_option, print_run, write_run_outputs
+from ifbbench.cli.report import benchmark_lines_option, json_option, print_result, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
+from ifbbench.files import lost
+from ifbbench.rundir.run_directory import REPEATS_FILE, is_lost
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import boolean, choice, integer, located
 from ifbbench.settings.names import usual_settings
@@ -69,8 +71,10 @@ def run(
     result = replay(trace, config, "run")
     if as_json:
         click.echo(json.dumps(result.summary, indent=2))
+        if is_lost(result.directory):
+            raise lost(result.directory)
     else:
-        print_run(result.directory, benchmark_lines)
+        print_result(result, lambda data: print_run(data, benchmark_lines))
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
     if result.failed:
         reasons = find_lines(result.directory, "requests")
@@ -144,7 +148,7 @@ def sweep(
         "executor": executor,
     }
     asked = _sweep_of({name: value for name, value in given.items() if value is not None}, config_file)
-    config = given_config(config_file, options, needs_model=not is_swept("model", asked.over))
+    config = given_config(config_file, options, swept=swept_names(asked.over))
     result = _sweep(asked, config, config.quiet)
     _report_sweep(result, as_json)
     if result.failed:
@@ -209,9 +213,9 @@ def _sweep_of(given: Mapping[str, Any], config_file: Path | None) -> SweepKeys:
     return SweepKeys(**asked)
 
 
-def is_swept(name: str, over: Sequence[str]) -> bool:
-    """Whether one of the axes, texts as of `--over`, is the setting `name`."""
-    return any(text.partition("=")[0].strip().lstrip("-") == name for text in over)
+def swept_names(over: Sequence[str]) -> set[str]:
+    """The names of the axes, which are texts as of `--over`."""
+    return {text.partition("=")[0].strip().lstrip("-") for text in over}
 
 
 def run_points(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> list[Path]:
@@ -253,7 +257,10 @@ def _repeat(context: click.Context, trace: str | None, config: RunConfig, count:
     from ifbbench.studies.repeat import run_repeats
 
     result = run_repeats(trace, config, count, _run_point, _point_reporter(config.quiet))
-    report_repeats(result.directory, as_json)
+    report_repeats(result.directory, as_json, result.summary)
+    there = sum(not is_lost(directory) for directory in result.directory.glob("repeat-*"))
+    if there < result.summary["repeats"]["completed"] or not (result.directory / REPEATS_FILE).is_file():
+        raise lost(result.directory)
     if not as_json:
         click.echo(f"Results are in {result.directory}; each repeat is a run directory in it.")
     if result.failed:
@@ -316,5 +323,14 @@ def replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":
             progress,
             owns_process=True,
             on_recording=follow,
-            on_recorded=partial(write_run_outputs, config=config),
+            on_recorded=partial(_write_outputs, config=config),
         )
+
+
+def _write_outputs(directory: Path, config: RunConfig) -> None:
+    """`write_run_outputs`, nothing if the directory was removed: who prints the run says so."""
+    try:
+        write_run_outputs(directory, config)
+    except InputError:
+        if not is_lost(directory):
+            raise

@@ -63,9 +63,9 @@ def run_endpoint(
     places: Iterable[Path],
     progress: Progress = NO_PROGRESS,
     on_recorded: Callable[[Path], None] | None = None,
-) -> tuple[Path, dict[str, Any], ReplayClient]:
+) -> tuple[Path, dict[str, Any], ReplayClient, dict[str, Any]]:
     """Replay `trace` against `config.endpoint` into the first of `places` that is free (see `run_directory.begun`);
-    returns the run directory, the summary, and the client with the outputs.
+    returns the run directory, the summary, the client with the outputs, and the content of `run.json`.
 
     InputError before anything is written if the settings are bad, the server cannot be reached, or refuses a request
     of the warm-up. A run that is interrupted keeps what it has.
@@ -88,7 +88,7 @@ def run_endpoint(
         if replay.client is not None and on_recorded is not None:
             on_recorded(replay.directory)
     assert replay.client is not None
-    return replay.directory, summary, replay.client
+    return replay.directory, summary, replay.client, replay.description(replay.directory.name)
 
 
 def _check(trace: Trace, config: RunConfig, max_files: int | None) -> None:
@@ -197,13 +197,13 @@ class _EndpointReplay:
     def _begin(self, directory: Path, name: str) -> None:
         self._progress.stage("writing trace")
         write_trace(self._trace.requests, directory / f"trace.{self._config.recording_format}", overwrite=True)
-        run_directory.write_begun(directory, self._description(name))
+        run_directory.write_begun(directory, self.description(name))
 
     async def _replay(self) -> dict[str, Any]:
         config, trace = self._config, self._trace
         self._recorder = ClientRecorder(
             self.directory,
-            self._description(self.directory.name),
+            self.description(self.directory.name),
             config.as_dict(),
             config.recording_format,
             columns_of(trace.requests).class_at,
@@ -337,7 +337,7 @@ class _EndpointReplay:
             parts += [f"{number} {kind}" for kind, number in metrics.errors.most_common(ERRORS_SHOWN)]
             self._progress.update(self.client.answered, len(self._trace), ", ".join(parts))
 
-    def _description(self, name: str) -> dict[str, Any]:
+    def description(self, name: str) -> dict[str, Any]:
         """The content of run.json: the settings of the client; of the server what is known."""
         config = self._config
         names = [

@@ -56,8 +56,8 @@ class CountedCache(PagedCache):
         self.count = 0
         self._free = num_blocks
         self._counters = BlockCounters()
-        # By slot, the blocks of the complete sequence, and those that it held before it was in generation; blocks that its
-        # beams share count once.
+        # By slot, the blocks of the complete sequence, and those that it held before it was in generation. Blocks that
+        # its beams share count once.
         self._all_blocks: dict[int, int] = {}
         self._held_before: dict[int, int] = {}
         # By slot, of sequences with several beams: their number, and blocks of one beam before it was in generation.

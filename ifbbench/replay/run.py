@@ -3,9 +3,9 @@
 import gc
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from ifbbench.engine.interfaces import Delivery
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError, RunFailed
-from ifbbench.files import check_new_file, new_file, replace_file
+from ifbbench.files import check_new_file, lost, new_file, replace_file
 from ifbbench.models.named_models import built_in_shape
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.rank_runs import WRITING, leading, starts_ranks
@@ -48,11 +48,13 @@ _log = logging.getLogger("ifbbench")
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The run directory, the figures of its `summary.json`, and the number of failed requests."""
+    """The run directory, the figures of its `summary.json`, the number of failed requests, and the content of its
+    `run.json`, which repeats have not."""
 
     directory: Path
     summary: dict[str, Any]
     failed: int
+    description: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_trace(
@@ -105,7 +107,7 @@ def run_trace(
                 if config.enable_steady_state:
                     summary = _steady_summary(directory)
                     _thin_iterations(directory, config.iteration_stats_every)
-    return RunResult(directory, summary, summary["requests"]["failed"])
+    return RunResult(directory, summary, summary["requests"]["failed"], description)
 
 
 def summarise_run(
@@ -151,13 +153,13 @@ def _run_endpoint(
     # Imported here because other runs need no HTTP.
     from ifbbench.endpoint.run import run_endpoint
 
-    directory, summary, client = run_endpoint(trace, config, _places(config, trace), progress, on_recorded)
+    directory, summary, client, description = run_endpoint(trace, config, _places(config, trace), progress, on_recorded)
     _say_number(config, trace, directory)
     if config.enable_steady_state:
         summary = _steady_summary(directory)
     if config.responses_json:
         _write_responses(Path(config.responses_json), trace, client)
-    return RunResult(directory, summary, summary["requests"]["failed"])
+    return RunResult(directory, summary, summary["requests"]["failed"], description)
 
 
 @contextmanager
@@ -194,11 +196,14 @@ def _tell_last_arrival(trace: Trace, engine: Engine) -> None:
 
 
 def _steady_summary(directory: Path) -> dict[str, Any]:
-    """Restrict the summary of a run that has ended to its steady state. Every iteration is still there."""
+    """Restrict the summary of a run that has ended to its steady state. Every iteration is still there. OutputError if
+    the directory was removed meanwhile."""
     # Imported here because other runs need no data frames.
     from ifbbench.rundir.figures import restrict_summary
     from ifbbench.rundir.reader import RunData, load_run
 
+    if run_directory.is_lost(directory):
+        raise lost(directory)
     run = load_run(directory)
     whole = run.run | {"config": run.config | {"iteration_stats_every": 1}}
     return restrict_summary(RunData(run.path, whole, run.summary))

@@ -1,6 +1,7 @@
 """The report of a run with --repeat: the mean of each figure over the repeats, and half of its confidence interval."""
 
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -9,7 +10,6 @@ from rich.table import Table
 from ifbbench.analysis.number_texts import NOTHING, count, significant
 from ifbbench.report import plain_table, print_fitting
 from ifbbench.report.tables import LATENCIES, STATISTICS, common_unit
-from ifbbench.rundir.checking import read_object
 
 THROUGHPUTS = {
     "request_throughput_per_s": ("Request throughput", "requests/s"),
@@ -20,14 +20,14 @@ THROUGHPUTS = {
 }
 
 
-def print_repeats(directory: Path, console: Console) -> None:
-    """Print throughput and latencies as mean ± half of the 95 % confidence interval."""
-    known = read_object(directory / "summary.json", of_repeats=True)
+def print_repeats(name: str, known: Mapping[str, Any], console: Console) -> None:
+    """Print throughput and latencies of repeats called `name`, as mean ± half of the 95 % confidence interval. known:
+    their summary."""
     intervals = known["confidence_interval_95"]
     completed, total = (known["repeats"][name] for name in ("completed", "total"))
     console.print()
     ended = f"{count(completed)} of {count(total)} repeats completed, each with its own seed"
-    console.print(f"[bold]{escape(directory.name)}[/bold]  {ended}", highlight=False)
+    console.print(f"[bold]{escape(name)}[/bold]  {ended}", highlight=False)
     console.print("[dim]mean ± half of the 95 % confidence interval of the mean (Student's t)[/dim]", highlight=False)
     console.print()
     table = Table.grid(padding=(0, 3))
@@ -35,7 +35,7 @@ def print_repeats(directory: Path, console: Console) -> None:
         table.add_row(f"[dim]{title}[/dim]", f"{with_half_width(known.get(key), intervals.get(key))} {unit}")
     console.print(table)
     console.print()
-    unit, scale = common_unit([known])
+    unit, scale = common_unit([dict(known)])
     latencies = plain_table(f"Latency ({unit})", numbers=STATISTICS.values())
     for key, title in LATENCIES.items():
         means, limits = known.get(key) or {}, intervals.get(key) or {}

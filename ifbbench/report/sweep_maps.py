@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
 from ifbbench.analysis.limits import limit_name
@@ -47,6 +48,8 @@ OFFSETS = tuple(
 MARK_RADIUS, LINE_PIECES = 3.5, 40
 # How many times as far as from its own point a label is from each other point.
 CLEARLY_NEARER = 1.5
+# The frame of the cells of points that meet every objective, which colours of limits and figures leave free.
+MET_COLOUR, MET_CELLS = "#ff9f1c", " · framed: meets every objective"
 # Points that the chart of limits has a bar for, and those up to which its bars are wide.
 MAX_BARS, MAX_WIDE_BARS = 300, 48
 
@@ -81,6 +84,13 @@ def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
                 color=INK if limit in ("none", "") else "white",
             )
     axes.set_title("bound by (the limit with the largest share of time)", fontsize=9, color=INK)
+    places = [(row, column) for row in range(len(cells)) for column in range(len(cells[row]))]
+    met = [(row, column) for row, column in places if meets_objectives(cells[row][column])]
+    for row, column in met:
+        for axes in panels:
+            axes.add_patch(
+                Rectangle((column - 0.46, row - 0.44), 0.92, 0.88, fill=False, edgecolor=MET_COLOUR, linewidth=2)
+            )
     for axes in panels:
         axes.grid(False)
         axes.set_xticks(
@@ -94,7 +104,7 @@ def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
         for spine in axes.spines.values():
             spine.set_visible(False)
     figure.suptitle(
-        f"Sweep over {varied[0]} and {varied[1]}\n{subject_of(rows)}".strip(),
+        f"Sweep over {varied[0]} and {varied[1]}{MET_CELLS if met else ''}\n{subject_of(rows)}".strip(),
         x=0.01,
         ha="left",
         fontsize=11,

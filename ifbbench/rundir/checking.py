@@ -23,7 +23,8 @@ from ifbbench.rundir.line_types import ExecutorLine, InflightLine, IterationDeta
 from ifbbench.rundir.schema import FILES
 from ifbbench.rundir.summary_schema import Distribution, RepeatCounts, RequestCounts, RequestFigures, Summary
 from ifbbench.settings.config import settings
-from ifbbench.settings.fields import Setting, boolean, number
+from ifbbench.settings.fields import Setting, boolean, located, number
+from ifbbench.settings.json_text import check_keys
 
 # No figure is larger: the largest are floating-point operations per second.
 LARGEST = 1e20
@@ -53,7 +54,10 @@ def read_object(path: Path, of_repeats: bool = False) -> dict[str, Any]:
     a directory of repeats."""
     try:
         check_regular(path)
-        values = as_object(path.read_bytes())
+        text = path.read_bytes()
+        values = as_object(text)
+        with located(str(path), "Restore the file, or run again."):
+            check_keys(text)
         check(values, _of_repeats() if of_repeats else _as_read(FILES[path.name][0]))
         if path.name == "run.json":
             _check_config(values.get("config"))

@@ -152,19 +152,24 @@ def begun(places: Iterable[Path], overwrite: bool, write_start: WriteStart) -> I
     raise taken
 
 
+def is_lost(directory: Path) -> bool:
+    """Whether the directory of a run that has ended was removed, or its main files."""
+    return not (directory / RUN).is_file() or not (directory / "summary.json").is_file()
+
+
 @contextmanager
 def _keeping_trace(directory: Path) -> Iterator[None]:
     """Write the trace again if it is no longer there at the end of the block; OutputError then, unless the block ended
-    with another error."""
+    with another error. A directory without run.json was removed when its results were complete: nothing is written."""
     path = find_lines(directory, "trace")
     with path.open("rb") as file:
         try:
             yield
         except BaseException:
-            if not path.exists():
+            if not path.exists() and not is_lost(directory):
                 restored(path, file.fileno())
             raise
-        if not path.exists() and restored(path, file.fileno()):
+        if not path.exists() and not is_lost(directory) and restored(path, file.fileno()):
             raise removed(directory)
 
 

@@ -4,7 +4,7 @@ real servers leaves open, and what the next best settings cost."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ifbbench.analysis.confidence import OF_BLOCKS, RunSample, half_widths
+from ifbbench.analysis.confidence import OF_BLOCKS, RunSample, margins
 from ifbbench.analysis.figures import numbers_of
 from ifbbench.settings.objectives import Objective
 from ifbbench.studies.tune import Tuning
@@ -31,9 +31,10 @@ def intervals(tuning: Tuning, sample: RunSample) -> dict[str, list[float]]:
     if best.rate is not None and best.rate.low and (interval := best.rate.interval):
         found[goal.figure] = [best.score / best.rate.low * factor for factor in interval]
     figures = dict(numbers_of(best.summary))
-    for name, half in half_widths(sample).items():
+    for name, margin in margins(sample).items():
         if (value := figures.get(name)) is not None:
-            found[name] = [max(value - half, 0.0), value + half]
+            low, high = margin.around(value)
+            found[name] = [max(low, 0.0), high]
     if "goodput_share" in found:
         found["goodput_share"][1] = min(found["goodput_share"][1], 1.0)
     if goal.name == "cost" and (found.get(THROUGHPUT) or [0.0])[0]:

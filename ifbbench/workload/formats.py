@@ -18,6 +18,7 @@ from ifbbench.errors import InputError
 from ifbbench.files import new_file
 from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import integer, integers, number, shown, text
+from ifbbench.settings.json_text import check_keys
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest, num_blocks
 
@@ -58,17 +59,10 @@ def json_row(line: bytes | None) -> dict[str, Any]:
     row = json_object(line)
     if line is not None and line.count(b'":') + line.count(b'" :') != len(row):  # so it is not for most rows of numbers
         try:
-            json.loads(line, object_pairs_hook=_with_each_key_once)
+            check_keys(line)
         except (ValueError, RecursionError) as error:
             raise InputError(f"not valid JSON ({str(error)[:200]}); expected one JSON object.") from None
     return row
-
-
-def _with_each_key_once(pairs: list[tuple[str, Any]]) -> None:
-    keys = [key for key, _ in pairs]
-    if len(keys) != len(set(keys)):
-        doubled = next(key for key in keys if keys.count(key) > 1)
-        raise InputError(f"the key {shown(doubled)} is there twice; expected each key once.")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
 from ifbbench.cli import console
+from ifbbench.cli import run as run_command
 from ifbbench.cli.console import LineProgress
 from ifbbench.cli.main import main
 from ifbbench.cli.watch import Dashboard, _details
@@ -27,6 +30,7 @@ from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, check_new_file
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.reader import load_run
+from ifbbench.rundir.recorder import Recorder
 from ifbbench.rundir.run_directory import OPEN_SPANS, REPEATS_FILE, SWEEP_CONFIG
 from ifbbench.settings.config import SIDE_OUTPUTS
 from ifbbench.studies.point_table import SWEEP_FILE, SWEEP_JSON
@@ -370,6 +374,59 @@ def test_results_that_are_removed_during_the_run_are_written_again(
     for name in ("iterations", "spans", "requests"):
         assert len(getattr(run, name)) == len(getattr(whole, name))
     read_by_every_command(directory, tmp_path / "whole", Random(0))
+
+
+@pytest.mark.parametrize("when", ["before the end", "after the end"])
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ((*RUN, "--output_csv", "figures.csv"), "Latency"),
+        ((*RUN, "--json"), '"requests"'),
+        ((*RUN, "--enable_steady_state"), "Latency"),
+        ((*RUN, "--repeat", "2"), "2 of 2 repeats completed"),
+        ((*RUN, "--repeat", "2", "--json"), '"repeats"'),
+    ],
+    ids=["tables", "json", "steady", "repeats", "repeats as json"],
+)
+def test_a_run_that_is_removed_when_its_results_are_complete_is_printed_and_said_to_be_lost(
+    command: tuple[str, ...], printed: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place, name = (Recorder, "close") if when == "before the end" else (run_command, "replay")
+    function = getattr(place, name)
+
+    def remove_after(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        shutil.rmtree("results")
+        return result
+
+    monkeypatch.setattr(place, name, remove_after)
+    done = invoke(*command)
+    assert done.exit_code == 1, done.output
+    if when == "after the end" or "--enable_steady_state" not in command:
+        assert printed in done.stdout
+    assert "was removed, or files in it, after the run had ended" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bench_that_is_removed_when_its_results_are_complete_has_the_figures_that_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    replay = run_command.replay
+
+    def remove_after(*args: Any) -> Any:
+        result = replay(*args)
+        shutil.rmtree("results")
+        return result
+
+    monkeypatch.setattr(run_command, "replay", remove_after)
+    simulated = ("--device", "sim:h100-sxm", "--max_num_samples", "4", "--quiet")
+    done = invoke("bench", "--model", "llama-3.1-8b", "throughput", "documentation", *simulated)
+    assert done.exit_code == 1
+    assert "Issue Rate" not in done.stdout
+    assert "Latency" in done.stdout
+    assert "was removed, or files in it, after the run had ended" in done.stderr
 
 
 def test_a_run_in_the_place_of_a_removed_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

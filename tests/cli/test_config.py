@@ -328,3 +328,28 @@ def test_keys_that_are_merged_into_a_mapping_are_not_there_twice(tmp_path: Path)
     path.write_text("a: &a {seed: 1, max_batch_size: 4}\nb: &b\n  <<: *a\n  seed: 2\nc:\n  <<: *b\n  seed: 3\n")
     assert parse_yaml(path.read_text())["c"] == {"seed": 3, "max_batch_size": 4}
     assert parse_yaml("") is None
+
+
+def test_the_note_on_a_config_file_names_what_each_point_has_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    over = ["--over", "model=llama-3.1-8b,qwen3-0.6b"]
+    few = ["--max_num_samples", "4", "--quiet", "--keep", "summary"]
+    ifbbench("sweep", "chat", "--device", "sim:h100-sxm", *few, *over, "--output", "a")
+    caplog.clear()
+    ifbbench("sweep", "--config", "a", "--quiet", "--output", "b")
+    assert "With a: --model of each point and --device sim:h100-sxm." in caplog.text
+
+
+def test_a_directory_of_something_else_names_the_configs_in_it() -> None:
+    Path("other").mkdir()
+    Path("other/run.yaml").write_text("seed: 1\n")
+    Path("other/notes.txt").write_text("")
+    Path("other/repeat-1").mkdir()
+    Path("other/repeat-1/run.json").write_text("{}")
+    refused = ifbbench("sweep", "chat", "--over", "seed=1,2", "--config", "other", status=2).stderr
+    assert "Config files and runs in it: repeat-1, run.yaml." in refused
+
+
+@pytest.mark.parametrize("text", ['{"seed": 1, "seed": 2}', '{"config": {"seed": 1, "seed": 2}, "trace": {}}'])
+def test_a_config_in_json_has_each_key_once(text: str) -> None:
+    Path("run.json").write_text(text)
+    assert "run.json: the key 'seed' is there twice" in ifbbench("run", "--config", "run.json", status=2).stderr

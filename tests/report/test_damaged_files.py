@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from click.testing import CliRunner
 
+from ifbbench.cli.main import main
 from ifbbench.compressed import open_to_write, read_pieces
 from ifbbench.errors import InputError
 from ifbbench.studies.point_table import read_sweep
@@ -372,3 +374,28 @@ def test_cells_have_the_types_of_the_run(results: Path) -> None:
         for name, value in chain(written.items()):
             assert name in lists or read[name] == (None if value == "" else value), name
             assert name in lists or type(read[name]) is type(None if value == "" else value), name
+
+
+@pytest.mark.parametrize(
+    ("source", "file", "command"),
+    [
+        ("run", "run.json", "report damaged"),
+        ("run", "summary.json", "report damaged --json"),
+        ("run", "summary.json", "compare run damaged"),
+        ("run", "run.json", "run --config damaged --quiet --output again"),
+        ("repeats", "summary.json", "report damaged"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(
+    source: str, file: str, command: str, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").symlink_to(results / "run")
+    shutil.copytree(results / source, tmp_path / "damaged")
+    path = tmp_path / "damaged" / file
+    inner = '"ttft_s": {' if file == "summary.json" else '"config": {'
+    path.write_text(path.read_text().replace(inner, inner + '"mean": 1.0, "seed": 1, "seed": 1, "mean": 1.0, ', 1))
+    done = CliRunner().invoke(main, command.split())
+    assert done.exit_code == 2
+    assert "damaged" in done.stderr
+    assert "is there twice; expected each key once" in done.stderr

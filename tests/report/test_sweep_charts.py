@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from rich.console import Console
 
 from ifbbench.errors import InputError
@@ -234,3 +235,19 @@ def test_the_subject_is_what_all_points_have_in_common() -> None:
     assert subject_of([row, row]) == "chat, llama-3.1-8b on sim:h100-sxm"
     assert subject_of([row, {**row, "trace": "b.csv"}]) == "llama-3.1-8b on sim:h100-sxm"
     assert subject_of([{"x": 1}]) == ""
+
+
+def test_heat_maps_frame_the_points_that_meet_the_objectives() -> None:
+    figures = {"output_throughput_tokens_per_s": 90.0, "ttft_s.p50": 0.1, "ttft_s.p99": 0.4, "requests.failed": 0}
+    rows = [{"x": x, "y": y, "slo.ttft.met": x == 2 and y == 1, "error": "", **figures} for x in (1, 2) for y in (1, 2)]
+    with styled():
+        figure = draw_heat_maps(rows, ["y", "x"])
+        plain = draw_heat_maps([{**row, "slo.ttft.met": False} for row in rows], ["y", "x"])
+    for axes in figure.axes:
+        (frame,) = axes.patches
+        assert isinstance(frame, Rectangle)
+        assert frame.get_x() < 1 < frame.get_x() + frame.get_width()
+        assert frame.get_y() < 0 < frame.get_y() + frame.get_height()
+    assert "framed: meets every objective" in figure.get_suptitle()
+    assert "framed" not in plain.get_suptitle()
+    assert not any(axes.patches for axes in plain.axes)

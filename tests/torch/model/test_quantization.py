@@ -173,10 +173,10 @@ def test_a_run_with_a_config_file_says_what_it_takes(tmp_path: Path, caplog: pyt
     words = ["run", "documentation", "--config", str(file), "--time_scale", "0", "--output", str(tmp_path / "run")]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
-    assert f"{file}: the run has --model tiny (the default) and --device null." in caplog.text
+    assert f"With {file}: --model tiny (the default) and --device null." in caplog.text
     other = CliRunner().invoke(main, [*words, "--overwrite", "--model", "llama-3.1-8b"])
     assert other.exit_code == 0, other.output
-    assert "the run has --model llama-3.1-8b (of the command line) and --device null." in caplog.text
+    assert f"With {file}: --model llama-3.1-8b (of the command line) and --device null." in caplog.text
 
 
 def test_an_engine_brings_its_settings_where_none_are_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -123,7 +123,7 @@ function distribution(runs, label, name) {
   for (const [mark, text] of low === high ? [[low * scale, significant(low, scale)]] : log ? logTicks(low * scale, high * scale, 5) : ticks(low * scale, high * scale, 4)) {
     const x = at(mark / scale);
     add("line", { x1: x, x2: x, y1: H - B, y2: H - B + 4, stroke: "var(--muted)" });
-    add("text", { x, y: H - B + 15, "text-anchor": "middle" }, text);
+    add("text", { x: Math.min(x, W - 2 - 3.4 * text.length), y: H - B + 15, "text-anchor": "middle" }, text);  // not cut at the edge
   }
   add("text", { x: (L + W - R) / 2, y: H - 4, "text-anchor": "middle" }, `${label} (${unit})`);
   sets.forEach((values, k) => {

@@ -160,7 +160,8 @@ function drawMaps(sweep, rows, columns) {
     const key = `${ys.indexOf(sweep.value(rows, i))} ${xs.indexOf(sweep.value(columns, i))}`;
     cells.set(key, [...(cells.get(key) || []), i]);
   }
-  document.getElementById("maps-note").textContent = sweep.varied.length > 2 ? "Of the points of a cell, which differ in other settings, the best is shown. Darker is better." : "Darker is better.";
+  const framed = sweep.points.some(one => one.meets) ? " Framed cells meet every objective." : "";
+  document.getElementById("maps-note").textContent = (sweep.varied.length > 2 ? "Of the points of a cell, which differ in other settings, the best is shown. Darker is better." : "Darker is better.") + framed;
   const draw = (label, best, fill, text, light) => {
     const svg = svgElement("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${label} over ${rows} and ${columns}. The table has the same values.` });
     const add = (tag, attributes, words) => { const made = svgElement(tag, attributes, words); svg.append(made); return made; };
@@ -173,7 +174,8 @@ function drawMaps(sweep, rows, columns) {
     for (const [key, members] of cells) {
       const [y, x] = key.split(" ").map(Number), lit = members.filter(i => sweep.shown.has(i)), i = best(lit.length ? lit : members);
       if (i === null) continue;
-      mark(sweep, add, i, "rect", { x: left + x * cellWidth, y: top + y * cellHeight, width: cellWidth - 1.5, height: cellHeight - 1.5, fill: fill(i) });
+      const inset = sweep.points[i].meets ? 1.5 : 0, frame = inset ? { stroke: "#ff9f1c", "stroke-width": 2 } : {};
+      mark(sweep, add, i, "rect", { x: left + x * cellWidth + inset, y: top + y * cellHeight + inset, width: cellWidth - 1.5 - 2 * inset, height: cellHeight - 1.5 - 2 * inset, fill: fill(i), ...frame });
       if (cellWidth >= 34 && cellHeight >= 13) add("text", { x: left + (x + 0.5) * cellWidth, y: top + (y + 0.5) * cellHeight + 3.5, "text-anchor": "middle", class: light(i) ? "on-dark" : "on-light" }, text(i));
     }
     return svg;
