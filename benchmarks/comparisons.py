@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from ifbbench.analysis.confidence import RunSample
+from ifbbench.analysis.confidence import RunSample, margins
 from ifbbench.analysis.figures import compared_figures, numbers_of
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import Repeats, RepeatsComparison
