@@ -125,14 +125,14 @@ class Bounds:
         e2e_s = self._run.row_of.get(request_id, {}).get("e2e_s")
         if e2e_s is None:
             return None
-        place = self._places.get(request_id)
-        if place is None:  # killed before its spans were written
+        index = self._places.get(request_id)
+        if index is None:  # killed before its spans were written
             return None
-        return min(self._request_s(place), float(e2e_s))
+        return min(self._request_s(index), float(e2e_s))
 
     @cached_property
     def _places(self) -> dict[Id, int]:
-        return {request_id: place for place, request_id in enumerate(self.work.ids)}
+        return {request_id: index for index, request_id in enumerate(self.work.ids)}
 
     def _request_s(self, place: int) -> float:
         context, generation = self.work.needed_by(place)
@@ -216,11 +216,11 @@ class Bounds:
             return 0.0
         arrivals_s = np.array([self._run.arrival_s(one) for one in self.work.ids]) - self._timeline.begin_s
         order = np.argsort(arrivals_s, kind="stable")
-        places = np.unique(np.linspace(0, len(order) - 1, ARRIVALS_TRIED).astype(int))
-        least_s = max(float(arrivals_s[order[place]]) + self._least_s(order[place:]) for place in places)
+        indices = np.unique(np.linspace(0, len(order) - 1, ARRIVALS_TRIED).astype(int))
+        least_s = max(float(arrivals_s[order[index]]) + self._least_s(order[index:]) for index in indices)
         one_step_s = self._device.least_s(StepWork(generation_tokens=1, generation_kv_tokens=1, outputs=1), 1)
         latest = np.argsort(arrivals_s + self.work.outputs * one_step_s)[-REQUESTS_TRIED:]
-        return max(least_s, *(float(arrivals_s[place]) + self._request_s(int(place)) for place in latest))
+        return max(least_s, *(float(arrivals_s[index]) + self._request_s(int(index)) for index in latest))
 
 
 def _simulated(run: RecordedRun) -> tuple[SimulatedDevice | None, Windows]:
@@ -269,9 +269,9 @@ class _Timeline:
         waits_for_batch = run.config.get("type") == STATIC and run.config.get("static_emulated_batch_size")
         self.batching_s = float((gaps_s - idle_s).sum()) if waits_for_batch else 0.0
         self.busy_s = self.duration_s - self.arrivals_s - self.batching_s
-        places = [LIMITS.index(limit if limit in LIMITS else OTHER) for limit in recorded.limits]
+        indices = [LIMITS.index(limit if limit in LIMITS else OTHER) for limit in recorded.limits]
         before = np.maximum(np.searchsorted(recorded.number, numbers, side="right") - 1, 0)
-        self.limit = np.array(places, np.int64)[recorded.limit[before]]
+        self.limit = np.array(indices, np.int64)[recorded.limit[before]]
 
 
 def _nothing_to_do_s(free_s: Floats, begun_s: Floats, arrivals_s: Iterable[float], ends_s: Iterable[float]) -> Floats:

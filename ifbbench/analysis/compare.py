@@ -232,8 +232,8 @@ def _decisions(run: RecordedRun) -> Iterator[Decision]:
         name = str(request_id)
         for span in spans:
             if span.phase in ("context", "recompute"):
-                for place, tokens in enumerate(span.chunks):
-                    yield span.first + place, name, span.phase, str(tokens)
+                for index, tokens in enumerate(span.chunks):
+                    yield span.first + index, name, span.phase, str(tokens)
             elif span.phase == "generation":
                 yield span.first, name, "generation", ""
                 yield span.last + 1, name, "stops", ""

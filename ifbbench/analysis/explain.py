@@ -178,8 +178,8 @@ def _stretches(run: RecordedRun, heads: HeadsOfLine, span: Span, start_s: float,
     held = list(heads.holding(span))
     bounds = [start_s, *(max(run.iterations.start_of(part.first), start_s) for part in held[1:]), end_s]
     return [
-        Stretch("waiting", bounds[place], bounds[place + 1], part.first, part.last, part.limit, part.behind)
-        for place, part in enumerate(held)
+        Stretch("waiting", bounds[index], bounds[index + 1], part.first, part.last, part.limit, part.behind)
+        for index, part in enumerate(held)
     ]
 
 
@@ -216,8 +216,8 @@ class IterationFacts:
 def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
     """The facts of the iteration of this number; InputError if it was not recorded."""
     iterations = run.iterations
-    place = iterations.position(number)
-    if iterations.number[place] != number:
+    index = iterations.position(number)
+    if iterations.number[index] != number:
         why = "statistics were thinned" if run.data.recorded_every > 1 else "the run had no such iteration"
         last = int(iterations.number[-1])
         raise InputError(f"iteration {number} is not recorded ({why}); expected one from 0 to {last}.")
@@ -230,31 +230,31 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
                     generating.append(request_id)
                 elif span.phase in chunks:
                     chunks[span.phase].append((request_id, span.chunks[(number - span.first) // span.every]))
-    code = int(iterations.left_out[place])
+    code = int(iterations.left_out[index])
     left_out = None if code == NO_REQUEST else iterations.left_out_pairs[code]
     contexts, recomputes = chunks["context"], chunks["recompute"]
     scheduled = len(contexts) + len(recomputes) + len(generating)
-    used = {"batch_size": scheduled, "num_tokens": int(iterations.budget_used[place])}
+    used = {"batch_size": scheduled, "num_tokens": int(iterations.budget_used[index])}
     available = {name: int(size) for name in used if (size := run.config.get(setting_of(name)))}
     if run.config.get("overlap") == Overlap.PARTITIONED and int(run.config.get("pp_size") or 1) == 1:
         available["batch_size"] = -(-available["batch_size"] // run.data.num_micro_batches)
     blocks = run.data.run.get("num_kv_blocks")
-    if blocks and iterations.used_blocks[place] == iterations.used_blocks[place]:
-        used["kv_blocks"], available["kv_blocks"] = int(iterations.used_blocks[place]), int(blocks)
-    of_window = {size: (float(column[place]), pool) for size, (column, pool) in iterations.blocks_of_window.items()}
+    if blocks and iterations.used_blocks[index] == iterations.used_blocks[index]:
+        used["kv_blocks"], available["kv_blocks"] = int(iterations.used_blocks[index]), int(blocks)
+    of_window = {size: (float(column[index]), pool) for size, (column, pool) in iterations.blocks_of_window.items()}
     window = fullest_window(of_window) if of_window else ""
     if window:
         used["kv_blocks"], available["kv_blocks"] = int(of_window[window][0]), of_window[window][1]
     return IterationFacts(
         number,
-        float(iterations.start_s[place]),
-        float(iterations.end_s[place] - iterations.start_s[place]),
-        iterations.limits[int(iterations.limit[place])],
+        float(iterations.start_s[index]),
+        float(iterations.end_s[index] - iterations.start_s[index]),
+        iterations.limits[int(iterations.limit[index])],
         left_out,
         None
         if left_out is None
         else _missing(run, number, left_out, used, available, dict(contexts + recomputes), window),
-        int(iterations.waiting[place]),
+        int(iterations.waiting[index]),
         used,
         available,
         contexts,

@@ -118,24 +118,24 @@ def _pauses_of(run: RecordedRun, victim: Id) -> list[_Pause]:
     spans = run.spans.get(victim, [])
     row = run.row_of.get(victim, {})
     prompt_len = int(row.get("prompt_len", run.trace[victim].prompt_len))
-    places = [place for place, span in enumerate(spans) if span.phase == "paused"]
+    indices = [index for index, span in enumerate(spans) if span.phase == "paused"]
     produced = computed = 0
     position = int(row.get("reused_tokens", 0))
     found = []
-    for number, place in enumerate(places):
-        begin = places[number - 1] + 1 if number else 0
-        for span in spans[begin:place]:
+    for number, index in enumerate(indices):
+        begin = indices[number - 1] + 1 if number else 0
+        for span in spans[begin:index]:
             produced += span.produced
             if span.phase in ("context", "recompute"):
                 position += span.tokens
         # The latest output token is not in the cache: the step that follows computes it.
-        ran = any(span.phase == "generation" or span.produced for span in spans[begin:place])
+        ran = any(span.phase == "generation" or span.produced for span in spans[begin:index])
         target = prompt_len + produced
         cached = target - 1 if ran else min(position, target)
         computed = max(computed, cached)
-        end = places[number + 1] if number + 1 < len(places) else len(spans)
-        again = [span for span in spans[place + 1 : end] if span.phase == "recompute"]
-        found.append(_Pause(cached if ran else target, computed, spans[place], again, target))
+        end = indices[number + 1] if number + 1 < len(indices) else len(spans)
+        again = [span for span in spans[index + 1 : end] if span.phase == "recompute"]
+        found.append(_Pause(cached if ran else target, computed, spans[index], again, target))
         position = 0
     return found
 

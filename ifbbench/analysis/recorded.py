@@ -246,7 +246,7 @@ class RecordedRun:
             of_request.sort(key=lambda span: span.first)
             # A span that was open at the flush may have been closed in it too.
             firsts = [span.first for span in of_request]
-            of_request[:] = [span for place, span in enumerate(of_request) if span.first not in firsts[:place]]
+            of_request[:] = [span for index, span in enumerate(of_request) if span.first not in firsts[:index]]
         return spans
 
     @cached_property
@@ -277,7 +277,7 @@ class RecordedRun:
     def rank(self) -> dict[Id, int]:
         """The place of each request in the order in which requests are scheduled: by priority, then arrival."""
         order = sorted(self.trace.values(), key=lambda row: -row.priority)  # stable: equal ones by arrival
-        return {row.request_id: place for place, row in enumerate(order)}
+        return {row.request_id: index for index, row in enumerate(order)}
 
     @cached_property
     def row_of(self) -> dict[Id, dict[str, Any]]:

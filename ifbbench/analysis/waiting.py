@@ -83,19 +83,19 @@ class HeadsOfLine:
             return
         rank = self._run.rank.get(span.request_id, NO_REQUEST)
         latest: Held | None = None
-        place = max(bisect_left(self._starts, span.first + 1) - 1, 0)
-        while place < len(self._starts) and self._starts[place] <= span.last:
-            end = self._starts[place + 1] - 1 if place + 1 < len(self._starts) else span.last
-            head = nearest(self._heads[place], rank)
+        index = max(bisect_left(self._starts, span.first + 1) - 1, 0)
+        while index < len(self._starts) and self._starts[index] <= span.last:
+            end = self._starts[index + 1] - 1 if index + 1 < len(self._starts) else span.last
+            head = nearest(self._heads[index], rank)
             limit, behind = (QUEUE if is_queued else None, None) if head is None else (head.limit, head.request_id)
-            first, last = max(self._starts[place], span.first), min(end, span.last)
+            first, last = max(self._starts[index], span.first), min(end, span.last)
             if latest is not None and (latest.limit, latest.behind) == (limit, behind):
                 latest = latest._replace(last=last)
             else:
                 if latest is not None:
                     yield latest
                 latest = Held(first, last, limit, behind)
-            place += 1
+            index += 1
         if latest is not None:
             yield latest
 
@@ -105,9 +105,9 @@ class HeadsOfLine:
         run = self._run
         behind = _WaitingByRank(run)
         waited: dict[tuple[Id, str], list[float]] = {}
-        for place, heads in enumerate(self._heads):
-            first = self._starts[place]
-            last = self._starts[place + 1] - 1 if place + 1 < len(self._starts) else behind.last_iteration
+        for index, heads in enumerate(self._heads):
+            first = self._starts[index]
+            last = self._starts[index + 1] - 1 if index + 1 < len(self._starts) else behind.last_iteration
             last = min(last, behind.last_iteration)  # of a killed run, heads may be recorded further than others
             for position, head in enumerate(heads):
                 next_rank = heads[position + 1].rank if position + 1 < len(heads) else None
@@ -167,16 +167,16 @@ class HeadsOfLine:
         bounds = sorted({*firsts, *(span.first for span in held), *(span.last + 1 for span in held)})
         heads: list[list[Head]] = []
         open_spans: list[Span] = []
-        place, next_span = -1, 0
+        index, next_span = -1, 0
         for bound in bounds:
-            while place + 1 < len(firsts) and firsts[place + 1] <= bound:
-                place += 1
+            while index + 1 < len(firsts) and firsts[index + 1] <= bound:
+                index += 1
             while next_span < len(held) and held[next_span].first <= bound:
                 open_spans.append(held[next_span])
                 next_span += 1
             open_spans = [span for span in open_spans if span.last >= bound]
             found = {span.request_id: str(span.cause) for span in open_spans if span.phase != PAUSED}
-            if place >= 0 and (pair := pairs[place]) is not None:
+            if index >= 0 and (pair := pairs[index]) is not None:
                 found[pair[0]] = pair[1]
             paused = [span.request_id for span in open_spans if span.phase == PAUSED]
             if paused and not any(limit != MICRO_BATCH_LIMIT for limit in found.values()):

@@ -106,7 +106,7 @@ class _Reader:
             done = sum(span.tokens for span in spans if span.phase == "context")
             prompt_len = max(done - first + 1, 1)
         self._produced = self._known = 0
-        place, chunks_before, group = len(self.chunks), len(self.chunks), list[Span]()
+        index, chunks_before, group = len(self.chunks), len(self.chunks), list[Span]()
         for span in spans:
             if span.phase in ("context", "recompute"):
                 group.append(span)
@@ -122,8 +122,8 @@ class _Reader:
         self._context(group, end, prompt_len, beams, int(row.get("reused_tokens") or 0))
         if len(self.chunks) > chunks_before:
             is_complete = self._produced > 0
-            end = prompt_len if is_complete else max(chunk.start + chunk.length for chunk in self.chunks[place:])
-            start = min(self.chunks[place].start, end)
+            end = prompt_len if is_complete else max(chunk.start + chunk.length for chunk in self.chunks[index:])
+            start = min(self.chunks[index].start, end)
             self.needed.append(_Needed(request_id, start, end, is_complete, max(self._produced - 1, 0), beams))
 
     def _context(self, group: list[Span], end: int | None, prompt_len: int, beams: int, reused: int = 0) -> None:
@@ -201,7 +201,7 @@ def read_work(run: RecordedRun, windows: Windows) -> RunWork:
 
 def _columns(rows: Sequence[Any], count: int) -> list[Integers]:
     table = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * count).reshape(len(rows), count)
-    return [table[:, place] for place in range(count)]
+    return [table[:, index] for index in range(count)]
 
 
 class _Sums:

@@ -105,9 +105,9 @@ class LazyGroup(click.Group):
         except MemoryError as error:
             _end_without_memory(ctx, str(error) or "for what the command asks")
         except OSError as error:
-            place = "" if error.filename is None else f"{shown(str(error.filename))}: "
+            where = "" if error.filename is None else f"{shown(str(error.filename))}: "
             status = FAILED if error.errno in DEVICE_ERRORS else InputError.exit_status
-            _end(ctx, f"{place}{error.strerror or error}.", status)
+            _end(ctx, f"{where}{error.strerror or error}.", status)
         except ModuleNotFoundError as error:
             if error.name not in COMPUTING_PACKAGES:
                 _end(ctx, f"{error}. {DEFECT}", FAILED)

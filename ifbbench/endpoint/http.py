@@ -36,12 +36,12 @@ class RequestFailed(IfbbenchError):
 
 def defect(error: BaseException) -> RequestFailed:
     """The failure of a request for an exception that is none of its own: a mistake in this program."""
-    frame, place = error.__traceback__, ""
+    frame, where = error.__traceback__, ""
     while frame is not None:
-        place = f" in {Path(frame.tb_frame.f_code.co_filename).name}, line {frame.tb_lineno}"
+        where = f" in {Path(frame.tb_frame.f_code.co_filename).name}, line {frame.tb_lineno}"
         frame = frame.tb_next
     return RequestFailed(
-        "defect", f"a defect of ifbbench: {type(error).__name__}: {printable(str(error)[:300])}{place}"
+        "defect", f"a defect of ifbbench: {type(error).__name__}: {printable(str(error)[:300])}{where}"
     )
 
 
@@ -271,12 +271,12 @@ def _problem(error: Exception) -> RequestFailed:
 def refusal(exchange: Exchange) -> RequestFailed:
     """What a response of another status than 200 says."""
     status, text = exchange.status, exchange.body.decode(errors="replace").strip()
-    after, place = exchange.header("retry-after"), printable(exchange.header("location"))
+    after, location = exchange.header("retry-after"), printable(exchange.header("location"))
     retry_after_s = float(after) if after.isascii() and after.isdigit() else None
     # The bytes of a compressed message say nothing.
     what = f"status {status}: {compression(exchange) or message_of(text) or 'no message'}"
-    if 300 <= status < 400 and place:
-        what = f"status {status}: redirects are not followed; the server redirects to {place}"
+    if 300 <= status < 400 and location:
+        what = f"status {status}: redirects are not followed; the server redirects to {location}"
     return RequestFailed(f"http_{status}", what, status in REFUSED_FOR_NOW, retry_after_s)
 
 

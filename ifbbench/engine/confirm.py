@@ -85,20 +85,20 @@ def _confirm_tokens(
     done = before + yielded == table.stop_after[rows]
     if outputs.tokens is not None:
         tokens = outputs.tokens[indices]
-        places = np.arange(tokens.shape[1])
+        steps = np.arange(tokens.shape[1])
         if table.any_end_tokens:
-            ends = (tokens[:, :, None] == table.end_tokens[rows][:, None, :]).any(axis=2) & (places < yielded[:, None])
+            ends = (tokens[:, :, None] == table.end_tokens[rows][:, None, :]).any(axis=2) & (steps < yielded[:, None])
             is_ended = ends.any(axis=1)
             yielded = np.where(is_ended, ends.argmax(axis=1) + 1, yielded)
             done |= is_ended
-        is_valid = places < yielded[:, None]
-        columns = (table.joined[rows] + before)[:, None] + places
+        is_valid = steps < yielded[:, None]
+        columns = (table.joined[rows] + before)[:, None] + steps
         table.write_outputs(np.repeat(rows, yielded), columns[is_valid], tokens[is_valid])
     table.confirmed[rows] = before + yielded
-    for place in np.flatnonzero(table.is_special[rows]).tolist():
-        request, index, row = table.requests[int(rows[place])], int(indices[place]), int(rows[place])
-        for step in range(int(yielded[place])):
-            table.confirmed[row] = before[place] + step + 1
+    for at in np.flatnonzero(table.is_special[rows]).tolist():
+        request, index, row = table.requests[int(rows[at])], int(indices[at]), int(rows[at])
+        for step in range(int(yielded[at])):
+            table.confirmed[row] = before[at] + step + 1
             position = request.num_outputs - 1
             if request.numbers is not None:
                 if outputs.log_probs is not None:
@@ -106,7 +106,7 @@ def _confirm_tokens(
                 if (logits := outputs.generation_logits.get(index)) is not None:
                     request.numbers.add_generation(position, logits[step : step + 1])
             if request.stop.stop_sequences and outputs.tokens is not None and _ends_with_stop_sequence(request):
-                yielded[place], done[place] = step + 1, True
+                yielded[at], done[at] = step + 1, True
                 break
     # Nothing of these requests is in flight any more.
     table.generated[rows] = table.confirmed[rows]
@@ -119,8 +119,8 @@ def _confirm_special(
     """Confirm the special requests among `rows`; `done` becomes true for those that end.
 
     indices: [rows], index of each row's output in `outputs`."""
-    for place in np.flatnonzero(table.is_special[rows]).tolist():
-        request, index = table.requests[int(rows[place])], int(indices[place])
+    for at in np.flatnonzero(table.is_special[rows]).tolist():
+        request, index = table.requests[int(rows[at])], int(indices[at])
         if request.numbers is not None:
             position = request.num_outputs - 1
             if outputs.log_probs is not None and request.beam_width == 1:
@@ -133,14 +133,14 @@ def _confirm_special(
                 if search is None:
                     search = BeamSearch(request.beam_width, request.sampling, request.stop, request.max_new_tokens)
                     request.search = search
-                done[place] = search.advance(
+                done[at] = search.advance(
                     candidates.tokens[index],
                     candidates.beams[index],
                     candidates.scores[index],
-                    is_last=bool(done[place]),
+                    is_last=bool(done[at]),
                 )
         elif request.stop.stop_sequences and outputs.tokens is not None:
-            done[place] |= _ends_with_stop_sequence(request)
+            done[at] |= _ends_with_stop_sequence(request)
 
 
 def _ends_with_stop_sequence(request: Request) -> bool:

@@ -33,11 +33,11 @@ _log = logging.getLogger("ifbbench")
 def starts_ranks(config: RunConfig) -> bool:
     """Whether a run needs processes that no launcher has started. Other ranks than 0 of a launcher take part in its
     runs, and do not return."""
-    place = launched_place(config)
-    if place is None:
+    launched = launched_place(config)
+    if launched is None:
         return config.num_ranks > 1
-    if place.rank:
-        _follow_and_exit(config, place.rank)
+    if launched.rank:
+        _follow_and_exit(config, launched.rank)
     if not _has_parent():
         _led.meet(config)  # so that others are not left waiting if nothing comes of the run
     return False

@@ -50,7 +50,7 @@ REQUEST_COLOURS = ("#0072B2", "#D55E00", "#007F5F", "#A8447F", "#B07A00", "#2F8F
 def page_style() -> str:
     """What is lighter on a dark ground as variables of CSS: `--context`, `--series-0` and so on."""
     light, dark = (
-        f"--context: {context}; " + " ".join(f"--series-{place}: {colour};" for place, colour in enumerate(colours))
+        f"--context: {context}; " + " ".join(f"--series-{index}: {colour};" for index, colour in enumerate(colours))
         for context, colours in ((PHASE_COLOURS["context"], SERIES), (CONTEXT_ON_DARK, SERIES_ON_DARK))
     )
     return (
@@ -62,7 +62,7 @@ def page_style() -> str:
 
 def page_script() -> str:
     """The other colours as a constant of JavaScript."""
-    series = [f"var(--series-{place})" for place in range(len(SERIES))]
+    series = [f"var(--series-{index})" for index in range(len(SERIES))]
     table = {"phases": PHASE_COLOURS, "limits": LIMIT_COLOURS, "requests": REQUEST_COLOURS, "series": series}
     return f"const COLOURS = {json.dumps(table)};\n"
 
@@ -72,4 +72,4 @@ def limit_colours(limits: Iterable[str]) -> dict[str, str]:
     found = set(limits)
     known = {name: LIMIT_COLOURS[name] for name in LIMITS if name in LIMIT_COLOURS and name in found}
     others = sorted(found - known.keys())
-    return known | {name: OTHER_LIMITS[place % len(OTHER_LIMITS)] for place, name in enumerate(others)}
+    return known | {name: OTHER_LIMITS[index % len(OTHER_LIMITS)] for index, name in enumerate(others)}

@@ -180,8 +180,8 @@ def draw_bound(run: RunData) -> Figure:
         names,
     )
     winner = np.argmax(np.array(list(times.values())), axis=0)
-    for place, (_, colour) in enumerate(colours.items()):
-        chosen = np.where((winner == place) & (whole > 1e-9), 1.0, 0.0)
+    for index, (_, colour) in enumerate(colours.items()):
+        chosen = np.where((winner == index) & (whole > 1e-9), 1.0, 0.0)
         strip.stairs(chosen, bins.edges, fill=True, color=colour, linewidth=0)
     strip.set(ylim=(0, 1), yticks=[], ylabel="most of\nthe time")
     strip.grid(visible=False)

@@ -50,11 +50,11 @@ def draw_lanes(run: RunData) -> Figure:
     )
     if count <= MAX_NAMED_LANES:
         long_enough = (right - left) > NAME_FROM_SHARE * (bins.edges_s[-1] - bins.edges_s[0])
-        for place in np.flatnonzero(long_enough & ~is_context):
+        for index in np.flatnonzero(long_enough & ~is_context):
             axes.text(
-                (x0[place] + x1[place]) / 2,
-                lanes[place],
-                running["request_id"].iloc[place],
+                (x0[index] + x1[index]) / 2,
+                lanes[index],
+                running["request_id"].iloc[index],
                 ha="center",
                 va="center",
                 fontsize=7,
@@ -79,8 +79,8 @@ def _lanes(requests: list[str], left: Floats, right: Floats) -> tuple[Floats, in
     free: list[int] = []
     ends: list[tuple[float, str]] = []
     count = 0
-    for place in np.lexsort((right, left)).tolist():
-        begin, end, request = float(left[place]), float(right[place]), requests[place]
+    for index in np.lexsort((right, left)).tolist():
+        begin, end, request = float(left[index]), float(right[index]), requests[index]
         own = held.get(request)
         while ends and ends[0][0] <= begin:
             ended, other = heappop(ends)
@@ -96,5 +96,5 @@ def _lanes(requests: list[str], left: Floats, right: Floats) -> tuple[Floats, in
             count = max(count, lane + 1)
         held[request] = (end, lane)
         heappush(ends, (end, request))
-        lanes[place] = lane
+        lanes[index] = lane
     return lanes, max(count, 1)

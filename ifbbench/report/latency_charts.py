@@ -166,8 +166,8 @@ def _median_line(figure: Figure, lengths: Floats, values: Floats, logarithmic: b
     if len(lengths) < 4 * MEDIAN_BINS or lengths.min() == lengths.max():
         return
     space = np.geomspace if logarithmic else np.linspace
-    places = np.clip(np.digitize(lengths, space(lengths.min(), lengths.max(), MEDIAN_BINS + 1)) - 1, 0, MEDIAN_BINS - 1)
-    table = pd.DataFrame({"place": places, "length": lengths, "value": values}).groupby("place")
+    bins = np.clip(np.digitize(lengths, space(lengths.min(), lengths.max(), MEDIAN_BINS + 1)) - 1, 0, MEDIAN_BINS - 1)
+    table = pd.DataFrame({"bin": bins, "length": lengths, "value": values}).groupby("bin")
     medians = table.median()[table.size() >= 5]
     figure.axes[0].plot(medians["length"], medians["value"], color=INK, linewidth=1.6, label="median")
 
@@ -194,11 +194,11 @@ def draw_itl(run: RunData) -> Figure:
         return figure
     median = float(np.median(gaps.seconds))
     unit, scale = time_unit([median])
-    places = np.clip(np.searchsorted(bins.edges_s, gaps.end_s, side="left") - 1, 0, len(bins.edges_s) - 2)
+    indices = np.clip(np.searchsorted(bins.edges_s, gaps.end_s, side="left") - 1, 0, len(bins.edges_s) - 2)
     # By bin, then by length: the stable sort of small integers takes one pass.
     by_length = np.argsort(gaps.seconds)
-    ordered = gaps.seconds[by_length[np.argsort(places[by_length].astype(np.int16), kind="stable")]]
-    counts = np.bincount(places, minlength=len(bins.edges_s) - 1)
+    ordered = gaps.seconds[by_length[np.argsort(indices[by_length].astype(np.int16), kind="stable")]]
+    counts = np.bincount(indices, minlength=len(bins.edges_s) - 1)
     firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
     highest = 0.0
     # Where both are equal, the wide line is seen behind the narrow one.

@@ -84,8 +84,8 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
     labels, bins = run_labels(runs), _common_bins(runs)
     figure = Figure(figsize=(13, 7.6))
     grid = figure.add_gridspec(12, 2, width_ratios=[3, 2])
-    over_time = [figure.add_subplot(grid[3 * place : 3 * place + 3, 0]) for place in range(4)]
-    shares = [figure.add_subplot(grid[4 * place : 4 * place + 4, 1]) for place in range(3)]
+    over_time = [figure.add_subplot(grid[3 * index : 3 * index + 3, 0]) for index in range(4)]
+    shares = [figure.add_subplot(grid[4 * index : 4 * index + 4, 1]) for index in range(3)]
     names = ("output\ntokens/s", "requests in\nthe batch", "requests\nwaiting", "KV blocks used\n(share of pool)")
     for run, label, own, style in zip(runs, labels, bins, line_styles(len(runs), dashed=False), strict=True):
         table = run.iterations
@@ -137,8 +137,8 @@ def _curve(axes: Axes, seconds: Floats, style: Mapping[str, Any]) -> None:
     """The share of values up to each one."""
     values = np.sort(seconds)
     if values.size:
-        places = np.unique(np.linspace(0, len(values) - 1, min(len(values), MAX_CURVE_POINTS)).astype(int))
-        axes.plot(values[places], places / max(len(values) - 1, 1), **style)
+        indices = np.unique(np.linspace(0, len(values) - 1, min(len(values), MAX_CURVE_POINTS)).astype(int))
+        axes.plot(values[indices], indices / max(len(values) - 1, 1), **style)
 
 
 def _latency_axis(axes: Axes, name: str) -> None:
@@ -175,10 +175,10 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
     population = max(float(own.covered(run.spans, span_ends(run)).max()) for run, own in zip(runs, bins, strict=True))
     seen: list[str] = []
     colour = LIMIT_COLOURS["batch_size"]
-    for place, (run, label, own, batch) in enumerate(zip(runs, labels, bins, batches, strict=True)):
-        upper, lower = panels[2 * place], panels[2 * place + 1]
+    for index, (run, label, own, batch) in enumerate(zip(runs, labels, bins, batches, strict=True)):
+        upper, lower = panels[2 * index], panels[2 * index + 1]
         if as_rows:
-            draw_bars(upper, own, run, requests[place], legend=False)
+            draw_bars(upper, own, run, requests[index], legend=False)
             seen += run.spans["phase"].unique().tolist()
         else:
             seen += draw_population(upper, own, run, population)

@@ -60,13 +60,13 @@ def _iteration(
     if match[2] is None:
         return int(match[1])
     seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
-    place = int(np.searchsorted(times_s, seconds, side="right")) - int(last)
-    if not 0 <= place < len(numbers):
+    index = int(np.searchsorted(times_s, seconds, side="right")) - int(last)
+    if not 0 <= index < len(numbers):
         raise InputError(
             f"{option} {text}: outside of the run, which lasts from {times_s[0]:.3f} s to "
             f"{times_s[-1]:.3f} s; give a time within it."
         )
-    return int(numbers[place])
+    return int(numbers[index])
 
 
 def _chosen(run: RunData, text: str) -> set[str]:
@@ -111,11 +111,11 @@ def _clipped(spans: pd.DataFrame, first: int, last: int, num_micro_batches: int)
     is_drafted = spans["steps"].notna()
     if is_drafted.any():  # iterations of several tokens
         tokens_before, tokens_behind, tokens = tokens_before.copy(), tokens_behind.copy(), tokens.copy()
-        for place in np.flatnonzero(is_drafted).tolist():
-            steps = spans["steps"].iloc[place]
-            tokens[place] = sum(kept_steps[place])
-            tokens_before[place] = sum(steps[: cut_before[place]])
-            tokens_behind[place] = sum(steps) - tokens[place] - tokens_before[place]
+        for index in np.flatnonzero(is_drafted).tolist():
+            steps = spans["steps"].iloc[index]
+            tokens[index] = sum(kept_steps[index])
+            tokens_before[index] = sum(steps[: cut_before[index]])
+            tokens_behind[index] = sum(steps) - tokens[index] - tokens_before[index]
     spans = spans.assign(
         chunks=pd.Series(chunks, dtype=object),
         steps=pd.Series(kept_steps, dtype=object),

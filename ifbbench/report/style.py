@@ -140,11 +140,11 @@ def line_styles(count: int, colours: Sequence[str] = SERIES, dashed: bool = True
     top of it. dashed: they also differ in dashes, which steps that change often hide."""
     return [
         {
-            "color": colours[place % len(colours)],
-            "linestyle": DASHES[(place if dashed else place // len(colours)) % len(DASHES)],
-            "linewidth": max(WIDEST_LINE - 0.5 * place, 1.0),
+            "color": colours[index % len(colours)],
+            "linestyle": DASHES[(index if dashed else index // len(colours)) % len(DASHES)],
+            "linewidth": max(WIDEST_LINE - 0.5 * index, 1.0),
         }
-        for place in range(count)
+        for index in range(count)
     ]
 
 
@@ -267,12 +267,12 @@ class RoundTicks(Locator):
         """Whether the texts of these ticks do not touch each other on an axis from `low` to `high`."""
         if len(values) < 2:
             return True
-        axes, places = self._axis.axes, np.array([*values, low, high])
+        axes, positions = self._axis.axes, np.array([*values, low, high])
         if self._axis.get_scale() == "log":
-            places = np.log10(places)
+            positions = np.log10(positions)
         size, is_across = float(STYLE["xtick.labelsize"]), self._axis is axes.xaxis
         length = (axes.bbox.width if is_across else axes.bbox.height) * 72 / axes.figure.dpi
-        gaps = np.diff(places[:-2]) / (places[-1] - places[-2]) * length
+        gaps = np.diff(positions[:-2]) / (positions[-1] - positions[-2]) * length
         widths = np.array([len(self._text(value)) for value in values]) * LETTER_WIDTH * size
         needed = (widths[1:] + widths[:-1]) / 2 + size if is_across else LINE_HEIGHT * size
         return bool((gaps > needed).all())
@@ -416,9 +416,9 @@ class TimeBins:
         last = np.clip(np.searchsorted(self.edges_s, end_s) - 1, first, len(self.edges_s) - 2)
         found = np.zeros(len(self.edges_s) - 1)
         np.maximum.at(found, last, np.nan_to_num(values))
-        for place in np.flatnonzero(last > first):  # at most one for each edge
-            part = found[first[place] : last[place]]
-            np.maximum(part, values[place], out=part)
+        for index in np.flatnonzero(last > first):  # at most one for each edge
+            part = found[first[index] : last[index]]
+            np.maximum(part, values[index], out=part)
         return found
 
     def peaks(self, values: Floats) -> Floats:

@@ -80,17 +80,17 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
     count = len(metrics) + with_limits
     figure = Figure(figsize=(SWEEP_WIDTH, 1.1 + 2.1 * count))
     panels = list(np.atleast_1d(figure.subplots(count, 1, sharex=True)))
-    place = dict(zip(ticks, _positions(panels[0], ticks, numeric), strict=True))
+    position_of = dict(zip(ticks, _positions(panels[0], ticks, numeric), strict=True))
     groups: dict[str, list[SweepRow]] = {}
-    for row in sorted(rows, key=lambda row: place[row[over]]):
+    for row in sorted(rows, key=lambda row: position_of[row[over]]):
         groups.setdefault(", ".join(text_of(row[name]) for name in others), []).append(row)
     groups = _without_equal(groups, metrics)
     line = "o-" if numeric else "o"  # there is nothing between two texts
     for axes, metric in zip(panels, metrics, strict=False):
         if len(groups) == 1:
-            _draw_metric(axes, metric, rows, place, over, line)
+            _draw_metric(axes, metric, rows, position_of, over, line)
         else:
-            _draw_groups(axes, metric, groups, place, over, line)
+            _draw_groups(axes, metric, groups, position_of, over, line)
         known = [value for values in metric.values(rows) for value in values if value > 0]
         if metric.unit is None and known and max(known) / min(known) >= LOG_LATENCIES_FROM_RATIO:
             axes.set_yscale("log")
@@ -98,7 +98,7 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
             axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
         round_ticks(axes.yaxis)
     if with_limits:
-        _draw_shares(panels[-1], [place[row[over]] for row in rows], rows)
+        _draw_shares(panels[-1], [position_of[row[over]] for row in rows], rows)
     panels[-1].set_xlabel(over)
     knee = None if others else knee_of(rows, over)
     if knee is not None:
@@ -147,16 +147,16 @@ def _group_styles(count: int, numeric: bool) -> list[dict[str, Any]]:
     values that are no numbers there are no lines, and marks are beside each other."""
     if not numeric:
         return [how | {"markersize": 5, "linestyle": ""} for how in line_styles(count)]
-    return [how | {"markersize": 4 + 1.5 * (count - 1 - place)} for place, how in enumerate(line_styles(count))]
+    return [how | {"markersize": 4 + 1.5 * (count - 1 - index)} for index, how in enumerate(line_styles(count))]
 
 
 def _draw_metric(
-    axes: Axes, metric: Metric, rows: Sequence[SweepRow], place: Mapping[Any, float], over: str, line: str
+    axes: Axes, metric: Metric, rows: Sequence[SweepRow], position_of: Mapping[Any, float], over: str, line: str
 ) -> None:
     """All keys of a metric; of a single one, the highest value is written."""
     unit, scale = metric.unit_of(rows)
-    rows = sorted(rows, key=lambda row: place[row[over]])
-    positions = [place[row[over]] for row in rows]
+    rows = sorted(rows, key=lambda row: position_of[row[over]])
+    positions = [position_of[row[over]] for row in rows]
     of_key = zip(metric.keys.values(), metric.values(rows), metric.colours, strict=True)
     for number, (name, values, colour) in enumerate(of_key):
         # Equal percentiles are both seen: the first is wider.
@@ -205,7 +205,7 @@ def _draw_groups(
     axes: Axes,
     metric: Metric,
     groups: Mapping[str, Sequence[SweepRow]],
-    place: Mapping[Any, float],
+    position_of: Mapping[Any, float],
     over: str,
     line: str,
 ) -> None:
@@ -218,12 +218,15 @@ def _draw_groups(
     faint = {"color": FAINT, "markersize": 2, "linewidth": 0.8, "linestyle": "-" if numeric else ""}
     styles = _group_styles(len(groups), numeric) if is_few else [faint] * len(groups)
     for number, (group, how) in enumerate(zip(groups.values(), styles, strict=True)):
-        positions, values = [place[row[over]] for row in group], [value * scale for value in metric.values(group)[-1]]
+        positions, values = (
+            [position_of[row[over]] for row in group],
+            [value * scale for value in metric.values(group)[-1]],
+        )
         aside = ASIDE * (number - (len(groups) - 1) / 2) if is_few and not numeric else 0.0
         axes.plot([position + aside for position in positions], values, marker="o", **how)
         if is_few:
-            places = [position + aside for position in positions]
-            _draw_missed(axes, places, values, group, how["color"], how["markersize"])
+            shifted = [position + aside for position in positions]
+            _draw_missed(axes, shifted, values, group, how["color"], how["markersize"])
         for position, value in zip(positions, values, strict=True):
             if not np.isnan(value):
                 by_place.setdefault(position, []).append(value)

@@ -84,8 +84,8 @@ def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
                 color=INK if limit in ("none", "") else "white",
             )
     axes.set_title("bound by (the limit with the largest share of time)", fontsize=9, color=INK)
-    places = [(row, column) for row in range(len(cells)) for column in range(len(cells[row]))]
-    met = [(row, column) for row, column in places if meets_objectives(cells[row][column])]
+    coordinates = [(row, column) for row in range(len(cells)) for column in range(len(cells[row]))]
+    met = [(row, column) for row, column in coordinates if meets_objectives(cells[row][column])]
     for row, column in met:
         for axes in panels:
             axes.add_patch(
@@ -123,8 +123,8 @@ def _draw_cells(axes: Axes, grid: Floats, texts: Sequence[Sequence[str]], is_bet
     axes.imshow(grid, aspect="auto", cmap=colours, vmin=low, vmax=high)
     for y, line in enumerate(texts):
         for x, text in enumerate(line):
-            place = (grid[y, x] - low) / (high - low)
-            dark = 1 - place if is_better_low else place
+            share = (grid[y, x] - low) / (high - low)
+            dark = 1 - share if is_better_low else share
             axes.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if dark > 0.55 else INK)
 
 
@@ -200,11 +200,11 @@ def _label_front(
     line = [begin + (end - begin) * steps for begin, end in pairwise(corners)]
     taken = [
         Bbox.from_extents(x - r, y - r, x + r, y + r)
-        for places, r in (
+        for coordinates, r in (
             (marks, MARK_RADIUS * size),
             (np.concatenate(line) if line else marks, size),
         )
-        for x, y in places
+        for x, y in coordinates
     ]
     inside = axes.get_window_extent().padded(-MARK_RADIUS * size)
     for index in dict.fromkeys((len(front) - 1, *range(len(front)))) if front else ():

@@ -111,8 +111,8 @@ def knee_of(rows: Sequence[SweepRow], over: str) -> float | None:
     if xs[-1] <= xs[0] or ys.max() <= ys[0]:
         return None
     above = (ys - ys[0]) / (ys.max() - ys[0]) - (xs - xs[0]) / (xs[-1] - xs[0])
-    place = int(above.argmax())
-    return float(known[place][0]) if above[place] >= MIN_KNEE_HEIGHT else None
+    index = int(above.argmax())
+    return float(known[index][0]) if above[index] >= MIN_KNEE_HEIGHT else None
 
 
 def ticks_of(rows: Sequence[SweepRow], name: str) -> list[Any]:

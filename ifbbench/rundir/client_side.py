@@ -1,7 +1,7 @@
 """The recording of a run against an endpoint: what its client saw of each request, and the figures of that.
 
 The run directory has the files of every run but `iterations.jsonl`: what the server did in its iterations is unknown.
-Spans have times in the place of iterations.
+Spans have times instead of iterations.
 """
 
 from array import array

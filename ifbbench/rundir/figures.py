@@ -164,13 +164,13 @@ def _populations(
     ]
     for table in (done, failed):
         rows = zip(*(table[name].tolist() for name in names), *_groups(table), strict=True)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             request, arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, prompt, output, reused, name, priority = row
             population = populations.setdefault((name, priority), Population())
             if table is failed:
                 population.failed += 1
                 continue
-            population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, int(prompt), int(output), place)
+            population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, int(prompt), int(output), index)
             population.reused_tokens += int(reused)
             of_request[request] = population
     if not num_iterations:

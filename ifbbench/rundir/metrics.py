@@ -251,7 +251,7 @@ class Population:
         if len(parts) == 1:
             return parts[0]
         whole = type(parts[0])() if parts else cls()
-        order = np.argsort([place for part in parts for place in part.places])
+        order = np.argsort([index for part in parts for index in part.places])
         for name in whole.columns:
             of_all = np.concatenate([part.columns[name] for part in parts]) if parts else np.empty(0)
             whole.columns[name] = array("d", of_all[order].tobytes())

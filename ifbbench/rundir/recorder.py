@@ -116,8 +116,8 @@ class RunMetrics:
         tpot_s = (last_token_s - first_token_s) / (output_len - 1) if output_len > 1 else None
         name = self._class_of(request.index)
         population = self._populations[name, request.priority]
-        prompt_len, place = request.original_prompt_len, self._completed
-        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, prompt_len, output_len, place)
+        prompt_len, index = request.original_prompt_len, self._completed
+        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, prompt_len, output_len, index)
         self._completed += 1
         population.gaps.add(stretches, timeline.every)
         population.reused_tokens += request.reused_tokens

@@ -275,7 +275,7 @@ class SpanTracker:
             queued_from, held_from = bisect_left(starts, held_until_s), bisect_left(starts, timeline.arrival_s)
             if held_until_s > timeline.arrival_s and held_from < queued_from:
                 timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
-            # While it was in the queue, all places of the batch were taken.
+            # While it was in the queue, all slots of the batch were taken.
             if queued_from < iteration:
                 self._begin(timeline, Span(Phase.WAITING, queued_from, _BATCH_SIZE))
         self._begin(timeline, Span(Phase.WAITING, iteration, HEAD_OF_LINE))

@@ -47,7 +47,7 @@ def of_outputs(
 def of_prompt(ids: Sequence[int], logits: FloatArray | None, top: int, tokenizer: Tokenizer) -> list[LogProb]:
     """The tokens of a prompt. logits: [tokens, vocabulary]; None on a simulated device, where each token is
     certain."""
-    found = [LogProb(one, tokenizer.decode([one]), None if place == 0 else 0.0, []) for place, one in enumerate(ids)]
+    found = [LogProb(one, tokenizer.decode([one]), None if index == 0 else 0.0, []) for index, one in enumerate(ids)]
     if logits is not None:
         for one, row in zip(found[1:], _normalized(logits), strict=False):
             one.log_prob = float(row[one.id])
@@ -104,11 +104,11 @@ def _of_chat(text: str, log_prob: float | None) -> dict[str, Any]:
 
 def prompt_form(log_probs: Sequence[LogProb]) -> list[dict[str, Any] | None]:
     """The form of vLLM's `prompt_logprobs`: by token id, the token itself and the most likely ones."""
-    places: list[dict[str, Any] | None] = []
+    answers: list[dict[str, Any] | None] = []
     for one in log_probs:
         ranked = [(rank, *likely) for rank, likely in enumerate(one.top, 1)]
         known = [(one.rank, one.id, one.text, one.log_prob), *ranked]
-        places.append(
+        answers.append(
             None
             if one.log_prob is None
             else {
@@ -116,4 +116,4 @@ def prompt_form(log_probs: Sequence[LogProb]) -> list[dict[str, Any] | None]:
                 for rank, token, text, number in known
             }
         )
-    return places
+    return answers

@@ -319,22 +319,22 @@ class Service:
         now_s = self._clock.now()
         with self._lock:
             self._earliest_ns = max(self._earliest_ns, round(now_s * NANOSECONDS) + 1)
-            while len(taken) != max_requests and (place := self._first_due(now_s)) is not None:
-                taken.append(self._queue.pop(place))
+            while len(taken) != max_requests and (index := self._first_due(now_s)) is not None:
+                taken.append(self._queue.pop(index))
         for one in taken:
             self._note_arrival(one)
         return [one.request for one in taken]
 
     def _first_due(self, now_s: float) -> int | None:
         """The place in the queue of the first request that has arrived. A simulated device's time may be behind."""
-        return next((place for place, one in enumerate(self._queue) if one.arrival_s <= now_s), None)
+        return next((index for index, one in enumerate(self._queue) if one.arrival_s <= now_s), None)
 
     def _next_priority(self) -> float | None:
         if not self._queue:
             return None
         with self._lock:
-            place = self._first_due(self._clock.now())
-            return None if place is None else self._queue[place].request.priority
+            index = self._first_due(self._clock.now())
+            return None if index is None else self._queue[index].request.priority
 
     def _end_withdrawn(self) -> None:
         """End the requests that were stopped in the queue."""

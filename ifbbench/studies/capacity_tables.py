@@ -166,8 +166,8 @@ def _bound(study: Study, found: Fit) -> str:
     if study.limits.max_num_tokens is None:
         names.pop(Limit.NUM_TOKENS, None)
     others = ", ".join(
-        f"{name} {'' if place else 'would allow '}{count(found.by_limit[limit])}"
-        for place, (limit, name) in enumerate(names.items())
+        f"{name} {'' if index else 'would allow '}{count(found.by_limit[limit])}"
+        for index, (limit, name) in enumerate(names.items())
     )
     is_static = study.limits.batching_type is BatchingType.V1
     which = "requests of the mean length" if len(study.requests) > 1 else "such requests"

@@ -278,10 +278,10 @@ def _title(explained: Explanation) -> str:
     shard, hardware = explained.cost_model.shard, explained.cost_model.hardware
     degrees = [f"TP {shard.tp_size}"] * (shard.tp_size > 1) + [f"PP {shard.pp_size}"] * (shard.pp_size > 1)
     devices = shard.tp_size * shard.pp_size
-    place = f"{devices} × {hardware.title}" if devices > 1 else hardware.title
+    machine = f"{devices} × {hardware.title}" if devices > 1 else hardware.title
     facts = [f"weights {shard.dtype}", f"KV cache {shard.kv_cache_dtype}", *degrees]
     facts += [explained.engine] if explained.engine else []
-    return f"[bold]{escape(explained.model)}[/bold] on [bold]{escape(place)}[/bold]  [dim]{' · '.join(facts)}[/dim]"
+    return f"[bold]{escape(explained.model)}[/bold] on [bold]{escape(machine)}[/bold]  [dim]{' · '.join(facts)}[/dim]"
 
 
 def _batch_line(explained: Explanation) -> str:

@@ -202,7 +202,7 @@ def measure(
     for number in range(rounds):
         if number and clock.now() > BUDGET_S:
             break
-        for place, workload in enumerate(generator.sample(workloads, len(workloads))):
+        for index, workload in enumerate(generator.sample(workloads, len(workloads))):
             samples += run_scenario(engine, workload)
-            progress.update(number * len(workloads) + place + 1, total, f"{len(samples):,} iterations")
+            progress.update(number * len(workloads) + index + 1, total, f"{len(samples):,} iterations")
     return samples

@@ -166,8 +166,8 @@ def _nearest(best: Candidate, goal: Goal) -> str:
 
 def pareto(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
     """The candidates that no other one beats in both throughput and the latency of the picture, by latency."""
-    places = pareto_front([(latency(one, goal), throughput(one, goal)) for one in candidates])
-    return [candidates[place] for place in places]
+    indices = pareto_front([(latency(one, goal), throughput(one, goal)) for one in candidates])
+    return [candidates[index] for index in indices]
 
 
 def throughput(one: Candidate, goal: Goal) -> float:

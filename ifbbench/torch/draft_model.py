@@ -101,8 +101,8 @@ class DraftModel:
         """Keep the token before the newest of each output of a batch, once its drafts are verified.
 
         slots: [outputs]. newest_before: int64 [outputs], the newest tokens before the batch, of prompts their last."""
-        places, device = np.maximum(verified.accepted - 1, 0), newest_before.device
-        last_draft = to_device(verified.tokens[np.arange(len(places)), places], device)
+        indices, device = np.maximum(verified.accepted - 1, 0), newest_before.device
+        last_draft = to_device(verified.tokens[np.arange(len(indices)), indices], device)
         previous = torch.where(to_device(verified.accepted > 0, device), last_draft, newest_before)
         self._previous.index_copy_(0, to_device(slots, device), previous)
 

@@ -120,7 +120,7 @@ class DraftedBatches:
             slots, positions = packed.output_slots[outputs], packed.output_positions[outputs] + step
             drawn = (
                 np.array(
-                    [place for place, draft in enumerate(drafts.tolist()) if draft in proposals.probabilities], np.int64
+                    [index for index, draft in enumerate(drafts.tolist()) if draft in proposals.probabilities], np.int64
                 )
                 if proposals.probabilities
                 else drafts[:0]

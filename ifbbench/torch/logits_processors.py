@@ -219,8 +219,8 @@ class LogitsProcessors:
     def _count(self, rows: Int64Array, tokens: Tensor) -> None:
         """Add 1 to the count of each token, [rows], in its row of the table."""
         assert self._counts is not None
-        places = to_device(rows * self._vocabulary, self._device) + tokens
-        self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        indices = to_device(rows * self._vocabulary, self._device) + tokens
+        self._counts.view(-1).index_add_(0, indices, torch.ones_like(indices, dtype=torch.int32))
 
     def _row_of_prompt(self, slot: int, beam_width: int) -> Tensor:
         """The row of beam 0 of `slot`, which takes rows of the table if it has fewer than beams."""

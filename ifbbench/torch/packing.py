@@ -136,10 +136,10 @@ def take_virtual_tokens(
         if table is None:
             continue
         tokens = packed.context_tokens[first : first + chunk.length]
-        places = np.flatnonzero(tokens >= vocab_size)
-        rows.append(first + places)
-        embeddings.append(table[tokens[places] - vocab_size])
-        tokens[places] = 0
+        indices = np.flatnonzero(tokens >= vocab_size)
+        rows.append(first + indices)
+        embeddings.append(table[tokens[indices] - vocab_size])
+        tokens[indices] = 0
     if not rows:
         return None
     return VirtualTokens(to_device(np.concatenate(rows), device), to_device(np.concatenate(embeddings), device))

@@ -172,15 +172,15 @@ def best_candidates(
     num_requests, num_beams = scores.shape
     count = min(num_candidates, num_beams * vocabulary)
     first_scores, first_tokens = _best(log_probs[:num_last_chunks], min(count, vocabulary))
-    places = torch.arange(count, device=log_probs.device)
-    first_scores = first_scores[:, places % vocabulary] + (places >= vocabulary) * STAND_IN_SCORE
-    first_tokens = first_tokens[:, places % vocabulary]
+    indices = torch.arange(count, device=log_probs.device)
+    first_scores = first_scores[:, indices % vocabulary] + (indices >= vocabulary) * STAND_IN_SCORE
+    first_tokens = first_tokens[:, indices % vocabulary]
 
     totals = log_probs[num_last_chunks:].view(num_requests, num_beams, vocabulary) + scores.unsqueeze(2)
-    next_scores, places = _best(totals.flatten(1), count)
+    next_scores, indices = _best(totals.flatten(1), count)
     return (
-        torch.cat([first_tokens, places % vocabulary]),
-        torch.cat([torch.zeros_like(first_tokens), places // vocabulary]),
+        torch.cat([first_tokens, indices % vocabulary]),
+        torch.cat([torch.zeros_like(first_tokens), indices // vocabulary]),
         torch.cat([first_scores, next_scores]),
     )
 
@@ -195,9 +195,9 @@ def _best(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     num_above = (largest.values > least).sum(dim=-1, keepdim=True)
     ranks = torch.arange(count, device=values.device)
     nth_tie = ties.gather(1, (ranks - num_above).clamp(min=0))
-    places = torch.where(ranks < num_above, largest.indices, nth_tie).sort(dim=-1).values
-    ordered, order = values.gather(1, places).sort(dim=-1, descending=True, stable=True)
-    return ordered, places.gather(1, order)
+    indices = torch.where(ranks < num_above, largest.indices, nth_tie).sort(dim=-1).values
+    ordered, order = values.gather(1, indices).sort(dim=-1, descending=True, stable=True)
+    return ordered, indices.gather(1, order)
 
 
 def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:

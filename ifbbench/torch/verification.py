@@ -76,9 +76,9 @@ class Verified:
 
     def valid_rows(self, counts: Int64Array) -> Int64Array:
         """The rows of the batch's logits from which the valid tokens were chosen, flat. counts: as in Proposals."""
-        places = np.arange(self.tokens.shape[1])
+        indices = np.arange(self.tokens.shape[1])
         firsts = (counts + 1).cumsum() - (counts + 1)
-        rows: Int64Array = (firsts[:, None] + places)[places <= self.accepted[:, None]]
+        rows: Int64Array = (firsts[:, None] + indices)[indices <= self.accepted[:, None]]
         return rows
 
 

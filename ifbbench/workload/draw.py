@@ -72,7 +72,7 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
     think_s = np.round(np.where(follows, gaps_s, 0.0), ARRIVAL_DECIMALS)
 
     def recall(index: int) -> TraceRequest:
-        kind, part, place = classes[class_of[index]], drawn[class_of[index]], int(position[index])
+        kind, part, at = classes[class_of[index]], drawn[class_of[index]], int(position[index])
         # The columns have the arrival and the other lengths.
         request = TraceRequest(
             index,
@@ -81,12 +81,12 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
             1,
             1,
             priority=DEFAULT_PRIORITY if kind.priority is None else kind.priority,
-            lora_task_id=None if part.task_ids is None else int(part.task_ids[place]),
+            lora_task_id=None if part.task_ids is None else int(part.task_ids[at]),
             request_class=kind.name,
             after=index - 1 if follows[index] else None,
             think_s=float(think_s[index]),
         )
-        runs = part.named_tokens(place)
+        runs = part.named_tokens(at)
         return with_prefix(request, runs) if runs else request
 
     priorities = np.array([DEFAULT_PRIORITY if kind.priority is None else kind.priority for kind in classes])

@@ -54,11 +54,11 @@ def read_histograms(path: Path) -> dict[str, Histogram]:
 def _from_json(document: Any) -> dict[str, Histogram]:
     table, found = fields.table(document, "the histogram file"), {}
     for name, measured_name in JSON_KEYS.items():
-        place, content = name, table.get(name)
+        where, content = name, table.get(name)
         if content is None and isinstance(table.get(measured_name), dict):
-            place, content = f"{measured_name}.histogram", table[measured_name].get("histogram")
-        values = fields.table(content, place, ("edges", "counts"), ("edges", "counts"))
-        with located(place):
+            where, content = f"{measured_name}.histogram", table[measured_name].get("histogram")
+        values = fields.table(content, where, ("edges", "counts"), ("edges", "counts"))
+        with located(where):
             found[name] = Histogram(
                 *(tuple(values[key]) if isinstance(values[key], list) else values[key] for key in ("edges", "counts"))
             )

@@ -73,8 +73,8 @@ def _packets(run: RecordedRun) -> Iterator[bytes]:
     yield _track(REQUESTS, "", _part(3, requests) + _number(11, 3))  # children in the order of their rank
     yield _track(ITERATIONS, "iterations", _number(5, ENGINE))
     windows = [f"KV blocks used, {window_name(size)}" for size in run.iterations.blocks_of_window]
-    for place, name in enumerate((*COUNTERS, *windows)):
-        yield _track(FIRST_COUNTER + place, name, _number(5, ENGINE) + _part(8, _number(3, 2)))  # unit: a count
+    for index, name in enumerate((*COUNTERS, *windows)):
+        yield _track(FIRST_COUNTER + index, name, _number(5, ENGINE) + _part(8, _number(3, 2)))  # unit: a count
     yield from _iterations(run)
     yield from _counters(run)
     yield from _requests(run)
@@ -90,15 +90,15 @@ def _client_packets(run: RecordedRun) -> Iterator[bytes]:
     changes = [*((time_s, 1) for time_s in sent["start_s"].min()), *((time_s, -1) for time_s in sent["end_s"].max())]
     times_s, steps = np.array(sorted(changes), float).reshape(-1, 2).T
     gauges = {"requests in flight": (times_s, np.cumsum(steps)), **load_gauges(run.data)}
-    for place, (name, (at_s, values)) in enumerate(gauges.items()):
-        yield _track(FIRST_COUNTER + place, name, _number(5, ENGINE) + _part(8, _number(3, 2)))
+    for index, (name, (at_s, values)) in enumerate(gauges.items()):
+        yield _track(FIRST_COUNTER + index, name, _number(5, ENGINE) + _part(8, _number(3, 2)))
         for time_ns, value in zip(_nanoseconds(at_s), values.tolist(), strict=True):
             double = _varint(44 << 3 | 1) + struct.pack("<d", value)
-            yield _event(time_ns, COUNTER, FIRST_COUNTER + place, double)
+            yield _event(time_ns, COUNTER, FIRST_COUNTER + index, double)
     spans = run.data.spans.groupby("request_id")
-    for place, (request_id, row) in enumerate(run.row_of.items()):
-        track = FIRST_REQUEST + place
-        yield _track(track, f"request {request_id}", _number(5, REQUESTS) + _number(12, place))
+    for index, (request_id, row) in enumerate(run.row_of.items()):
+        track = FIRST_REQUEST + index
+        yield _track(track, f"request {request_id}", _number(5, REQUESTS) + _number(12, index))
         own = spans.get_group(str(request_id)) if str(request_id) in spans.groups else run.data.spans[:0]
         for phase, start, end, tokens in own[["phase", "start_s", "end_s", "tokens"]].itertuples(index=False):
             first, last = _nanoseconds(np.array([start, end]))
@@ -217,11 +217,11 @@ def _counters(run: RecordedRun) -> Iterator[bytes]:
     blocks, *of_windows = (np.nan_to_num(used).astype(np.int64) for used in used_blocks)
     series = (blocks, iterations.budget_used, context, generation, iterations.waiting, iterations.queued, *of_windows)
     times = np.array(_nanoseconds(iterations.start_s))
-    for place, values in enumerate(series):
+    for index, values in enumerate(series):
         changes = np.flatnonzero(np.diff(values, prepend=NO_REQUEST))
         for time_ns, value in zip(times[changes].tolist(), values[changes].tolist(), strict=True):
-            yield _event(time_ns, COUNTER, FIRST_COUNTER + place, _number(30, value))
-        yield _event(_nanoseconds(iterations.end_s[-1:])[0], COUNTER, FIRST_COUNTER + place, _number(30, 0))
+            yield _event(time_ns, COUNTER, FIRST_COUNTER + index, _number(30, value))
+        yield _event(_nanoseconds(iterations.end_s[-1:])[0], COUNTER, FIRST_COUNTER + index, _number(30, 0))
 
 
 def batch_composition(run: RecordedRun) -> tuple[Integers, Integers]:
@@ -244,12 +244,12 @@ def _integers(values: Iterable[int]) -> NDArray[np.int64]:
 
 def _requests(run: RecordedRun) -> Iterator[bytes]:
     ids = list(dict.fromkeys([*run.trace, *run.spans]))
-    track = {request_id: FIRST_REQUEST + place for place, request_id in enumerate(ids)}
+    track = {request_id: FIRST_REQUEST + index for index, request_id in enumerate(ids)}
     pause_number = 0
     begins_s = _begins(run)
-    for place, request_id in enumerate(ids):
+    for index, request_id in enumerate(ids):
         spans, row = run.spans.get(request_id, []), run.row_of.get(request_id, {})
-        yield _track(track[request_id], f"request {request_id}", _number(5, REQUESTS) + _number(12, place))
+        yield _track(track[request_id], f"request {request_id}", _number(5, REQUESTS) + _number(12, index))
         if not spans:
             continue
         bounds = _bounds(run, begins_s[request_id], spans[-1], row.get("end_s"))

@@ -73,18 +73,18 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
     """Everything that the page shows of `run`."""
     findings, block = Findings(run), Block()
     ids = list(dict.fromkeys([*run.trace, *run.row_of, *run.spans]))
-    place = {request_id: number for number, request_id in enumerate(ids)}
+    position = {request_id: number for number, request_id in enumerate(ids)}
     names = _add_requests(block, run, ids)
     _add_iterations(block, run)
-    causes = _add_spans(block, run, ids, place)
-    limits = _add_heads(block, findings, place)
+    causes = _add_spans(block, run, ids, position)
+    limits = _add_heads(block, findings, position)
     if not isinstance(bounds := findings.bounds, str):
         block.add("request.least_s", np.array([_number(bounds.request_s(one)) for one in ids]))
     ledger = [
         [
             entry.iteration,
-            place[entry.victim],
-            place[entry.beneficiary],
+            position[entry.victim],
+            position[entry.beneficiary],
             entry.blocks_freed,
             entry.tokens_recomputed,
             entry.lost_s,

@@ -151,7 +151,7 @@ class ActiveRequests:
 
     @staticmethod
     def _find(requests: list[Request], request: Request) -> int:
-        """The place of `request` in `requests`, or where to insert it."""
+        """The index of `request` in `requests`, or where to insert it."""
         low, high = 0, len(requests)
         if high and requests[-1].goes_before(request):
             return high

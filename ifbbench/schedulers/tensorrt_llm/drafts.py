@@ -33,9 +33,9 @@ class Drafts:
         counts = np.clip(table.reserved[rows] - table.generated[rows] - 1, 0, self.settings.max_len)
         if self.settings.max_ngram:
             self._tokens.clear()
-            for place, row in enumerate(rows.tolist()):
-                self._tokens[row] = tokens = self._look_up(self.active.by_slot[row], int(counts[place]))
-                counts[place] = len(tokens)
+            for index, row in enumerate(rows.tolist()):
+                self._tokens[row] = tokens = self._look_up(self.active.by_slot[row], int(counts[index]))
+                counts[index] = len(tokens)
         table.set_draft_tokens(rows, counts)
 
     def _look_up(self, request: Request, count: int) -> IntArray:
@@ -81,13 +81,13 @@ class Drafts:
         request and the position of each draft in its output, so that neither a pause nor the batch changes them."""
         table, width = self.active.table, int(counts.max(initial=0))
         ids = np.array([self.active.by_slot[row].request_id for row in rows.tolist()], np.uint64)
-        places = np.arange(width)
+        indices = np.arange(width)
         seeds = ids * SEED_STEP + np.uint64(self.settings.seed & 0xFFFF_FFFF_FFFF_FFFF)
-        positions = (table.joined[rows] + table.confirmed[rows])[:, None] + places
+        positions = (table.joined[rows] + table.confirmed[rows])[:, None] + indices
         rates = self.settings.acceptance
-        acceptance = np.array([rates[min(place, len(rates) - 1)] for place in range(width)])
+        acceptance = np.array([rates[min(index, len(rates) - 1)] for index in range(width)])
         is_accepted = uniform_numbers(seeds[:, None], positions) < acceptance
-        is_accepted &= places < counts[:, None]
+        is_accepted &= indices < counts[:, None]
         found: IntArray = np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1).astype(np.int32)
         return found
 
@@ -108,14 +108,14 @@ def continuation(sequence: IntArray, max_ngram: int, count: int) -> IntArray:
     The longest match counts, of at most `max_ngram` tokens, and of several the first (as in `transformers` and vLLM);
     it may overlap the end, but has at least one token behind it. Empty if the last token did not occur before."""
     last = len(sequence) - 1
-    places = np.flatnonzero(sequence[:last] == sequence[last])
+    indices = np.flatnonzero(sequence[:last] == sequence[last])
     for distance in range(1, max_ngram):
-        longer = places[places >= distance]
+        longer = indices[indices >= distance]
         longer = longer[sequence[longer - distance] == sequence[last - distance]] if distance <= last else longer[:0]
         if not len(longer):
             break
-        places = longer
-    return sequence[places[0] + 1 :][:count] if len(places) else sequence[:0]
+        indices = longer
+    return sequence[indices[0] + 1 :][:count] if len(indices) else sequence[:0]
 
 
 def draft_problem(request: Request, vocab_size: int | None, refused_because: str | None) -> str | None:

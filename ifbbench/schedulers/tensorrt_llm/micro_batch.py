@@ -58,7 +58,7 @@ class MicroBatchScheduler:
             max_requests = min(max_requests, ceil_div(len(active), self.num_micro_batches))
         takes_all = not (fitting.held or fitting.paused or active.mixed_beam_widths)
         if takes_all:
-            # Whether all generation requests run at any place in the order, so that only contexts are selected.
+            # Whether all generation requests run wherever they are in the order, so that only contexts are selected.
             count, needed = len(generation), tokens
             if admitted and not fitting.generation_first:
                 count += len(admitted)

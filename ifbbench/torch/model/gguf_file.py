@@ -230,7 +230,7 @@ class GgufFile:
         values = self.value(f"tokenizer.ggml.{key}")
         if not isinstance(values, list):
             raise unexpected(f"tokenizer.ggml.{key}", values, "a list")
-        return [check(value, f"tokenizer.ggml.{key}[{place}]") for place, value in enumerate(values)]
+        return [check(value, f"tokenizer.ggml.{key}[{index}]") for index, value in enumerate(values)]
 
     def _vocab_size(self) -> int:
         embedding = self._tensors.get("token_embd.weight")
