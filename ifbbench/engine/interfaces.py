@@ -105,7 +105,8 @@ class Scheduler(Protocol):
         ...
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
-        """Positions of the generation requests of `plan`, and the adapters that it uses, in its first iteration."""
+        """Positions of the generation requests of `plan`, and the adapters that it uses, which are on the device from
+        now on, in its first iteration. SchedulerStalled if they do not fit."""
         ...
 
     def repeat(self, plan: Plan, count: int) -> Growth:
@@ -152,7 +153,7 @@ class Executor(Protocol):
 
 class IterationWork(NamedTuple):
     """What an iteration runs: context chunks, generation requests at these positions, and their adapters as in `Batch`,
-    all on the device. Nothing if it is the turn of a micro batch without requests."""
+    which are loaded before the first of several. Nothing if it is the turn of a micro batch without requests."""
 
     context: Sequence[ContextChunk]
     positions: Positions

@@ -236,7 +236,9 @@ class IterationRecord:
         record = self.copy()
         record.micro_batch = (self.micro_batch + iteration - self.iteration) % max_in_flight
         record.iteration, record.timestamp, record.start_s = iteration, epoch_s + start_s, start_s
-        record.cache, record.activated = growth.cache(index), [] if index else self.activated
+        record.cache = growth.cache(index)
+        if index:
+            record.activated, record.loads = [], ()
         record.context = tuple(
             [ContextChunk(one.request, one.start + index * one.length, one.length) for one in self.context]
         )

@@ -197,10 +197,6 @@ class AdapterCache:
         if request.lora_task_id is not None:
             self._num_requests[request.lora_task_id] -= 1
 
-    def has(self, tasks: Iterable[int]) -> bool:
-        """Whether these adapters are all on the device."""
-        return all(task_id in self._device for task_id in tasks)
-
     def use(self, tasks: Sequence[int], iterations: int = 1) -> tuple[AdapterLoad, ...]:
         """The next iterations use these adapters, each once in `tasks`. Returns what is to be loaded before the first.
 

@@ -143,7 +143,8 @@ class SimulatedExecutor:
                 passed_ns += host_ns + device_ns[-1]
                 chunks = [(start + length, length, is_last) for start, length, is_last in chunks]
         if adapters is not None and self._lora is not None:
-            device_ns = self._lora.generation_ns(adapters, np.array(device_ns)).tolist()
+            lengths = [chunk.length for chunk in context]
+            device_ns = self._lora.repeated_ns(adapters, context, lengths, np.array(device_ns)).tolist()
         return host_ns, device_ns, outputs, False
 
     def _generation_keys(self, positions: Positions, steps: int) -> list[Sequence[int]]:

@@ -6,13 +6,14 @@ al., arXiv:2311.03285): for each product of a layer one kernel for all A and one
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.batch import NO_ADAPTER, AdapterLoad, AdapterUse, Batch
+from ifbbench.engine.plan import ContextChunk
 from ifbbench.kv.adapters import LoraConfig
 from ifbbench.models.lora_modules import LayerProduct, lora_modules
 from ifbbench.simulated.cost_model import CostModel
@@ -56,17 +57,26 @@ class LoraCost:
 
     def batch_ns(self, batch: Batch, use: AdapterUse, base_ns: int) -> int:
         """Nanoseconds of a batch that takes the base model `base_ns`."""
-        tokens = Counter(np.repeat(use.tasks, batch.beam_width).tolist())
-        longest = max((chunk.length for chunk in batch.context), default=0)
-        for chunk in batch.context:
-            if chunk.request.lora_task_id is not None:
-                tokens[chunk.request.lora_task_id] += longest if batch.padded else chunk.length
-        times = self._with_adapters(np.array([base_ns], np.int64), tokens)
-        return int(times[0]) + round(self.load_s(use.loads) * NANOSECONDS)
+        tasks, lengths = np.repeat(use.tasks, batch.beam_width), [chunk.length for chunk in batch.context]
+        if batch.padded and lengths:
+            lengths = [max(lengths)] * len(lengths)
+        times = self.repeated_ns(use._replace(tasks=tasks), batch.context, lengths, np.array([base_ns], np.int64))
+        return int(times[0])
 
-    def generation_ns(self, use: AdapterUse, base_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`batch_ns` of iterations of these generation requests alone, [iterations], without copies."""
-        return self._with_adapters(base_ns, Counter(use.tasks.tolist()))
+    def repeated_ns(
+        self, use: AdapterUse, context: Sequence[ContextChunk], lengths: Sequence[int], base_ns: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Nanoseconds of iterations that take the base model `base_ns`, [iterations]: of a token of each request in
+        `use`, and chunks of these lengths. The copies are made before the first."""
+        tokens = Counter[int](use.tasks.tolist())
+        for chunk, length in zip(context, lengths, strict=True):
+            if chunk.request.lora_task_id is not None:
+                tokens[chunk.request.lora_task_id] += length
+        times = self._with_adapters(base_ns, tokens)
+        if use.loads:
+            times = times.copy()
+            times[0] += round(self.load_s(use.loads) * NANOSECONDS)
+        return times
 
     def products_s(self, tokens: Mapping[int, int]) -> float:
         """Seconds of the products. tokens: task id to its tokens in the batch."""

@@ -16,6 +16,7 @@ from ifbbench.clock import VirtualClock
 from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.sampling_params import OutputOptions
+from ifbbench.kv.adapters import LoraConfig
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.kv.sizing import WindowLayout
@@ -29,9 +30,11 @@ from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
+from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.engine.engine import scheduler_of
+from tests.engine.test_lora import FakeSource
 
 COST_MODELS = {
     stages: CostModel(Shard(load_model_config("tiny"), "bf16", "bf16", pp_size=stages), load_hardware("h100-sxm"))
@@ -94,7 +97,12 @@ def run(
     )
     manager = make_loop(
         config,
-        SimulatedExecutor(COST_MODELS[config.pp_size], clock, windows or [(window, 1.0)]),
+        SimulatedExecutor(
+            COST_MODELS[config.pp_size],
+            clock,
+            windows or [(window, 1.0)],
+            None if config.lora is None else LoraCost(COST_MODELS[config.pp_size], config.lora),
+        ),
         clock,
         client.get_requests,
         client.send_response,
@@ -107,6 +115,8 @@ def run(
             client.wait()
         scheduler_of(manager).kv_cache.check_consistency()
     recorder.close(partial=False)
+    if (adapters := scheduler_of(manager).adapters) is not None:
+        (directory / "adapters").write_text(str(adapters.figures()))
     return recorder
 
 
@@ -391,6 +401,45 @@ def test_streaming_requests_are_advanced_together(
     run(trace_of(rows), config, folder / "apart", together=False, make=make)
     run(trace_of(rows), config, folder / "together", together=True, make=make)
     assert files(folder / "together") == files(folder / "apart")
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=requests,
+    changes=configs,
+    tasks=st.lists(st.sampled_from([None, 0, 1, 2, 3]), min_size=16, max_size=16),
+    device_pages=st.integers(2, 6),
+    host_pages=st.integers(0, 7),
+)
+def test_adapters_are_loaded_as_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    changes: dict[str, Any],
+    tasks: list[int | None],
+    device_pages: int,
+    host_pages: int,
+) -> None:
+    """With fewer pages than adapters, so that prompts evict adapters and wait for pages."""
+    source = FakeSource({0: 1, 1: 2, 2: 1, 3: 2})
+    lora = LoraConfig(source, device_pages, host_pages, page_bytes=40, value_bytes=4)
+    config, trace, folder = config_of(**changes, lora=lora), trace_of(rows), tmp_path_factory.mktemp("runs")
+
+    def make(index: int, row: TraceRequest) -> Request:
+        return Request(
+            row.request_id,
+            row.prompt_len,
+            row.max_new_tokens,
+            output_len=row.output_len,
+            index=index,
+            priority=row.priority,
+            lora_task_id=tasks[index],
+        )
+
+    run(trace, config, folder / "apart", together=False, make=make)
+    recorder = run(trace, config, folder / "together", together=True, make=make)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
+    assert (folder / "together/adapters").read_text() == (folder / "apart/adapters").read_text()
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

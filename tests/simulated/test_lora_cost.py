@@ -69,7 +69,7 @@ def test_batches_and_steps_ahead_take_the_same_time() -> None:
     tasks = np.array([NO_ADAPTER, 3, 3, 4], np.int64)
     batch = Batch(0, (), np.arange(4, dtype=np.int32), NO_ROWS, NO_ROWS.reshape(0, 1, 0), adapters=AdapterUse(tasks))
     assert batch.adapters is not None
-    ahead = cost.generation_ns(batch.adapters, np.array([5_000_000, 7_000_000]))
+    ahead = cost.repeated_ns(batch.adapters, (), (), np.array([5_000_000, 7_000_000]))
     assert [cost.batch_ns(batch, batch.adapters, base) for base in (5_000_000, 7_000_000)] == ahead.tolist()
     without = AdapterUse(np.full(4, NO_ADAPTER, np.int64))
     assert cost.batch_ns(batch._replace(adapters=without), without, 5_000_000) == 5_000_000

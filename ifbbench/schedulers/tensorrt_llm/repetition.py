@@ -8,11 +8,10 @@ from itertools import accumulate
 import numpy as np
 
 from ifbbench.engine.arrays import NO_ROWS, Rows
-from ifbbench.engine.batch import AdapterUse, Positions
+from ifbbench.engine.batch import Positions
 from ifbbench.engine.plan import Plan
 from ifbbench.engine.records import Growth, InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request
-from ifbbench.kv.adapters import AdapterCache, distinct_tasks
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div
 from ifbbench.kv.counted import CountedCache, fitting_steps, in_turn
 from ifbbench.kv.interface import KvCache
@@ -116,11 +115,10 @@ class Repetition:
         config: BatchingConfig,
         active: ActiveRequests,
         kv_cache: KvCache,
-        adapters: AdapterCache | None,
         pauses: bool,
     ) -> None:
         """pauses: whether the policy may pause requests."""
-        self._active, self._kv_cache, self._adapters = active, kv_cache, adapters
+        self._active, self._kv_cache = active, kv_cache
         self._config, self._pauses = config, pauses
         self._counted = [window for window in kv_cache.of_windows() if isinstance(window, CountedCache)]
         self._ahead: Sequence[CountedCache | StepsAhead] = self._counted
@@ -172,12 +170,15 @@ class Repetition:
             self._collected += 1
 
     def may_repeat(self, plan: Plan) -> bool:
-        """Whether iterations of `plan` need no batches. Those load adapters, generate tokens again that a pause has
-        dropped, and overwrite blocks with ids."""
+        """Whether iterations of `plan` need no batches. Those generate tokens again that a pause has dropped, and
+        overwrite blocks with ids."""
         active, table, cache, rows = self._active, self._active.table, self._kv_cache, plan.rows
         if active.num_reading_tokens or (plan.held and not self._is_static):
             return False
-        if table.any_wide_steps and (active.mixed_beam_widths or active.num_with_lora):
+        # The time of adapters is divided evenly among stages, and counts the tokens of beams.
+        if active.num_with_lora and (table.any_wide_steps or self._config.pp_size > 1):
+            return False
+        if table.any_wide_steps and active.mixed_beam_widths:
             return False
         if not (plan.context or len(rows)) and not table.num_in_flight:
             return False
@@ -185,16 +186,12 @@ class Repetition:
             if active.num_with_lora or plan.paused:
                 return False
             rows = active.generation_rows
-        if plan.context and (active.num_with_lora or table.max_draft_tokens or not self._runs_context):
+        if plan.context and (table.max_draft_tokens or not self._runs_context):
             return False
         may_wrap = not self._counted and cache.attention_window.wraps
         if may_wrap and (cache.registered[rows] >= cache.attention_window.capacity).any():
             return False
-        if table.any_paused and (cache.cached_tokens(rows) < table.cached_before_pause[rows]).any():
-            return False
-        if self._adapters is None or not active.num_with_lora:
-            return True
-        return self._adapters.has(distinct_tasks(table.lora_tasks[plan.generation_rows]))
+        return not (table.any_paused and (cache.cached_tokens(rows) < table.cached_before_pause[rows]).any())
 
     def max_steps(self, plan: Plan, certain: int, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
         """In how many iterations of `plan`, at most `certain`, only the last one completes a request, and blocks
@@ -262,26 +259,22 @@ class Repetition:
         """`plan`, and those of the other micro batches in turn."""
         return [plan] + [Plan([], rows, blocked=plan.blocked) for rows in self._rows_of[1:]]
 
-    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
-        """Positions of the generation requests of `plan`, and the adapters that it uses."""
+    def positions(self, plan: Plan) -> Positions:
+        """Positions of the generation requests of `plan`."""
         cache, rows = self._kv_cache, plan.rows
         if not len(rows):
-            return Positions(0, 0, lambda: NO_ROWS), None
+            return Positions(0, 0, lambda: NO_ROWS)
         group = int(self._counted[0].micro_batches[rows[0]]) if self._num_turns > 1 else 0
         total = self._ahead[0].tokens_of(group) - len(rows) * cache.attention_window.bubble
-        adapters, idle = None, plan.idle
-        if self._adapters is not None and self._active.num_with_lora:
-            adapters = AdapterUse(self._active.table.lora_tasks[plan.generation_rows])
+        idle = plan.idle
         if len(idle):
             idle = cache.cached_tokens(idle) - 1
         beam_width = int(self._active.table.step_tokens[rows[0]])
-        return Positions(len(rows), total, lambda: cache.cached_tokens(rows), idle, beam_width), adapters
+        return Positions(len(rows), total, lambda: cache.cached_tokens(rows), idle, beam_width)
 
     def repeat(self, plan: Plan, count: int) -> Growth:
         """Schedule `count` iterations of `plan`, at most those of `max_steps`."""
         active, ahead = self._active, self._ahead
-        if self._adapters is not None and active.num_with_lora:
-            self._adapters.use(distinct_tasks(active.table.lora_tasks[plan.generation_rows]), count)
         self._scheduled += count
         if self._num_turns > 1:
             self._run_turns(plan, count)

@@ -86,7 +86,7 @@ class TensorRtLlmScheduler:
         self._may_repeat = is_steady and not (config.num_micro_batches > 1 or config.drafts.max_len or self._is_static)
         # The latest plan, with `num_changes` of the active requests and `num_reuse_changes` when it was made.
         self._latest: tuple[Plan, int, int] | None = None
-        self._repetition = Repetition(config, self.active, cache, self.adapters, self._may_pause) if repeats else None
+        self._repetition = Repetition(config, self.active, cache, self._may_pause) if repeats else None
         self._iteration, self._admits = 0, False
         self._in_flight: Sequence[InFlightIteration] = ()
         self._is_logged = _log.isEnabledFor(logging.DEBUG)
@@ -306,11 +306,11 @@ class TensorRtLlmScheduler:
             self.kv_cache.forget_sequence(request.slot)
         return lost
 
-    def _use_adapters(self, cache: AdapterCache, plan: Plan) -> AdapterUse:
-        """The adapters of the iteration, which are now on the device."""
+    def _use_adapters(self, cache: AdapterCache, plan: Plan, iterations: int = 1) -> AdapterUse:
+        """The adapters of the next iterations, which are now on the device."""
         tasks = self.table.lora_tasks[plan.generation_rows]
         of_context = [request.lora_task_id for request in plan.context if request.lora_task_id is not None]
-        return AdapterUse(tasks, cache.use(distinct_tasks(tasks, of_context)))
+        return AdapterUse(tasks, cache.use(distinct_tasks(tasks, of_context), iterations))
 
     def _store_generated(self, rows: Rows) -> None:
         """Make the blocks that the generation requests in `rows` had filled before this step findable.
@@ -362,12 +362,20 @@ class TensorRtLlmScheduler:
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
         assert self._repetition is not None
-        return self._repetition.positions(plan)
+        adapters = None
+        if self.adapters is not None and self.active.num_with_lora:
+            try:
+                adapters = self._use_adapters(self.adapters, plan)
+            except OutOfAdapterPages as error:
+                raise self._does_not_fit(error) from error
+        return self._repetition.positions(plan), adapters
 
     def repeat(self, plan: Plan, count: int) -> Growth:
         assert self._repetition is not None
         if self._dynamic_limits is not None:
             self._dynamic_limits.skip(self.active, count - 1)
+        if self.adapters is not None and self.active.num_with_lora and count > 1:
+            self._use_adapters(self.adapters, plan, count - 1)
         return self._repetition.repeat(plan, count)
 
     def confirm(self, count: int) -> list[Request]:
