@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,9 @@ def digests(trace: Trace, settings: dict[str, Any]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 3200), marks=pytest.mark.slow)])
-def test_a_simulated_device_schedules_as_the_null_one(seeds: range) -> None:
+# 473: a prompt that is cut before reuse is found comes before another one in the batch, and both end with it.
+@pytest.mark.parametrize("seeds", [[*range(200), 473], pytest.param(range(200, 3200), marks=pytest.mark.slow)])
+def test_a_simulated_device_schedules_as_the_null_one(seeds: Sequence[int]) -> None:
     refused = 0
     for seed in seeds:
         trace, settings = drawn_run(random.Random(seed))

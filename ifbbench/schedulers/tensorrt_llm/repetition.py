@@ -20,7 +20,7 @@ from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.modes import BatchingType
 
-# A number of iterations, the phase, LoRA task and order of the request in a batch, and its row.
+# A number of iterations; phase, index of the chunk or LoRA task, and order, which order requests in a batch; the row.
 _Event = tuple[int, int, int, tuple[float, int], int]
 
 
@@ -133,6 +133,8 @@ class Repetition:
         self._ends: list[_Event] = []
         self._parks: list[_Event] = []
         self._parked: set[int] = set()
+        # By row, of requests that end with their first token: the index of their chunk in its batch.
+        self._chunk_index: dict[int, int] = {}
         # With several micro batches: the generation requests of those that repeat, the next one first; and of each
         # iteration in flight, its number and the rows that get a token in it.
         self._rows_of: list[Rows] = []
@@ -351,6 +353,7 @@ class Repetition:
     def forget(self, request: Request) -> None:
         """`request` has left."""
         self._parked.discard(request.slot)
+        self._chunk_index.pop(request.slot, None)
         if self._outputs_of:
             self._outputs_of = deque([(number, rows[rows != request.slot]) for number, rows in self._outputs_of])
 
@@ -374,14 +377,14 @@ class Repetition:
             confirmed, generated = int(table.confirmed[row]), int(table.generated[row])
             if request.in_generation:
                 confirmed, generated = confirmed + table.deferred_confirmed, generated + table.deferred_steps
-                self._parks.append(self._event(request, self._scheduled + int(table.reserved[row]) - generated, 1))
+                self._parks.append(self._event(request, self._scheduled + int(table.reserved[row]) - generated))
             remaining = int(table.stop_after[row]) - confirmed
             if self._num_turns > 1:
-                self._ends.append(self._event(request, self._end_of_turns(row, remaining), 1))
+                self._ends.append(self._event(request, self._end_of_turns(row, remaining)))
                 continue
             remaining -= row in in_batches
             if remaining or row not in in_batches:  # else it ends with that batch
-                self._ends.append(self._event(request, self._collected + remaining, 1))
+                self._ends.append(self._event(request, self._collected + remaining))
         heapify(self._ends)
         heapify(self._parks)
         if not self._config.is_async:
@@ -399,10 +402,14 @@ class Repetition:
                 following += turns
         return following + 1 + (remaining - 1) * turns
 
-    def _event(self, request: Request, number: int, phase: int) -> _Event:
-        """phase: 0 of a request that ends with its first token, which comes before those of others in a batch."""
-        task = -1 if request.lora_task_id is None else request.lora_task_id
-        return number, phase, task, request.order, request.slot
+    def _event(self, request: Request, number: int) -> _Event:
+        """An event of `request`. Those of one iteration are in the order of its batch: first the requests that end with
+        the first token after their prompt, by chunk, then those in generation."""
+        row, task = request.slot, -1 if request.lora_task_id is None else request.lora_task_id
+        index = self._chunk_index.get(row)
+        if index is not None:
+            return number, 0, index, request.order, row
+        return number, 1, task, request.order, row
 
     def _is_generating(self, event: _Event) -> bool:
         """Whether the request of an event is still there and in generation."""
@@ -432,7 +439,7 @@ class Repetition:
         """Advance prompts by their chunk, `steps` times; returns how many of these tokens were computed before a
         pause."""
         table, active, recomputed = self._active.table, self._active, 0
-        for request in context:
+        for index, request in enumerate(context):
             is_last = request.is_last_chunk
             request.chunk *= steps
             recomputed += request.advance_context()
@@ -447,9 +454,11 @@ class Repetition:
                 if self._num_turns > 1:
                     table.confirmed[row] = 0
                 stop_after = int(table.stop_after[row])
+                if stop_after == 1:
+                    self._chunk_index[row] = index
                 end_at = self._scheduled + (stop_after - 1) * self._num_turns
-                heappush(self._ends, self._event(request, end_at, 0 if stop_after == 1 else 1))
+                heappush(self._ends, self._event(request, end_at))
                 if self._config.is_async:
                     park_at = self._scheduled + int(table.reserved[row]) - 1
-                    heappush(self._parks, self._event(request, park_at, 1))
+                    heappush(self._parks, self._event(request, park_at))
         return recomputed
