@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ class Result:
     directory: Path
     summary: dict[str, Any]
     failed: int = 0
+    description: dict[str, Any] = field(default_factory=dict)
 
 
 def pretend_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
@@ -46,7 +47,8 @@ def runs(monkeypatch):
 
     monkeypatch.setitem(KEEP, "run", run_point)
     pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)
-    monkeypatch.setattr("ifbbench.rundir.reader.load_run", lambda directory: directory)
+    monkeypatch.setattr("ifbbench.rundir.reader.load_run", lambda directory, without=(): directory)
+    monkeypatch.setattr("ifbbench.rundir.run_directory.is_lost", lambda directory: False)
     monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console, known: console.print("the report"))
     monkeypatch.setattr(
         "ifbbench.report.compat.gpt_manager_benchmark.benchmark_lines", lambda run: ["[BENCHMARK] num_samples 1"]
