@@ -24,8 +24,9 @@ from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from ifbbench.torch.communicator import Communicator
 from ifbbench.torch.ranks import RankFailed
 
-# Rank 0 sends something at least so often while it waits for requests, unless the time limit is shorter.
-KEEP_ALIVE_S = 1.0
+# Rank 0 sends something at least so often while it waits for requests, unless the time limit is shorter. Before that it
+# waits until the others, which only receive then, have received the message before: one that hangs is found then.
+KEEP_ALIVE_S = 0.2
 NOTHING = b""
 
 
@@ -51,6 +52,7 @@ class LeadingClock(WallClock):
     def wait_until(self, seconds: float) -> None:
         while seconds - self.now() > self._interval_s:
             super().wait_until(self.now() + self._interval_s)
+            self._communicator.wait_for_received()
             self._communicator.publish(NOTHING)
         super().wait_until(seconds)
 
@@ -83,6 +85,7 @@ class _Log:
     def send_now_and_then(self) -> None:
         """The same if the last call was long ago: while no request is active, no batch is submitted."""
         if self._sent.now() > min(KEEP_ALIVE_S, self.communicator.timeout_s / 4):
+            self.communicator.wait_for_received()
             self.send()
 
     def next(self) -> tuple[str, Any]:

@@ -179,6 +179,10 @@ class Communicator:
         """Send `message` from rank 0 to all others, without waiting for them."""
         self._send_message(message, range(1, self.world_size))
 
+    def wait_for_received(self) -> None:
+        """Wait until the others have received what was published. RankTimedOut if one does not."""
+        self._wait_for_pending(0)
+
     def answer(self, message: bytes) -> None:
         """Send `message` to rank 0."""
         self._send_message(message, [0])
