@@ -166,3 +166,19 @@ def test_a_killed_run_and_one_without_completed_requests(runs: list[Path], tmp_p
     page = opened(write_page([killed], tmp_path))
     assert "Partial" in page.locator("header").inner_text()
     assert page.locator("#views canvas").count() == 1
+
+
+def test_the_last_tick_of_a_distribution_is_not_cut(tmp_path: Path, opened: Any) -> None:
+    """The longest wait is a little over 10 s, so that its axis ends with 10,000."""
+    directory = tmp_path / "run"
+    asked = "run chat --device sim:h100-sxm --model llama-3.1-8b --max_num_samples 60 --max_batch_size 4 --quiet "
+    done = CliRunner().invoke(main, [*f"{asked} --request_rate 6 --output".split(), str(directory)])
+    assert done.exit_code == 0, done.output
+    page = opened(write_page([directory], tmp_path))
+    cut = """all => all.filter(one => {
+        const box = one.getBoundingClientRect(), chart = one.ownerSVGElement.getBoundingClientRect();
+        return box.right > chart.right + 0.5;
+    }).map(one => one.textContent)"""
+    texts = page.eval_on_selector_all("svg[role=img] text", "all => all.map(one => one.textContent)")
+    assert "10,000" in texts
+    assert page.eval_on_selector_all("svg[role=img] text", cut) == []

@@ -182,6 +182,18 @@ def test_points_that_miss_an_objective_have_empty_marks(tmp_path: Path, opened: 
     assert "empty marks miss an objective" in page.locator("#legend").inner_text()
 
 
+def test_cells_of_points_that_meet_every_objective_are_framed(tmp_path: Path, opened: Any) -> None:
+    axes = ("--over", "max_batch_size=4,64", "--over", "policy=max_utilization,guaranteed_no_evict")
+    _invoke(*SWEEP.split(), *axes, "--slo", "ttft.p99=5s", "--keep", "summary", "--output", str(tmp_path / "sweep"))
+    _invoke("plot", str(tmp_path / "sweep"), "--html")
+    met = [row["slo.ttft.p99.met"] for row in read_sweep(tmp_path / "sweep").rows]
+    assert {True, False} == set(met), "one of each is needed"
+    page = opened(tmp_path / "sweep" / "sweep.html")
+    for number, is_met in enumerate(met):
+        assert (page.locator(f"rect.mark[data-point='{number}']").first.get_attribute("stroke") is not None) is is_met
+    assert "Framed cells meet every objective" in page.locator("#maps-note").inner_text()
+
+
 def test_failed_points_and_a_sweep_over_one_setting(tmp_path: Path, opened: Any) -> None:
     directory = tmp_path / "windows"
     done = CliRunner().invoke(
