@@ -125,13 +125,13 @@ class Bounds:
         e2e_s = self._run.row_of.get(request_id, {}).get("e2e_s")
         if e2e_s is None:
             return None
-        index = self._places.get(request_id)
+        index = self._index_of.get(request_id)
         if index is None:  # killed before its spans were written
             return None
         return min(self._request_s(index), float(e2e_s))
 
     @cached_property
-    def _places(self) -> dict[Id, int]:
+    def _index_of(self) -> dict[Id, int]:
         return {request_id: index for index, request_id in enumerate(self.work.ids)}
 
     def _request_s(self, place: int) -> float:

@@ -77,7 +77,7 @@ class RunSample:
     figure is computed without each block in turn (the jackknife with groups), which works for means, percentiles and
     rates alike; the pseudo-values of the blocks have Student's t distribution.
 
-    blocks: 0 if the run is too short for MIN_BLOCKS. lengths: its arrivals last so many mean latencies. An overloaded
+    blocks: 0 if the run is too short. lengths: its arrivals last so many mean latencies. An overloaded
     run, in which latencies grow with the run, is always too short.
     """
 

@@ -133,7 +133,7 @@ def test_a_defect_beside_the_requests_ends_the_run(
 
 
 def test_a_defect_in_a_callback_of_the_loop_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that no request belongs to: the run would wait for ever for what it was to do."""
+    """An exception in a callback that belongs to no request ends the run, which would wait for its effect for ever."""
 
     async def silent(_: Received, writer: Writer) -> None:
         while not writer.is_gone:

@@ -135,6 +135,19 @@ def make_request(index: int, row: TraceRequest) -> Request:
     )
 
 
+def without_tokens(index: int, row: TraceRequest, **more: Any) -> Request:
+    """A request that shares no blocks with others."""
+    return Request(
+        row.request_id,
+        row.prompt_len,
+        row.max_new_tokens,
+        output_len=row.output_len,
+        index=index,
+        priority=row.priority,
+        **more,
+    )
+
+
 def handing_out(waiting: list[Request]) -> Callable[[int], list[Request]]:
     def get_requests(count: int) -> list[Request]:
         taken = waiting[:count]
@@ -425,15 +438,7 @@ def test_adapters_are_loaded_as_one_by_one(
     config, trace, folder = config_of(**changes, lora=lora), trace_of(rows), tmp_path_factory.mktemp("runs")
 
     def make(index: int, row: TraceRequest) -> Request:
-        return Request(
-            row.request_id,
-            row.prompt_len,
-            row.max_new_tokens,
-            output_len=row.output_len,
-            index=index,
-            priority=row.priority,
-            lora_task_id=tasks[index],
-        )
+        return without_tokens(index, row, lora_task_id=tasks[index])
 
     run(trace, config, folder / "apart", together=False, make=make)
     recorder = run(trace, config, folder / "together", together=True, make=make)
@@ -464,15 +469,7 @@ def test_beams_are_advanced_together(
     trace, folder = trace_of(rows), tmp_path_factory.mktemp("runs")
 
     def make(index: int, row: TraceRequest) -> Request:
-        return Request(
-            row.request_id,
-            row.prompt_len,
-            row.max_new_tokens,
-            output_len=row.output_len,
-            index=index,
-            priority=row.priority,
-            beam_width=widths[index % len(widths)],
-        )
+        return without_tokens(index, row, beam_width=widths[index % len(widths)])
 
     run(trace, config, folder / "apart", together=False, make=make)
     recorder = run(trace, config, folder / "together", together=True, make=make)

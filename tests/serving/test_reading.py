@@ -36,7 +36,7 @@ def posted(client: httpx.AsyncClient, body: Any = VERY_LONG) -> "asyncio.Task[ht
 
 
 class Held:
-    """Reads of long bodies wait in it until they are let go. most: of them at the same time."""
+    """Holds the reads of long bodies until they are released. most: the maximum number held at the same time."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Semaphore(0), threading.Semaphore(0)

@@ -41,7 +41,7 @@ SMALL = ModelConfig(
     intermediate_size=48,
     max_position_embeddings=512,
 )
-# Of the size of heads that the kernels need.
+# A model with heads of the size that the kernels need.
 MICRO = ModelConfig(
     vocab_size=61,
     hidden_size=32,

@@ -161,11 +161,6 @@ class Repetition:
         """Repeated iterations in flight that `confirmed` of a new generation request has to leave out."""
         return 0 if self._num_turns > 1 else self._scheduled - self._collected
 
-    def scheduled_batch(self, iteration: int) -> None:
-        """`iteration` was scheduled as a batch."""
-        if self._num_turns > 1:
-            self._scheduled = iteration + 1
-
     def collected_batch(self) -> None:
         """The oldest iteration in flight, which ran as a batch, was collected."""
         if self._num_turns > 1:
@@ -347,6 +342,7 @@ class Repetition:
         self._active.settle()
         self._rows = None
         if self._num_turns > 1:
+            self._scheduled = iteration + 1
             for window in self._counted:
                 window.join(rows, iteration % self._num_turns)
 

@@ -277,8 +277,6 @@ class TensorRtLlmScheduler:
                 self.active.park(row)
                 if self._repetition is not None:
                     self._repetition.park(row)
-        if self._repetition is not None:
-            self._repetition.scheduled_batch(iteration)
         if self.num_micro_batches > 1:
             table.micro_batch[plan.rows] = turn = iteration % self.num_micro_batches
             table.micro_batch[[request.slot for request in plan.context]] = turn
