@@ -7,7 +7,7 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.config import RunConfig
 

@@ -12,7 +12,7 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.request import Request
 from ifbbench.rundir import run_directory
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.modes import Overlap
 

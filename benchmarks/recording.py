@@ -21,7 +21,7 @@ from ifbbench.replay.client import make_client
 from ifbbench.replay.requests import request_maker
 from ifbbench.rundir.recorder import Complete, Recorder
 from ifbbench.rundir.run_directory import hardware, versions
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.trace import Trace

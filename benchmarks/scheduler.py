@@ -18,7 +18,7 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.rundir.recorder import Recorder
 from ifbbench.rundir.run_directory import hardware, versions
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES
 from ifbbench.settings.modes import BatchingType

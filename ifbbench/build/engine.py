@@ -26,7 +26,7 @@ from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.models.quantization import quantization_of
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.cost_model import CostModel

@@ -19,8 +19,8 @@ from ifbbench.engine.pickling import dumps, loads
 from ifbbench.engine.records import IterationRecord, ScheduleDigest, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
+from ifbbench.schedulers.engines import make_scheduler
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
-from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from ifbbench.torch.communicator import Communicator
 from ifbbench.torch.ranks import RankFailed
 
@@ -262,7 +262,7 @@ class RankLoop(TokenGenerationLoop):
             return fetched
 
         super().__init__(
-            TensorRtLlmScheduler(config, self._step_time),
+            make_scheduler(config, self._step_time),
             _ComparedExecutor(log, executor),
             self._step_clock,
             requests,

@@ -14,6 +14,7 @@ from ifbbench.kv.sequence import ReuseRules
 from ifbbench.kv.sizing import CacheLayout, WindowLayout, blocks_of_memory
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.quantization import quantization_of
+from ifbbench.schedulers.engines import find_scheduler
 from ifbbench.schedulers.tensorrt_llm.config import UNLIMITED, V1_POLICY, BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import find_policy
 from ifbbench.settings.config import DTYPE_BYTES, RunConfig
@@ -47,6 +48,7 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     if config.uses_lora or config.lora_rank is not None:
         config = resolve_lora(config)
     find_policy(config.policy)
+    find_scheduler(config.engine)
     asked_beam_width = config.beam_width or trace_beam_width
     config = config.with_values(
         max_beam_width=config.max_beam_width or asked_beam_width,
@@ -269,6 +271,7 @@ def batching_config(
         tuning_window=config.dynamic_batch_moving_average_window,
         lora=lora,
         drafts=draft_settings(config, layout) if config.draft_len else NO_DRAFTS,
+        engine=config.engine,
     )
     if limits.table_bytes > LARGE_BYTES and limits.table_bytes > (free := available_host_bytes()):
         raise InputError(

@@ -13,11 +13,17 @@ from ifbbench.engine.request import Request, RequestTable
 
 
 def confirm(
-    iteration: InFlightIteration, outputs: Sequence[StepOutputs], table: RequestTable, drafts: DraftVerifier
+    iteration: InFlightIteration,
+    outputs: Sequence[StepOutputs],
+    table: RequestTable,
+    drafts: DraftVerifier | None = None,
 ) -> list[Request]:
-    """Store the outputs of each pass of `iteration`; returns the requests that are complete, in batch order."""
+    """Store the outputs of each pass of `iteration`; returns the requests that are complete, in batch order. drafts:
+    None of a scheduler without draft tokens."""
+    if outputs:
+        table.makes_tokens = outputs[-1].tokens is not None or outputs[-1].candidates is not None
     rows = iteration.output_rows
-    if table.max_draft_tokens and any(batch.drafts is not None for batch in iteration.batches):
+    if drafts is not None and table.max_draft_tokens and any(batch.drafts is not None for batch in iteration.batches):
         return _confirm_drafted(iteration, outputs, table, drafts)
     if len(outputs) < 2:
         return _confirm_pass(iteration, rows, outputs[0] if outputs else NO_OUTPUTS, table)

@@ -40,7 +40,8 @@ class Scheduler(Protocol):
     In each iteration the loop calls `admit` and `schedule`; then `allocate` for the batch, `advance` once it is
     submitted, and `update` once its outputs are there. Where the times of iterations are known in advance, it asks
     `horizon` for how many of them the plan is certain to repeat, with several micro batches in turn with the plans of
-    the others (`cycle`), and `repeat` and `confirm` stand for so many of those calls.
+    the others (`cycle`), and `repeat` and `confirm` stand for so many of those calls. A class that derives from this
+    one needs none of these: then no plan repeats.
 
     name: for messages. table: the running set. layout: what all batches have in common.
     max_in_flight: iterations that may be in flight. num_micro_batches: parts of the running set that run in turn.
@@ -98,25 +99,25 @@ class Scheduler(Protocol):
     def horizon(self, plan: Plan) -> int:
         """For how many iterations, this one included, `plan` is certain to be decided again while no request arrives,
         and only the last one to be collected completes requests; 0 if the iteration needs a batch."""
-        ...
+        return 0
 
     def cycle(self, plan: Plan) -> Sequence[Plan]:
         """The plans that repeat, each once: `plan` and, with several micro batches, those of the others in turn."""
-        ...
+        return [plan]
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
         """Positions of the generation requests of `plan`, and the adapters that it uses, which are on the device from
         now on, in its first iteration. SchedulerStalled if they do not fit."""
-        ...
+        raise SchedulerStalled(f"{self.name} repeats no plan")
 
     def repeat(self, plan: Plan, count: int) -> Growth:
         """`allocate` and `advance` for `count` iterations from `plan` on, at most those of `horizon`."""
-        ...
+        raise SchedulerStalled(f"{self.name} repeats no plan")
 
     def confirm(self, count: int) -> list[Request]:
         """`update` for the oldest `count` iterations in flight, all of them repeated; returns the requests that are
         complete."""
-        ...
+        raise SchedulerStalled(f"{self.name} repeats no plan")
 
     def cache_state(self) -> CacheState:
         """The KV cache now, as records hold it."""
@@ -124,11 +125,11 @@ class Scheduler(Protocol):
 
     def figures(self) -> dict[str, Any]:
         """Entries of `summary.json` that only this scheduler has."""
-        ...
+        return {}
 
     def truncate(self, conversation: Request, num_tokens: int) -> None:
         """Release the reusable blocks of a conversation after its first `num_tokens` tokens."""
-        ...
+        return None
 
 
 class Executor(Protocol):

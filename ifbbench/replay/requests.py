@@ -11,7 +11,7 @@ from ifbbench.engine.sampling_params import GREEDY, OutputOptions, StopCondition
 from ifbbench.replay.client import MakeRequest
 from ifbbench.schedulers.tensorrt_llm.admission import AdmissionLimits, Refusal
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
-from ifbbench.settings.config import RunConfig
+from ifbbench.settings.config import ENGINES, RunConfig
 from ifbbench.workload.prompts import output_symbol, prompt_tokens, symbolic_runs
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
@@ -72,9 +72,12 @@ def _symbols(row: TraceRequest, index: int) -> ReuseIdentity:
 
 
 def expected_refusals(trace: Trace, config: RunConfig, limits: BatchingConfig) -> list[tuple[Refusal, int]]:
-    """How many requests the engine will refuse by each limit of their size, with the refusal of one of them.
+    """How many requests the engine will refuse by each limit of their size, with the refusal of one of them; of an
+    engine of a user that is not known.
 
     Of the requests with equal prompt lengths only the longest output is checked, unless that is refused."""
+    if limits.engine not in ENGINES:
+        return []
     admission = AdmissionLimits(limits)
     columns = columns_of(trace.requests)
     beams = np.full(len(columns), config.beam_width or 1)

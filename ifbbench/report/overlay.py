@@ -55,7 +55,7 @@ def run_labels(runs: Sequence[RunData]) -> list[str]:
 
 
 def _value(name: str, value: object) -> str:
-    return str(value) if name in ("policy", "device", "model", "type") else f"{name} {value}"
+    return str(value) if name in ("engine", "policy", "device", "model", "type") else f"{name} {value}"
 
 
 def plot_overlay(runs: Sequence[RunData], output: Output, only: Sequence[str] = ()) -> list[Path]:

@@ -95,7 +95,7 @@ def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int 
     config, trace, model = run.config, run.run.get("trace") or {}, run.run.get("model") or {}
     where = " on ".join(str(name) for name in (model.get("name"), model.get("device")) if name)
     limits = {setting_of(limit): limit_of(run, limit) for limit in SIZES}
-    parts = [config.get("policy"), *(f"{name} {limit}" for name, limit in limits.items() if limit)]
+    parts = [run.decided_by, *(f"{name} {limit}" for name, limit in limits.items() if limit)]
     parts += ["chunked context"] if config.get("enable_chunked_context") else []
     parts += ["V1 static batches"] if config.get("type") == "v1" else []
     parts += ["partial run"] if run.partial else []

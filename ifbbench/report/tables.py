@@ -134,7 +134,7 @@ def settings_line(run: RunData) -> str:
     engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
     gpus = [f"{name} {size}" for name in ("TP", "PP") if (size := config.get(f"{name.lower()}_size") or 1) > 1]
     dtype = (run.run.get("model") or {}).get("quantization") or config.get("dtype")
-    parts = [trace.get("name"), config.get("policy"), *sizes, chunking, *types, where, *gpus, engine, dtype]
+    parts = [trace.get("name"), run.decided_by, *sizes, chunking, *types, where, *gpus, engine, dtype]
     return " · ".join(str(part) for part in parts if part)
 
 

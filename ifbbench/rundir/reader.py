@@ -26,6 +26,7 @@ from ifbbench.rundir.drafts import stretches_of
 from ifbbench.rundir.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
 from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
+from ifbbench.settings.config import ENGINES
 from ifbbench.settings.modes import BatchingType, Overlap
 
 if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table
@@ -120,6 +121,12 @@ class RunData:
     def config(self) -> dict[str, Any]:
         """Setting name to resolved value."""
         return dict(self.run.get("config") or {})
+
+    @property
+    def decided_by(self) -> str | None:
+        """What decided: the capacity policy, or the engine where that has a scheduler of its own."""
+        config = self.config
+        return config.get("policy") if config.get("engine", ENGINES[0]) == ENGINES[0] else config["engine"]
 
     @property
     def endpoint(self) -> dict[str, Any] | None:

@@ -206,6 +206,8 @@ class SpanTracker:
         self._partial: defaultdict[int, dict[int, RequestTimeline]] = defaultdict(dict)
         self._held: dict[int, RequestTimeline] = {}
         self._blocked: dict[int, RequestTimeline] = {}
+        # What requests in the queue wait for: free batch slots, unless the scheduler names another limit for one.
+        self._queue_limit = _BATCH_SIZE
 
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
         """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
@@ -275,9 +277,8 @@ class SpanTracker:
             queued_from, held_from = bisect_left(starts, held_until_s), bisect_left(starts, timeline.arrival_s)
             if held_until_s > timeline.arrival_s and held_from < queued_from:
                 timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
-            # While it was in the queue, all slots of the batch were taken.
             if queued_from < iteration:
-                self._begin(timeline, Span(Phase.WAITING, queued_from, _BATCH_SIZE))
+                self._begin(timeline, Span(Phase.WAITING, queued_from, self._queue_limit))
         self._begin(timeline, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
 
     def _pause(self, record: IterationRecord) -> None:
@@ -338,8 +339,10 @@ class SpanTracker:
         for left_out in record.blocked:
             if left_out.request.has_left:
                 continue
-            timeline = self._timelines[left_out.request.request_id]
-            if self._set_cause(timeline, left_out.limit, record.iteration):
+            timeline = self._timelines.get(left_out.request.request_id)
+            if timeline is None:  # it is in the queue
+                self._queue_limit = str(left_out.limit)
+            elif self._set_cause(timeline, left_out.limit, record.iteration):
                 blocked[left_out.request.request_id] = timeline
         for request_id, timeline in self._blocked.items():
             if request_id not in blocked:

@@ -73,10 +73,11 @@ def _from_module(kind: str, name: str) -> Any:
 def _from_entry_point(kind: str, name: str, group: str, built_in: Iterable[str]) -> Any:
     installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:
+        article = "an" if kind[0] in "aeiou" else "a"
         near = ", ".join(difflib.get_close_matches(name.lower().replace("-", "_"), [*built_in, *installed], n=3))
         raise InputError(
-            f"--{kind}: {name!r} is not a {kind}; expected a built-in one ({', '.join(built_in)}), an installed "
-            f"one of the entry point group {group} ({', '.join(sorted(installed)) or 'none here'}), or "
+            f"--{kind}: {name!r} is not {article} {kind}; expected a built-in one ({', '.join(built_in)}), an "
+            f"installed one of the entry point group {group} ({', '.join(sorted(installed)) or 'none here'}), or "
             f"package.module:ClassName.{f' Did you mean {near}?' if near else ''}"
         )
     try:

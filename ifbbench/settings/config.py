@@ -16,6 +16,8 @@ from ifbbench.errors import InputError
 from ifbbench.settings.fields import Setting, declare, located, settings_of, table, unexpected
 from ifbbench.settings.objectives import parse_objectives
 
+# Engines with a scheduler of their own here.
+ENGINES = ("trtllm",)
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
 BATCHING_TYPES = ("v1", "inflight_unfused", "inflight_fused")
@@ -398,6 +400,15 @@ class RunConfig:
     )
 
     # Scheduling.
+    engine: str = _scheduling(
+        ENGINES[0],
+        "The engine whose scheduler decides.",
+        choices=ENGINES,
+        value_aliases={"tensorrt_llm": "trtllm", "TensorRT-LLM": "trtllm"},
+        other_texts=".+",
+        others="package.module:ClassName or the name of an installed one",
+        elsewhere="serving_engine runtime",
+    )
     type: str = _scheduling(
         "inflight_fused",
         "Batching type: static batches (v1, static); requests that join and leave in every "
@@ -699,7 +710,6 @@ class RunConfig:
         None,
         "Add the time that this engine's host and serving process take: the name of an engine, or a .toml file. "
         "Default: the batch manager alone, without a server. Simulated devices only.",
-        elsewhere="engine",
     )
     draft_model: str | None = _execution(
         None,

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ifbbench.errors import InputError
+from ifbbench.schedulers.engines import find_scheduler
 from ifbbench.schedulers.tensorrt_llm.policies import find_policy
 from ifbbench.settings.config import settings
 from ifbbench.settings.fields import Setting, as_text, did_you_mean
@@ -53,6 +54,8 @@ def parse_axis(text: str, is_paired: bool = False) -> tuple[str, list[Any]]:
             value = value_text if swept is None else swept.check(value_text)
             if swept is not None and swept.name == "policy":
                 find_policy(value)
+            if swept is not None and swept.name == "engine":
+                find_scheduler(value)
             if value in values and not is_paired:
                 raise InputError(f"--over {text}: {value_text} is there twice; give each value once.")
             values.append(value)

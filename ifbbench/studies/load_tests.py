@@ -15,7 +15,7 @@ from ifbbench.engine.records import IterationRecord
 from ifbbench.errors import InputError
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.requests import request_maker
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import integer, located, number
 from ifbbench.settings.names import from_mapping

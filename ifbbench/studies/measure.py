@@ -17,7 +17,7 @@ from ifbbench.kv.attention_window import ceil_div
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.requests import request_maker
 from ifbbench.rundir.recorder import Recorder
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.workload.trace import Trace, TraceRequest

@@ -108,7 +108,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_prompt_len": 200, "skip_bad_rows": True, "trace_format": "ifbbench", "characters_per_token": 3.0,
     "default_output_len": 3, "concurrency": 2, "wait_sleep": 3, "beam_width": 2, "streaming": True,
     "normalize_log_probs": True, "exclude_input_in_output_seq": True, "eos_id": 7, "pad_id": 5, "warm_up": 1, "seed": 4,
-    "slo": "ttft=1s", "type": "v1", "policy": "max_utilization", "max_batch_size": 3, "max_queue_size": 3,
+    "slo": "ttft=1s", "engine": "tests.engine.test_foreign_scheduler:LastComeFirstServed", "type": "v1", "policy": "max_utilization", "max_batch_size": 3, "max_queue_size": 3,
     "max_num_tokens": "none", "enable_batch_size_tuning": True, "enable_max_num_tokens_tuning": True,
     "dynamic_batch_moving_average_window": 3, "enable_chunked_context": True,
     "context_chunking_policy": "equal_progress", "context_chunk_unit": 64, "max_seq_len": 2000, "max_input_len": 300,

@@ -88,6 +88,33 @@ def test_the_example_of_a_policy_starts_the_shortest_output_first(tmp_path: Path
     assert [row["output_len"] for row in started] == sorted(lengths)
 
 
+def test_the_example_of_a_scheduler_starts_the_shortest_prompt_first(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shortest_prompt.py").write_text(code_with("ShortestPromptFirst"))
+    lengths = [40, 30, 10, 20, 5]
+    rows = [
+        {"request_id": index, "arrival_s": 0.0, "prompt_len": length, "output_len": 8, "max_new_tokens": 8}
+        for index, length in enumerate(lengths)
+    ]
+    Path("trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Room for one of the longest at a time.
+    common = ["run", "trace.jsonl", "--tokens_per_block", "8", "--max_tokens_in_paged_kvcache", "72", "--quiet"]
+    engine = ["--engine", "shortest_prompt:ShortestPromptFirst"]
+    for device, settings in (("cpu", engine), ("h100-sxm", engine), ("cpu", [])):
+        output = f"{device}{len(settings)}"
+        given = ["--device", device, "--model", "tiny", "--output", output]
+        given += ["--responses_json", f"{output}.json"] if device == "cpu" else []
+        result = CliRunner().invoke(main, [*common, *given, *settings])
+        assert result.exit_code == 0, result.output
+        requests = [json.loads(line) for line in Path(output, "requests.jsonl").read_text().splitlines()]
+        started = sorted(requests, key=lambda row: row["first_scheduled_s"])
+        if settings:
+            assert [row["prompt_len"] for row in started] == sorted(lengths)
+            assert any("kv_blocks" in cause for row in requests for cause in row["attribution_s"])
+    tokens = [json.loads(Path(f"cpu{count}.json").read_text()) for count in (2, 0)]
+    assert tokens[0] == tokens[1]
+
+
 EVERYTHING_READ = """
 from ifbbench.engine.policies import GuaranteedNoEvict
 

@@ -17,7 +17,7 @@ from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.kv.adapters import AdapterCache
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from tests.engine.executors import Broken

@@ -12,7 +12,7 @@ from ifbbench.engine.records import IterationRecord, Stretch
 from ifbbench.engine.request import Request
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import ReplayClient
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.executor import SimulatedExecutor

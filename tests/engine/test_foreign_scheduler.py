@@ -1,30 +1,37 @@
 """The border around a scheduler: the loop runs one that shares no rule with the built-in ones."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
 
 import numpy as np
+import pytest
 
-from ifbbench.clock import VirtualClock
+from ifbbench.clock import Clock, VirtualClock
 from ifbbench.engine.arrays import NO_ROWS, Rows
-from ifbbench.engine.batch import AdapterUse, BatchLayout, NullExecutor, Positions, StepInputs, StepOutputs
+from ifbbench.engine.batch import BatchLayout, NullExecutor, StepInputs, StepOutputs
 from ifbbench.engine.interfaces import NO_LIMIT, RequestSource, Scheduler
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.plan import ContextChunk, LeftOut, Plan
-from ifbbench.engine.records import CacheState, Growth, InFlightIteration, IterationRecord, Stretch
+from ifbbench.engine.records import CacheState, InFlightIteration, IterationRecord, Stretch
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.engine.responses import Response
+from ifbbench.errors import InputError, RunFailed
+from ifbbench.replay.run import run_trace
+from ifbbench.schedulers.engines import make_scheduler
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.settings.config import RunConfig
 
 SLOTS = 2
 
 
-class LastComeFirstServed:
+class LastComeFirstServed(Scheduler):
     """A scheduler of two slots without KV blocks, in which the newest request runs first and takes its prompt whole."""
 
     name, max_in_flight, num_micro_batches = "last_come", 1, 1
 
-    def __init__(self) -> None:
+    def __init__(self, limits: BatchingConfig | None = None, clock: Clock | None = None) -> None:
         self.table = RequestTable(SLOTS)
         self.layout = BatchLayout((np.zeros((SLOTS, 1, 1), np.int32),), tokens_per_block=1)
         self._waiting: deque[Request] = deque()
@@ -87,29 +94,8 @@ class LastComeFirstServed:
     def lose(self, iteration: InFlightIteration) -> list[Request]:
         return list(self.table.requests.values())
 
-    def horizon(self, plan: Plan) -> int:
-        return 0
-
-    def cycle(self, plan: Plan) -> list[Plan]:
-        return [plan]
-
-    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
-        raise AssertionError("the executor is not predictable")
-
-    def repeat(self, plan: Plan, count: int) -> Growth:
-        raise AssertionError("no plan repeats")
-
-    def confirm(self, count: int) -> list[Request]:
-        raise AssertionError("no plan repeats")
-
     def cache_state(self) -> CacheState:
         return CacheState(None, None, None, None, None, None, SLOTS, len(self.table.requests), 0)
-
-    def figures(self) -> dict[str, Any]:
-        return {}
-
-    def truncate(self, conversation: Request, num_tokens: int) -> None:
-        """Nothing is reused."""
 
     def _positions(self, rows: Rows) -> Rows:
         return self.table.original_prompt_len[rows] + self.table.generated[rows] - 1
@@ -172,3 +158,59 @@ def test_a_request_of_another_scheduler_is_stopped() -> None:
     while loop.step():
         pass
     assert len(responses) == 3
+
+
+HERE = "tests.engine.test_foreign_scheduler"
+
+
+class Raises(LastComeFirstServed):
+    def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
+        raise ZeroDivisionError("of its own")
+
+
+class IsAbsent(LastComeFirstServed):
+    def __init__(self, limits: BatchingConfig, clock: Clock) -> None:
+        raise ValueError("not here")
+
+
+class HasNoTable(LastComeFirstServed):
+    def __init__(self, limits: BatchingConfig, clock: Clock) -> None:
+        pass
+
+
+class TakesThree(LastComeFirstServed):
+    def __init__(self, limits: BatchingConfig, clock: Clock, more: int) -> None:
+        pass
+
+
+A_FUNCTION = max
+
+
+def test_an_exception_of_a_users_scheduler_ends_the_run_with_its_line(tmp_path: Path) -> None:
+    row = {"request_id": 0, "arrival_s": 0, "prompt_len": 8, "output_len": 4, "max_new_tokens": 4}
+    (trace := tmp_path / "trace.jsonl").write_text(json.dumps(row))
+    config = RunConfig(engine=f"{HERE}:Raises", device="null", output=str(tmp_path / "run"))
+    with pytest.raises(
+        RunFailed, match=r"engine .*Raises failed in update: ZeroDivisionError: of its own .*, line \d+"
+    ):
+        run_trace(str(trace), config)
+    assert (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("trtlm", "is not an engine; expected a built-in one (trtllm)"),
+        (f"{HERE}:Absent", "has no 'Absent'"),
+        (f"{HERE}:A_FUNCTION", "not a class"),
+        (f"{HERE}:Records", "has no method 'admit'"),
+        (f"{HERE}:TakesThree", "expected __init__(self, limits, clock)"),
+        (f"{HERE}:IsAbsent", "cannot be made: ValueError: not here"),
+        (f"{HERE}:HasNoTable", "has no attribute 'table'"),
+    ],
+)
+def test_what_is_no_scheduler_is_refused(name: str, words: str) -> None:
+    limits = BatchingConfig("max_utilization", 8, 64, 128, 64, 16, 32, engine=name)
+    with pytest.raises(InputError, match="--engine") as refused:
+        make_scheduler(limits, VirtualClock())
+    assert words in str(refused.value)

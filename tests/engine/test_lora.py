@@ -16,7 +16,7 @@ from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import AdapterCache, AdapterSize, LoraConfig
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, Limit
 from ifbbench.settings.modes import Overlap

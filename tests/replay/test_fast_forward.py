@@ -23,7 +23,7 @@ from ifbbench.kv.sizing import WindowLayout
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import MakeRequest, ReplayClient
 from ifbbench.rundir.recorder import Recorder
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm import dynamic_limits
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.modes import BatchingType, Overlap

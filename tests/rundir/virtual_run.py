@@ -14,7 +14,7 @@ from ifbbench.engine.request import Request
 from ifbbench.kv.interface import KvCache
 from ifbbench.replay.client import ReplayClient
 from ifbbench.rundir.recorder import Recorder
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision, LeftOut

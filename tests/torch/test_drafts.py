@@ -17,7 +17,7 @@ from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
-from ifbbench.schedulers.loop import make_loop
+from ifbbench.schedulers.engines import make_loop
 from ifbbench.settings.config import RunConfig
 from ifbbench.torch.verification import accept_or_replace, draw
 from tests.engine.engine import scheduler_of

@@ -12,6 +12,7 @@ from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.kv.sizing import WindowLayout
 from ifbbench.kv.variable_window import VariableWindowCache
+from ifbbench.settings.config import ENGINES
 from ifbbench.settings.modes import BatchingType, Overlap
 
 UNLIMITED = 2**62
@@ -34,6 +35,7 @@ class BatchingConfig:
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
     num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
     tuning_window: see DynamicLimits. lora: the adapters; None if requests with LoRA tasks run the base model.
+    engine: whose scheduler decides, by name.
     """
 
     policy: str
@@ -61,6 +63,7 @@ class BatchingConfig:
     tuning_window: int = 128
     lora: LoraConfig | None = None
     drafts: DraftSettings = NO_DRAFTS
+    engine: str = ENGINES[0]
 
     def __post_init__(self) -> None:
         if self.overlap is not None and self.max_beam_width > 1:

@@ -288,8 +288,6 @@ class TensorRtLlmScheduler:
                 return self.confirm(1)
             self._repetition.collected_batch()
             self.active.settle()
-        if outputs:
-            self.table.makes_tokens = outputs[-1].tokens is not None or outputs[-1].candidates is not None
         done = confirm(iteration, outputs, self.table, self._drafts)
         return self._end_together(done) if self._is_static else done
 

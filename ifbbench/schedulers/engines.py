@@ -1,0 +1,135 @@
+"""Engines by name: the scheduler of each, those of users included, and the loop over one."""
+
+import inspect
+from collections.abc import Callable, Collection
+from functools import wraps
+from typing import Any, cast
+
+from ifbbench.clock import Clock
+from ifbbench.engine.interfaces import Executor, Observer, Scheduler
+from ifbbench.engine.loop import NextChange, TokenGenerationLoop, is_predicted, no_stop_signals, nothing_queued
+from ifbbench.engine.request import Request
+from ifbbench.engine.responses import Response
+from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.schedulers.plugins import describe_failure, find_plugin
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
+from ifbbench.settings.config import ENGINES
+
+ENTRY_POINT_GROUP = "ifbbench.engines"
+
+
+class SchedulerFailed(IfbbenchError):
+    """A user's scheduler raised while it was asked something."""
+
+
+def make_loop(
+    limits: BatchingConfig,
+    executor: Executor,
+    clock: Clock,
+    get_requests: Callable[[int], list[Request]],
+    send_response: Callable[[Response], None],
+    observer: Observer | None = None,
+    queued: Callable[[], int] = nothing_queued,
+    poll_stop_signals: Callable[[], Collection[int]] = no_stop_signals,
+    next_change: NextChange | None = None,
+    next_priority: Callable[[], float | None] | None = None,
+) -> TokenGenerationLoop:
+    """A loop over a new scheduler with these limits; the others are as for `TokenGenerationLoop`."""
+    return TokenGenerationLoop(
+        make_scheduler(limits, clock, is_predicted(executor, clock, next_change)),
+        executor,
+        clock,
+        get_requests,
+        send_response,
+        observer,
+        queued,
+        poll_stop_signals,
+        next_change,
+        next_priority,
+    )
+
+
+def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = False) -> Scheduler:
+    """The scheduler of the engine that `limits` names.
+
+    clock: that of the run. is_predicted: whether the loop knows in advance how long iterations take. InputError if a
+    user's class cannot be made."""
+    factory = find_scheduler(limits.engine)
+    if limits.engine in ENGINES:
+        return factory(limits, clock, is_predicted)
+    return _make(limits.engine, factory, limits, clock)
+
+
+def find_scheduler(name: str) -> Callable[..., Scheduler]:
+    """The class of the scheduler of the engine `name`: a built-in one, `package.module:ClassName` of an installed
+    module or one in the current directory, or an entry point of the group `ifbbench.engines`.
+
+    InputError if there is none of that name, or it is no scheduler."""
+    if name in ENGINES:
+        return TensorRtLlmScheduler
+    target = find_plugin("engine", name, ENTRY_POINT_GROUP, ENGINES)
+    if not isinstance(target, type):
+        raise InputError(
+            f"--engine: {name!r} is of type {type(target).__name__}, not a class; expected one with the methods of "
+            "ifbbench.engine.interfaces.Scheduler. Name the class."
+        )
+    if missing := [one for one in _methods() if not callable(getattr(target, one, None))]:
+        raise InputError(
+            f"--engine: {name!r} has no method {missing[0]!r}; expected those of ifbbench.engine.interfaces.Scheduler. "
+            "Derive the class from it, and add the method."
+        )
+    try:
+        inspect.signature(target).bind(None, None)
+    except TypeError as error:
+        raise InputError(
+            f"--engine: {name!r} cannot be made from limits and a clock ({error}); expected "
+            "__init__(self, limits, clock). Give other parameters defaults."
+        ) from error
+    return target
+
+
+def _methods() -> list[str]:
+    """What the loop calls of a scheduler."""
+    return [name for name, value in vars(Scheduler).items() if inspect.isfunction(value) and not name.startswith("_")]
+
+
+def _make(name: str, target: Callable[..., Scheduler], limits: BatchingConfig, clock: Clock) -> Scheduler:
+    try:
+        scheduler = target(limits, clock)
+        attributes = [one for one in Scheduler.__annotations__ if not hasattr(scheduler, one)]
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        raise InputError(
+            f"--engine: {name!r} cannot be made: {describe_failure(error)}. Correct its __init__."
+        ) from error
+    if attributes:
+        raise InputError(
+            f"--engine: {name!r} has no attribute {attributes[0]!r} after its __init__; expected those of "
+            "ifbbench.engine.interfaces.Scheduler. Set it there."
+        )
+    return cast(Scheduler, _CheckedScheduler(name, scheduler))
+
+
+class _CheckedScheduler:
+    """A user's scheduler, with the same methods. SchedulerFailed, with file and line, if one of them raises."""
+
+    def __init__(self, name: str, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        for method in _methods():
+            setattr(self, method, _checked(name, getattr(scheduler, method)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+def _checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except (KeyboardInterrupt, IfbbenchError):
+            raise
+        except BaseException as error:  # it may raise anything, such as SystemExit
+            raise SchedulerFailed(f"engine {name} failed in {method.__name__}: {describe_failure(error)}") from error
+
+    return call
