@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ifbbench.build.adapters import resolve_lora
 from ifbbench.build.drafts import as_drafts_need, draft_settings, load_draft_config
+from ifbbench.build.engines import VLLM, as_engine_needs, check_engine, check_prompts_fit
 from ifbbench.engine.drafts import NO_DRAFTS
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import LoraConfig
@@ -17,7 +18,7 @@ from ifbbench.models.quantization import quantization_of
 from ifbbench.schedulers.engines import find_scheduler
 from ifbbench.schedulers.tensorrt_llm.config import UNLIMITED, V1_POLICY, BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import find_policy
-from ifbbench.settings.config import DTYPE_BYTES, RunConfig
+from ifbbench.settings.config import DEFAULT_KV_FRACTION, DTYPE_BYTES, RunConfig
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.torch.host import available_host_bytes
@@ -40,7 +41,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
     trace_beam_width: the largest of the trace's requests.
     Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
-    config = _as_checkpoint_says(_as_batching_type_needs(config))
+    check_engine(config)
+    config = _as_checkpoint_says(_as_batching_type_needs(as_engine_needs(config, on_cpu)))
     overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
     config = config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None)
     if config.has_drafts:
@@ -67,7 +69,9 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
             f"{config.model}; give a smaller one."
         )
     longest = max_seq_len - 1
-    if not (config.enable_chunked_context or config.max_num_tokens is None or config.type == BatchingType.V1):
+    if config.engine == VLLM:
+        check_prompts_fit(config, max_seq_len)
+    elif not (config.enable_chunked_context or config.max_num_tokens is None or config.type == BatchingType.V1):
         # A prompt runs in one piece, and so does that of a resumed request, generated tokens included.
         longest = min(longest, config.max_num_tokens)
     dtype = config.dtype or ("bf16" if config.hardware and not on_cpu else config.weight_dtype)
@@ -125,8 +129,13 @@ def _check_settings(config: RunConfig) -> None:
             "--concurrency: --static_emulated_batch_size sets the number of outstanding requests too; "
             "leave out one of them."
         )
+    if config.gpu_memory_utilization is not None and config.kv_cache_free_gpu_mem_fraction != DEFAULT_KV_FRACTION:
+        raise InputError(
+            "--gpu_memory_utilization: is a share of all memory, and --kv_cache_free_gpu_mem_fraction one of what is "
+            "free; leave out one of them."
+        )
     unit = _resolved(config.context_chunk_unit)
-    if config.enable_chunked_context and unit % config.tokens_per_block:
+    if config.engine != VLLM and config.enable_chunked_context and unit % config.tokens_per_block:
         raise InputError(
             f"--context_chunk_unit: {unit} tokens are no whole number of KV cache blocks; expected a "
             f"multiple of --tokens_per_block {config.tokens_per_block}. With --tokens_per_block 1 any "

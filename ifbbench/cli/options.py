@@ -17,6 +17,7 @@ from ifbbench.files import protect, protecting_inputs
 from ifbbench.rundir.run_directory import LINE_FILES, OPEN_SPANS, SWEEP_CONFIG
 from ifbbench.settings.config import (
     DEVICE_FAMILIES,
+    ENGINES,
     MAX_REPLICAS,
     RECORDING_FORMATS,
     SIDE_OUTPUTS,
@@ -374,11 +375,12 @@ def given_config(
     if engine_dir:
         values = with_engine(engine_dir, values)
     from_engine: dict[str, Any] = {}
-    is_recorded = config_file is not None and is_run(config_file) and "engine_overhead" not in from_command_line
+    is_recorded = config_file is not None and is_run(config_file)
+    is_recorded = is_recorded and not {"engine", "engine_overhead"} & from_command_line.keys()
     if not is_recorded:  # the settings of a run are all there
         from_engine = {
             name: value
-            for name, value in engine_defaults(values.get("engine_overhead")).items()
+            for name, value in engine_defaults(values).items()
             if name not in values and SAME_QUESTION.get(name) not in values
         }
     config = from_mapping(from_engine | values, command_line=True)
@@ -403,13 +405,13 @@ def is_run(path: Path) -> bool:
     return path.suffix == ".json" or (path.is_dir() and not (path / SWEEP_CONFIG).is_file())
 
 
-def engine_defaults(engine_overhead: str | None) -> Mapping[str, Any]:
-    """The settings that come closest to the defaults of this engine, a value of --engine_overhead; none for None."""
-    if engine_overhead is None:
+def engine_defaults(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The defaults of the engine that `values` name, with --engine or --engine_overhead; none where they name none."""
+    if values.get("engine") in (None, ENGINES[0]) and values.get("engine_overhead") is None:
         return {}
-    from ifbbench.simulated.engines import load_overhead
+    from ifbbench.build import engines
 
-    return load_overhead(engine_overhead).settings
+    return engines.engine_defaults(values)
 
 
 def _check_model_is_given(config: RunConfig, values: Mapping[str, Any]) -> None:
@@ -440,7 +442,8 @@ def _notes(config: RunConfig, values: Mapping[str, Any], from_engine: Mapping[st
             yield f"--model {config.model}: {'; '.join([*facts, *([str(found)] if found else [])])}."
     if from_engine:
         listed = ", ".join(f"--{name} {value}" for name, value in from_engine.items())
-        yield f"--engine_overhead {config.engine_overhead}: as the defaults of that engine, {listed}."
+        given = f"--engine {config.engine}" if "engine" in values else f"--engine_overhead {config.engine_overhead}"
+        yield f"{given}: as the defaults of that engine, {listed}."
 
 
 def _origin(name: str, from_file: Mapping[str, Any], values: Mapping[str, Any]) -> str:

@@ -174,7 +174,7 @@ class SweepKeys:
 
         asked = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
         asked["over"] = {name.strip(): values for name, _, values in (text.partition("=") for text in self.over)}
-        usual = usual_settings(engine_defaults(config.engine_overhead))
+        usual = usual_settings(engine_defaults(config.as_dict()))
         changed = {
             name: value
             for name, value in config.as_dict().items()

@@ -82,7 +82,7 @@ def tune(
     keys = read_command_keys(config_file, ("trace", "replicas"), "tune")
     trace = keys.get("trace") if trace is None else trace
     if config_file and is_run(config_file):  # that of a run has the defaults, too
-        usual = usual_settings(engine_defaults(config.engine_overhead))
+        usual = usual_settings(engine_defaults(config.as_dict()))
         from_file = {name: value for name, value in from_file.items() if value != usual[name]}
     fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 

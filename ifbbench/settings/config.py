@@ -17,7 +17,8 @@ from ifbbench.settings.fields import Setting, declare, located, settings_of, tab
 from ifbbench.settings.objectives import parse_objectives
 
 # Engines with a scheduler of their own here.
-ENGINES = ("trtllm",)
+ENGINES = ("trtllm", "vllm")
+QUEUE_ORDERS = ("fcfs", "priority")
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
 BATCHING_TYPES = ("v1", "inflight_unfused", "inflight_fused")
@@ -87,6 +88,7 @@ READ_SETTINGS = (
 ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
+DEFAULT_KV_FRACTION = 0.9
 DEFAULT_PRIORITY = 0.5
 # The hardware profile that a short name means, where there are several or its name is longer.
 DEVICE_FAMILIES = {"a100": "a100-80gb-sxm", "gh200": "gh200-96gb", "h100": "h100-sxm", "h200": "h200-sxm"}
@@ -170,9 +172,9 @@ def _is_shallow(value: Any, levels: int) -> bool:
     return inner is None or (levels > 0 and all(_is_shallow(one, levels - 1) for one in inner))
 
 
-_replay, _endpoint, _scheduling, _cache, _lora, _execution, _recording = (
+_replay, _endpoint, _scheduling, _vllm, _cache, _lora, _execution, _recording = (
     partial(declare, group)
-    for group in ("replay", "endpoint", "scheduling", "kv cache", "lora", "execution", "recording")
+    for group in ("replay", "endpoint", "scheduling", "vllm", "kv cache", "lora", "execution", "recording")
 )
 
 
@@ -402,7 +404,7 @@ class RunConfig:
     # Scheduling.
     engine: str = _scheduling(
         ENGINES[0],
-        "The engine whose scheduler decides.",
+        "The engine whose scheduler decides, with the defaults of that engine.",
         choices=ENGINES,
         value_aliases={"tensorrt_llm": "trtllm", "TensorRT-LLM": "trtllm"},
         other_texts=".+",
@@ -424,7 +426,7 @@ class RunConfig:
         other_texts=".+",
         others="package.module:ClassName or the name of an installed one",
         aliases=("scheduler_policy",),
-        elsewhere="scheduling_policy schedule_policy scheduler capacity_scheduler_policy",
+        elsewhere="schedule_policy scheduler capacity_scheduler_policy",
     )
     max_batch_size: int | None = _scheduling(
         None,
@@ -432,14 +434,15 @@ class RunConfig:
         minimum=1,
         maximum=MAX_BATCH,
         unit="requests",
-        aliases=("max_num_sequences", "max_num_requests"),
-        elsewhere="max_num_seqs max_running_requests batch_size parallel",
+        aliases=("max_num_sequences", "max_num_requests", "max_num_seqs"),
+        elsewhere="max_running_requests batch_size parallel",
     )
     max_queue_size: int | None = _scheduling(
         None,
         "Maximum number of requests that wait for a place in the engine; more are refused. Default: no maximum.",
         minimum=0,
         unit="requests",
+        aliases=("max_num_queued_reqs",),
         elsewhere="max_queued_requests queue_size max_waiting_requests",
     )
     max_num_tokens: int | None = _scheduling(
@@ -449,7 +452,8 @@ class RunConfig:
         minimum=1,
         unit="tokens",
         convert=_or_none,
-        elsewhere="max_num_batched_tokens chunked_prefill_size max_prefill_tokens token_budget n_batch",
+        aliases=("max_num_batched_tokens",),
+        elsewhere="chunked_prefill_size max_prefill_tokens token_budget n_batch",
     )
     enable_batch_size_tuning: bool = _scheduling(
         False, "Lower the batch size in each iteration to what the KV cache holds of the average active request."
@@ -469,8 +473,9 @@ class RunConfig:
         "Split prompts into context chunks that fill the token budget; not with --type v1, a contiguous cache, "
         "or --max_num_tokens below one chunk.",
         command_line_default=None,
-        elsewhere="enable_chunked_prefill chunked_prefill",
-        opposites="no_enable_chunked_prefill disable_chunked_prefill",
+        aliases=("enable_chunked_prefill",),
+        elsewhere="chunked_prefill",
+        opposites="disable_chunked_prefill",
     )
     context_chunking_policy: str = _scheduling(
         "first_come_first_served", "How the token budget is divided among context chunks.", choices=CHUNKING_POLICIES
@@ -487,7 +492,8 @@ class RunConfig:
         "Maximum length of prompt plus output. Default: the model's.",
         minimum=2,
         unit="tokens",
-        elsewhere="max_model_len context_length ctx_size max_length max_sequence_length n_ctx",
+        aliases=("max_model_len",),
+        elsewhere="context_length ctx_size max_length max_sequence_length n_ctx",
     )
     max_input_len: int | None = _scheduling(
         None,
@@ -513,7 +519,6 @@ class RunConfig:
         "Form of overlap: two micro batches, each with a part of the requests, in flight in turn (partitioned); "
         "or all requests, each iteration submitted before the tokens of the one before are known (async).",
         choices=OVERLAPS,
-        elsewhere="async_scheduling",
     )
     static_emulated_batch_size: int | None = _scheduling(
         None, "Emulate static batching: hand out N requests when none is running.", minimum=1, unit="requests"
@@ -526,6 +531,44 @@ class RunConfig:
         unit="ms",
     )
 
+    # What only vLLM's scheduler has, by vLLM's names.
+    scheduling_policy: str = _vllm(
+        QUEUE_ORDERS[0],
+        "Order of the queue, and who is pre-empted: first come first served, or by the priority of the trace.",
+        choices=QUEUE_ORDERS,
+    )
+    async_scheduling: bool | None = _vllm(
+        None, "Schedule an iteration before the tokens of the one before are known. Default: on, but on a CPU."
+    )
+    max_num_scheduled_tokens: int | None = _vllm(
+        None,
+        "Maximum number of tokens that an iteration schedules. Default: max_num_batched_tokens.",
+        minimum=1,
+        unit="tokens",
+    )
+    max_num_active_seqs: int | None = _vllm(
+        None, "Maximum number of running requests. Default: max_num_seqs.", minimum=1, unit="requests"
+    )
+    long_prefill_token_threshold: int = _vllm(
+        0, "Maximum number of prompt tokens of one request in an iteration; 0 is no maximum.", minimum=0, unit="tokens"
+    )
+    long_prefill_token_threshold_adaptive: bool = _vllm(
+        False, "Raise that maximum to an equal share of the token budget for each request, if that is more."
+    )
+    scheduler_reserve_full_isl: bool = _vllm(
+        True, "Start a prompt only if all its blocks are free, although its first chunk needs fewer."
+    )
+    watermark: float = _vllm(
+        0.0, "Share of the blocks that stay free when a waiting request starts.", minimum=0.0, maximum=1.0
+    )
+    num_gpu_blocks_override: int | None = _vllm(
+        None,
+        "Number of KV cache blocks, vLLM's null block included. Default: from free memory.",
+        minimum=2,
+        maximum=2**32,
+        unit="blocks",
+    )
+
     # KV cache.
     tokens_per_block: int = _cache(
         DEFAULT_TOKENS_PER_BLOCK,
@@ -533,7 +576,8 @@ class RunConfig:
         minimum=1,
         maximum=MAX_BATCH,
         unit="tokens",
-        elsewhere="block_size page_size kv_block_size",
+        aliases=("block_size",),
+        elsewhere="page_size kv_block_size",
     )
     max_tokens_in_paged_kvcache: int | None = _cache(
         None,
@@ -542,22 +586,28 @@ class RunConfig:
         maximum=2**53,
         unit="tokens",
         aliases=("max_tokens",),
-        elsewhere="max_total_tokens kv_cache_tokens kv_cache_size num_gpu_blocks_override",
+        elsewhere="max_total_tokens kv_cache_tokens kv_cache_size",
     )
     kv_cache_free_gpu_mem_fraction: float = _cache(
-        0.9,
+        DEFAULT_KV_FRACTION,
         "Share of free memory for the KV cache.",
         above=0.0,
         maximum=0.99,
         aliases=("free_gpu_memory_fraction",),
-        elsewhere="gpu_memory_utilization mem_fraction_static kv_cache_free_gpu_memory_fraction",
+        elsewhere="mem_fraction_static kv_cache_free_gpu_memory_fraction",
+    )
+    gpu_memory_utilization: float | None = _cache(
+        None,
+        "Share of all device memory for weights, activations and the KV cache, in place of a share of what is free.",
+        above=0.0,
+        maximum=1.0,
     )
     enable_kv_cache_reuse: bool = _cache(
         False,
         "Reuse KV cache blocks of equal prefixes.",
-        aliases=("enable_block_reuse",),
-        elsewhere="enable_prefix_caching prefix_caching enable_radix_cache kv_cache_reuse",
-        opposites="no_enable_prefix_caching disable_radix_cache",
+        aliases=("enable_block_reuse", "enable_prefix_caching"),
+        elsewhere="prefix_caching enable_radix_cache kv_cache_reuse",
+        opposites="disable_radix_cache",
     )
     enable_partial_reuse: bool = _cache(True, "With reuse: also blocks that are equal only at their beginning.")
     copy_on_partial_reuse: bool = _cache(True, "With partial reuse: copy blocks that other requests use, too.")
@@ -682,7 +732,8 @@ class RunConfig:
         minimum=1,
         maximum=MAX_GPUS,
         unit="GPUs",
-        elsewhere="tp tensor_parallel_size tensor_parallel num_gpus",
+        aliases=("tensor_parallel_size",),
+        elsewhere="tp tensor_parallel num_gpus",
     )
     pp_size: int = _execution(
         1,
@@ -691,7 +742,8 @@ class RunConfig:
         minimum=1,
         maximum=MAX_GPUS,
         unit="GPUs",
-        elsewhere="pp pipeline_parallel_size pipeline_parallel",
+        aliases=("pipeline_parallel_size",),
+        elsewhere="pp pipeline_parallel",
     )
     check_ranks: int = _execution(
         1,

@@ -222,14 +222,18 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
         layout, value_bytes = page_layout(config, shard.model), int(shard.compute_bytes)
         adapters = device_pages(config, layout, left, value_bytes) * layout.page_values * value_bytes
         left = max(0, left - adapters)
-    kv_cache = int(config.kv_cache_free_gpu_mem_fraction * left)
-    if overhead is not None and overhead.kv_share_of == "total":
-        kv_cache = left - int((1 - config.kv_cache_free_gpu_mem_fraction) * hardware.memory_bytes)
+    kv_cache, share_of_all = int(config.kv_cache_free_gpu_mem_fraction * left), config.gpu_memory_utilization
+    if share_of_all is None and overhead is not None and overhead.kv_share_of == "total":
+        share_of_all = config.kv_cache_free_gpu_mem_fraction
+    if share_of_all is not None:
+        kv_cache = left - int((1 - share_of_all) * hardware.memory_bytes)
         if kv_cache <= 0:
+            is_utilization = config.gpu_memory_utilization is not None
+            given = "gpu_memory_utilization" if is_utilization else "kv_cache_free_gpu_mem_fraction"
             raise InputError(
-                f"--kv_cache_free_gpu_mem_fraction: {config.kv_cache_free_gpu_mem_fraction} of all "
-                f"{memory_size(hardware.memory_bytes)} leaves none for the KV cache beside weights of "
-                f"{memory_size(weights)}, which count for {overhead.title}. Raise it, or --tp_size."
+                f"--{given}: {share_of_all} of all {memory_size(hardware.memory_bytes)} leaves none for the KV cache "
+                f"beside weights of {memory_size(weights)} and activations of {memory_size(activations)}, which count "
+                "too. Raise it, or --tp_size."
             )
     return MemoryPlan(hardware.memory_bytes, runtime, weights, activations, kv_cache, adapters, beside_weights)
 

@@ -12,6 +12,7 @@ from ifbbench.analysis.confidence import RunSample
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.number_texts import percent, time_unit
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.build.engines import engine_defaults
 from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.files import check_new_directory, replace_file
 from ifbbench.replay.run import run_trace
@@ -22,7 +23,6 @@ from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 from ifbbench.rundir import run_directory
 from ifbbench.settings.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.settings.names import usual_settings
-from ifbbench.simulated.engines import load_overhead
 from ifbbench.studies.sweep import check_free
 from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import Candidate, Goal
@@ -221,7 +221,7 @@ def settings_of_best(tuning: Tuning) -> dict[str, Any]:
     asked for, in place of its defaults, what was found, and the rate."""
     best, asked = tuning.best, tuning.runs.base
     assert best is not None
-    usual = usual_settings({} if asked.engine_overhead is None else load_overhead(asked.engine_overhead).settings)
+    usual = usual_settings(engine_defaults(asked.as_dict()))
     left_out = ("output", "overwrite", *SIDE_OUTPUTS, "quiet")
     values = {name: value for name, value in asked.as_dict().items() if value != usual[name] and name not in left_out}
     values |= {"model": asked.model, "device": asked.device} | best.settings

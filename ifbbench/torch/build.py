@@ -150,7 +150,8 @@ def adapter_memory(device: torch.device) -> int:
 def kv_memory(
     config: RunConfig, model: LlamaModel, device: torch.device, lora_bytes: int = 0, num_sharing: int = 1
 ) -> int:
-    """Bytes for keys and values: `kv_cache_free_gpu_mem_fraction` of the free memory.
+    """Bytes for keys and values: `kv_cache_free_gpu_mem_fraction` of the free memory, or what `gpu_memory_utilization`
+    of all of it leaves beside the model.
 
     On CUDA the peak of the largest batch and `lora_bytes`, for adapters, are subtracted first; on a CPU the limit is 2
     GiB. config: with resolved limits. num_sharing: ranks that share the host's memory. OutOfMemory if the largest batch
@@ -163,8 +164,13 @@ def kv_memory(
         advice = "lower --max_num_tokens, or choose a smaller model or --dtype"
         with needing_memory(doing, advice, device):
             activations = activation_bytes(model, longest, config.tokens_per_block)
-        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free_bytes(device) - activations - lora_bytes))
-    return int(min(config.kv_cache_free_gpu_mem_fraction * free_bytes(device) / num_sharing, MAX_CPU_KV_BYTES))
+        free = free_bytes(device) - activations - lora_bytes
+        if config.gpu_memory_utilization is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            return int(max(0, free - (1 - config.gpu_memory_utilization) * total))
+        return int(config.kv_cache_free_gpu_mem_fraction * max(0, free))
+    share = config.gpu_memory_utilization or config.kv_cache_free_gpu_mem_fraction
+    return int(min(share * free_bytes(device) / num_sharing, MAX_CPU_KV_BYTES))
 
 
 def activation_bytes(model: LlamaModel, num_tokens: int, tokens_per_block: int) -> int:

@@ -1,0 +1,151 @@
+"""What `--engine` decides beside the scheduler: the defaults of that engine, and the settings that it does not have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ifbbench.errors import InputError
+from ifbbench.settings.config import DEFAULT_KV_FRACTION, RunConfig, settings
+from ifbbench.settings.modes import Overlap
+from ifbbench.settings.names import setting
+from ifbbench.simulated.engines import load_overhead
+from ifbbench.simulated.hardware import load_hardware
+
+VLLM = "vllm"
+GIB = 1 << 30
+# Why a setting has no meaning under vLLM's scheduler, and what has: of those that differ from their defaults.
+_SCHEDULED = "vLLM has one rule: running requests first, then the queue, each with what is left of the token budget"
+NOT_IN_VLLM: Mapping[str, str] = {
+    "policy": "vLLM pre-empts the last running request when blocks are short; --scheduling_policy orders the queue",
+    "type": "vLLM has no static batches and no pass for each phase",
+    "enable_trt_overlap": "vLLM's own form is --async_scheduling",
+    "context_chunking_policy": _SCHEDULED,
+    "context_chunk_unit": _SCHEDULED,
+    "enable_batch_size_tuning": _SCHEDULED,
+    "enable_max_num_tokens_tuning": _SCHEDULED,
+    "max_beam_width": "beams are no part of vLLM's scheduler",
+    "beam_width": "beams are no part of vLLM's scheduler",
+    "enable_partial_reuse": "vLLM reuses whole blocks only",
+    "copy_on_partial_reuse": "vLLM reuses whole blocks only",
+    "kv_cache_type": "vLLM's KV cache is paged",
+    "window_mode": "vLLM releases blocks that a window has left",
+    "sink_token_len": "vLLM has no sink tokens",
+    "max_attention_window": "windows are not built for this engine",
+    "kv_host_cache_bytes": "KV offloading is not built for this engine",
+    "pp_size": "pipeline stages are not built for this engine",
+    "num_loras": "LoRA adapters are not built for this engine",
+    "lora_dir": "LoRA adapters are not built for this engine",
+    "lora_device_mem_fraction": "LoRA adapters are not built for this engine",
+    "draft_model": "draft tokens are not built for this engine",
+    "draft_ngram": "draft tokens are not built for this engine",
+    "acceptance_rate": "draft tokens are not built for this engine",
+}
+
+
+def engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are the defaults of the engine that `values` name with --engine, or come closest to those of
+    --engine_overhead; none of TensorRT-LLM. values: those given, by setting name, texts included; or all of a run."""
+    engine = setting("engine").check(values.get("engine"))
+    overhead = values.get("engine_overhead")
+    device = str(setting("device").check(values.get("device", "auto")))
+    found: dict[str, Any] = {}
+    if engine == VLLM and overhead in (None, VLLM) and RunConfig(device=device).hardware is not None:
+        found["engine_overhead"] = overhead = VLLM
+    if overhead is not None:
+        found |= load_overhead(overhead).settings
+    if engine != VLLM:
+        return found
+    for name in ("policy", "overlap", "kv_cache_free_gpu_mem_fraction"):
+        found.pop(name, None)
+    return found | _vllm_defaults(device, values)
+
+
+def _vllm_defaults(device: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of `vllm serve` (`EngineArgs.get_batch_defaults` and the fields of `SchedulerConfig` and `CacheConfig`,
+    vLLM 0.32)."""
+    memory_bytes, is_a100 = _memory_of(device)
+    if memory_bytes is None:  # a CPU
+        tokens, requests = 2048, 128
+    elif memory_bytes >= 160 * GIB:
+        tokens, requests = 16_384, 1024
+    elif memory_bytes >= 70 * GIB and not is_a100:
+        tokens, requests = 8192, 1024
+    else:
+        tokens, requests = 2048, 256
+    given_tokens = setting("max_num_tokens").check(values.get("max_num_tokens", tokens))
+    defaults = {
+        "max_num_tokens": tokens,
+        "max_batch_size": min(requests, given_tokens or requests),
+        "enable_chunked_context": True,
+        "enable_kv_cache_reuse": True,
+        "tokens_per_block": 16,
+    }
+    if float(values.get("kv_cache_free_gpu_mem_fraction", DEFAULT_KV_FRACTION)) == DEFAULT_KV_FRACTION:
+        defaults["gpu_memory_utilization"] = 0.92
+    return defaults
+
+
+def _memory_of(device: str) -> tuple[int | None, bool]:
+    """Bytes of the device's memory, None of a CPU, and whether it is an A100."""
+    if device == "null":
+        return 80 * GIB, False
+    if (profile := RunConfig(device=device).hardware) is not None:
+        hardware = load_hardware(profile)
+        return (None if hardware.is_cpu else hardware.memory_bytes), "A100" in hardware.title
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return None, False
+    properties = torch.cuda.get_device_properties(0)
+    return properties.total_memory, "A100" in properties.name
+
+
+def check_engine(config: RunConfig) -> None:
+    """InputError for settings that the engine of `config` does not have."""
+    if config.engine != VLLM:
+        for item in settings():
+            if item.group == VLLM and getattr(config, item.name) != item.default:
+                raise InputError(
+                    f"--{item.name}: is a setting of vLLM's scheduler; add --engine vllm, or leave it out."
+                )
+        return
+    for name, reason in NOT_IN_VLLM.items():
+        item, value = setting(name), getattr(config, name)
+        if name == "enable_trt_overlap" and config.overlap == Overlap.ASYNC:
+            continue  # resolved already
+        if value not in (item.default, item.command_line_default, None, 1):
+            raise InputError(f"--{name}: --engine vllm does not have it: {reason}. Leave out one of the two.")
+    if config.overlap == Overlap.PARTITIONED:
+        raise InputError("--overlap: --engine vllm has no micro batches; leave it out (see --async_scheduling).")
+    tokens, requests = config.max_num_tokens, config.max_batch_size
+    if tokens is None:
+        raise InputError("--max_num_tokens: none is no limit of vLLM; give max_num_batched_tokens a number.")
+    if requests is not None and requests > tokens:
+        raise InputError(
+            f"--max_batch_size: {requests} requests (max_num_seqs) are more than the {tokens} tokens of an iteration "
+            "(max_num_batched_tokens), which vLLM refuses; lower it, or raise --max_num_tokens."
+        )
+
+
+def as_engine_needs(config: RunConfig, on_cpu: bool) -> RunConfig:
+    """The settings of vLLM that have another name here too. config: checked by `check_engine`."""
+    if config.engine != VLLM:
+        return config
+    is_async = not on_cpu if config.async_scheduling is None else config.async_scheduling
+    values: dict[str, Any] = {
+        "async_scheduling": is_async,
+        "overlap": Overlap.ASYNC.value if is_async else None,
+        "context_chunk_unit": 1,
+    }
+    if config.num_gpu_blocks_override is not None:
+        values["max_tokens_in_paged_kvcache"] = (config.num_gpu_blocks_override - 1) * config.tokens_per_block
+    return config.with_values(**values)
+
+
+def check_prompts_fit(config: RunConfig, max_seq_len: int) -> None:
+    """InputError where vLLM does not cut prompts, and an iteration has fewer tokens than the longest prompt."""
+    if config.enable_chunked_context is False and (config.max_num_tokens or 0) < max_seq_len:
+        raise InputError(
+            f"--enable_chunked_context: without it vLLM needs the {max_seq_len} tokens of --max_seq_len "
+            f"(max_model_len) in one iteration, and --max_num_tokens is {config.max_num_tokens}; raise that, or lower "
+            "--max_seq_len."
+        )
