@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DEFAULT_KV_FRACTION, RunConfig, settings
+from ifbbench.settings.config import DEFAULT_KV_FRACTION, ENGINES, RunConfig, settings
 from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting
 from ifbbench.simulated.engines import load_overhead
@@ -44,9 +44,9 @@ NOT_IN_VLLM: Mapping[str, str] = {
 def engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are the defaults of the engine that `values` name with --engine, or come closest to those of
     --engine_overhead; none of TensorRT-LLM. values: those given, by setting name, texts included; or all of a run."""
-    engine = setting("engine").check(values.get("engine"))
+    engine = setting("engine").check(values.get("engine") or ENGINES[0])
     overhead = values.get("engine_overhead")
-    device = str(setting("device").check(values.get("device", "auto")))
+    device = str(setting("device").check(values.get("device") or "auto"))
     found: dict[str, Any] = {}
     if engine == VLLM and overhead in (None, VLLM) and RunConfig(device=device).hardware is not None:
         found["engine_overhead"] = overhead = VLLM

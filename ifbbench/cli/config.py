@@ -1,4 +1,5 @@
-"""`ifbbench config`: the settings that a command would run with, and the JSON schema of config files."""
+"""`ifbbench config`: the settings that a command would run with, also as or from a command line of vLLM, and the JSON
+schema of config files."""
 
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from ifbbench.cli.options import (
     read_config_file,
 )
 from ifbbench.settings.config import RunConfig, settings
+from ifbbench.settings.vllm_serve import read_line, write_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,8 +33,16 @@ def config() -> None:
 @config.command(cls=SettingsCommand)
 @click.argument("path", metavar="[PATH]", required=False, type=click.Path(path_type=Path))
 @click.option("--changed", is_flag=True, help="Leave out settings that have their default.")
+@click.option(
+    "--as",
+    "as_tool",
+    type=click.Choice(["vllm"]),
+    help="Print the command line of this server.",
+)
 @json_instead_of_tables
-def show(path: Path | None, config_file: Path | None, changed: bool, as_json: bool, **options: Any) -> None:
+def show(
+    path: Path | None, config_file: Path | None, changed: bool, as_tool: str | None, as_json: bool, **options: Any
+) -> None:
     """Show each setting with its value, its source, default and unit.
 
     PATH, the same as --config, is a config file, a run directory or a sweep directory; options win over it. A source of
@@ -42,6 +52,9 @@ def show(path: Path | None, config_file: Path | None, changed: bool, as_json: bo
     """
     file = path or config_file
     rows = shown_settings(file, options)
+    if as_tool is not None:
+        click.echo(write_line({row["name"]: row["value"] for row in rows if row["source"] not in (DEFAULT, DERIVED)}))
+        return
     if changed:
         rows = [row for row in rows if row["value"] != row["default"]]
     keys = {name: value for name, value in config_table(file).items() if name in COMMAND_KEYS} if file else {}
@@ -51,6 +64,27 @@ def show(path: Path | None, config_file: Path | None, changed: bool, as_json: bo
     from ifbbench.cli.console import report_console
 
     _print_settings(rows, keys, report_console(highlight=False))
+
+
+@config.command("from", cls=Command)
+@click.argument("line", metavar="LINE")
+@json_instead_of_tables
+def from_line(line: str, as_json: bool) -> None:
+    """Print the config file of a command line of `vllm serve`, given as one argument.
+
+    Options on which neither schedule nor times depend are left out, and named on standard error.
+
+    Example: ifbbench config from "vllm serve meta-llama/Llama-3.1-8B --max-num-seqs 64" > server.yaml
+    """
+    found = read_line(line)
+    if found.ignored:
+        click.echo(f"Without effect here: {', '.join(f'--{name}' for name in found.ignored)}.", err=True)
+    if as_json:
+        click.echo(json.dumps(found.values, indent=2))
+        return
+    import yaml
+
+    click.echo(f"# {' '.join(line.split())}\n" + yaml.safe_dump(found.values, sort_keys=False), nl=False)
 
 
 @config.command(cls=Command)

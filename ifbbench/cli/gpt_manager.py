@@ -13,6 +13,7 @@ import click
 from ifbbench.cli.options import SettingsCommand
 from ifbbench.errors import InputError
 from ifbbench.settings.fields import choice, number
+from ifbbench.settings.vllm_serve import NO_EFFECT, NO_EFFECT_FLAGS
 
 LOG_LEVELS = {
     "verbose": logging.DEBUG,
@@ -181,6 +182,8 @@ class TraceCommand(SettingsCommand):
                             if option.is_refused == is_refused
                         ]
                     )
+            with formatter.section("vllm serve options without effect in `ifbbench config from`"):
+                formatter.write_text(", ".join(f"--{name}" for name in sorted(NO_EFFECT | NO_EFFECT_FLAGS)))
             click.echo(formatter.getvalue().rstrip())
             ctx.exit()
 

@@ -124,10 +124,15 @@ OTHER_VALUES: dict[str, Any] = {
     "acceptance_rate": "0.9,0.5", "temperature": 0.7, "top_k": 5, "top_p": 0.3, "repetition_penalty": 1.3,
     "presence_penalty": 1.5, "frequency_penalty": 0.3, "min_length": 3, "length_penalty": 2.0,
     "early_stopping": "never", "save_detailed": True, "result_format": "vllm",
+    "scheduling_policy": "priority", "async_scheduling": False, "max_num_scheduled_tokens": 300,
+    "max_num_active_seqs": 3, "long_prefill_token_threshold": 64, "long_prefill_token_threshold_adaptive": True,
+    "scheduler_reserve_full_isl": False, "watermark": 0.1, "num_gpu_blocks_override": 900,
+    "gpu_memory_utilization": 0.8,
     "recording": "summary", "recording_format": "jsonl.gz", "iteration_stats_format": "trtllm",
     "iteration_stats_every": 3, "enable_steady_state": True,
 }  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
+    **{item.name: {"engine": "vllm"} for item in settings() if item.group == "vllm"},
     "enable_exp_delays": {"request_rate": 90.0},
     "burstiness": {"request_rate": 90.0},
     "sink_token_len": {"max_attention_window": "64"},

@@ -138,10 +138,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments, tmp_path):
     [
         ("run --num_requests 3", "No such option: --num_requests. Did you mean --max_num_samples?"),
         ("run --num-prompts=3", "No such option: --num-prompts. Did you mean --max-num-samples?"),
-        ("run --max_num_seqs 8", "Did you mean --max_batch_size?"),
-        ("run --max-num-batched-tokens 8", "Did you mean --max-num-tokens?"),
-        ("run --gpu-memory-utilization 0.9", "Did you mean --kv-cache-free-gpu-mem-fraction?"),
-        ("run --enable-prefix-caching", "Did you mean --enable-kv-cache-reuse?"),
+        ("run --max_running_requests 8", "Did you mean --max_batch_size?"),
+        ("run --chunked-prefill-size 8", "Did you mean --max-num-tokens?"),
+        ("run --mem-fraction-static 0.9", "Did you mean --kv-cache-free-gpu-mem-fraction?"),
         ("run --disable_radix_cache", "Did you mean --no_enable_kv_cache_reuse?"),
         ("capacity --tp 8", "Did you mean --tp_size?"),
         ("run --input_file x", "No such option: --input_file. Give the trace as an argument: ifbbench run TRACE."),

@@ -62,6 +62,7 @@ def test_help_of_all_has_a_section_for_each_group():
         "REPLAY",
         "ENDPOINT",
         "SCHEDULING",
+        "VLLM",
         "KV CACHE",
         "LORA",
         "EXECUTION",
@@ -98,7 +99,9 @@ def test_help_of_one_option():
 def test_help_of_an_unknown_group_says_which_there_are():
     done = CliRunner().invoke(main, ["run", "--help", "cach"])
     assert done.exit_code == 2
-    assert "expected all, command, replay, endpoint, scheduling, kv-cache, lora, execution, recording" in done.stderr
+    assert (
+        "expected all, command, replay, endpoint, scheduling, vllm, kv-cache, lora, execution, recording" in done.stderr
+    )
     assert "`--help all`" in CliRunner().invoke(main, ["run", "--help-all"]).stderr
 
 
