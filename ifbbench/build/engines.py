@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DEFAULT_KV_FRACTION, ENGINES, RunConfig, settings
+from ifbbench.schedulers.vllm.rules import VllmRules
+from ifbbench.settings.config import DEFAULT_KV_FRACTION, ENGINES, QUEUE_ORDERS, RunConfig, settings
 from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting
 from ifbbench.simulated.engines import load_overhead
@@ -149,3 +150,17 @@ def check_prompts_fit(config: RunConfig, max_seq_len: int) -> None:
             f"(max_model_len) in one iteration, and --max_num_tokens is {config.max_num_tokens}; raise that, or lower "
             "--max_seq_len."
         )
+
+
+def vllm_rules(config: RunConfig, num_blocks: int) -> VllmRules:
+    """The rules of a resolved `config` with so many blocks."""
+    return VllmRules(
+        is_priority=config.scheduling_policy == QUEUE_ORDERS[1],
+        max_scheduled_tokens=config.max_num_scheduled_tokens,
+        max_active=config.max_num_active_seqs,
+        long_prefill_threshold=config.long_prefill_token_threshold,
+        is_threshold_adaptive=config.long_prefill_token_threshold_adaptive,
+        reserves_full_prompt=config.scheduler_reserve_full_isl,
+        watermark_blocks=int(config.watermark * (num_blocks + 1)),
+        cuts_prompts=bool(config.enable_chunked_context),
+    )

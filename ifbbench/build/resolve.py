@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ifbbench.build.adapters import resolve_lora
 from ifbbench.build.drafts import as_drafts_need, draft_settings, load_draft_config
-from ifbbench.build.engines import VLLM, as_engine_needs, check_engine, check_prompts_fit
+from ifbbench.build.engines import VLLM, as_engine_needs, check_engine, check_prompts_fit, vllm_rules
 from ifbbench.engine.drafts import NO_DRAFTS
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import LoraConfig
@@ -281,6 +281,7 @@ def batching_config(
         lora=lora,
         drafts=draft_settings(config, layout) if config.draft_len else NO_DRAFTS,
         engine=config.engine,
+        vllm=vllm_rules(config, first.num_blocks) if config.engine == VLLM else None,
     )
     if limits.table_bytes > LARGE_BYTES and limits.table_bytes > (free := available_host_bytes()):
         raise InputError(

@@ -10,8 +10,11 @@ from typing import Protocol
 import numpy as np
 
 from ifbbench.engine.arrays import FloatArray, Int64Array, IntArray, Rows
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.engine.sampling_params import uniform_numbers
 
+# An odd number, so that no two requests have the same random numbers.
+SEED_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 # In the place of a draft token that the executor's draft model proposes, or that stays symbolic.
 UNKNOWN_TOKEN = -1
 
@@ -100,3 +103,35 @@ class DraftCounts:
     def acceptance_length(self) -> float:
         """Tokens that a step with drafts yields on average."""
         return (self.accepted + self.requests) / self.requests if self.requests else 0.0
+
+
+def draw_accepted(settings: DraftSettings, table: RequestTable, rows: Rows, counts: IntArray) -> IntArray:
+    """How many of `counts` drafts of each of `rows` are accepted, at the rates of `settings`: drawn from the seed, the
+    request and the position of each draft in its output, so that neither a pause nor the batch changes them."""
+    width = int(counts.max(initial=0))
+    ids = np.array([table.requests[row].request_id for row in rows.tolist()], np.uint64)
+    indices = np.arange(width)
+    seeds = ids * SEED_STEP + np.uint64(settings.seed & 0xFFFF_FFFF_FFFF_FFFF)
+    positions = (table.joined[rows] + table.confirmed[rows])[:, None] + indices
+    rates = settings.acceptance
+    acceptance = np.array([rates[min(index, len(rates) - 1)] for index in range(width)])
+    is_accepted = uniform_numbers(seeds[:, None], positions) < acceptance
+    is_accepted &= indices < counts[:, None]
+    found: IntArray = np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1).astype(np.int32)
+    return found
+
+
+def continuation(sequence: IntArray, max_ngram: int, count: int) -> IntArray:
+    """Prompt look-up: at most `count` tokens that followed the latest tokens of `sequence` where they occurred before.
+
+    The longest match counts, of at most `max_ngram` tokens, and of several the first (as in `transformers` and vLLM);
+    it may overlap the end, but has at least one token behind it. Empty if the last token did not occur before."""
+    last = len(sequence) - 1
+    indices = np.flatnonzero(sequence[:last] == sequence[last])
+    for distance in range(1, max_ngram):
+        longer = indices[indices >= distance]
+        longer = longer[sequence[longer - distance] == sequence[last - distance]] if distance <= last else longer[:0]
+        if not len(longer):
+            break
+        indices = longer
+    return sequence[indices[0] + 1 :][:count] if len(indices) else sequence[:0]

@@ -120,13 +120,14 @@ class TokenGenerationLoop:
         if start_s >= self._quiet_until_s and (activated := self._admit(start_s)):
             self._activated += activated
             start_s = self._clock.now()  # in real time, they may have arrived since the step began
-        if not self._table.requests:
+        if not self._table.requests and not scheduler.waiting:
             # Turns of micro batches without requests since the last one ended did not happen.
             self.iteration -= forget_empty_turns(in_flight)
             if not in_flight:
                 return False
 
         plan = scheduler.schedule(self.iteration, start_s, in_flight, self._complete_oldest)
+        self._activated += plan.entered
         if self._device is not None and (count := scheduler.horizon(plan)):
             self._run_together(self._device, plan, count, start_s)
             return True

@@ -20,6 +20,8 @@ class Limit(StrEnum):
     BATCH_SIZE = "batch_size"
     NUM_TOKENS = "num_tokens"
     KV_BLOCKS = "kv_blocks"
+    WATERMARK = "watermark"
+    FULL_PROMPT = "full_prompt"
     LORA_PAGES = "lora_pages"
     STATIC_BATCH = "static_batch"
     BEAM_WIDTH = "beam_width"
@@ -69,6 +71,7 @@ class Plan:
     pause, in this order. blocked: the first request that each part of the scheduler left out, and those paused.
     valid_until_next_allocation: the decision may differ as soon as a generation request takes a block.
     chunks: of `context`, once their requests have blocks and it is known how many of their tokens are reused.
+    entered: requests that this decision takes from the queue into the running set.
     """
 
     context: list[Request]
@@ -79,6 +82,7 @@ class Plan:
     blocked: tuple[LeftOut, ...] = ()
     valid_until_next_allocation: bool = False
     chunks: tuple[ContextChunk, ...] = ()
+    entered: Sequence[Request] = ()
 
     @property
     def does_nothing(self) -> bool:

@@ -14,6 +14,7 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.schedulers.plugins import describe_failure, find_plugin
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
+from ifbbench.schedulers.vllm.scheduler import VllmScheduler
 from ifbbench.settings.config import ENGINES
 
 ENTRY_POINT_GROUP = "ifbbench.engines"
@@ -67,7 +68,7 @@ def find_scheduler(name: str) -> Callable[..., Scheduler]:
 
     InputError if there is none of that name, or it is no scheduler."""
     if name in ENGINES:
-        return TensorRtLlmScheduler
+        return VllmScheduler if name == "vllm" else TensorRtLlmScheduler
     target = find_plugin("engine", name, ENTRY_POINT_GROUP, ENGINES)
     if not isinstance(target, type):
         raise InputError(

@@ -1,25 +1,28 @@
 """Replay golden files: one line a case, then the totals; exit status 1 when a case failed."""
 
+import gzip
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conformance import capacity, kvcache, microbatch
+from tests.conformance import capacity, kvcache, microbatch, vllm
 from tests.conformance.outcome import Case, Mismatch, Skip, require_rule_set
 
 REPLAYS: dict[str, Callable[[Case], None]] = {
     "trtllm-golden/capacity/1": capacity.replay,
     "trtllm-golden/microbatch/1": microbatch.replay,
     "trtllm-golden/kvcache/1": kvcache.replay,
+    "vllm-golden/runs/1": vllm.replay,
 }
 
 
 def judge(replay: Callable[[Case], None], case: Case) -> tuple[str, str]:
     """The verdict on one case and its reason. An engine that raises fails the case."""
     try:
-        require_rule_set(case)
+        if "versions" in case:
+            require_rule_set(case)
         replay(case)
     except Skip as skip:
         return "SKIP", str(skip)
@@ -37,7 +40,8 @@ def main(paths: list[str]) -> int:
         return 2
     verdicts: Counter[str] = Counter()
     for path in paths:
-        golden = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = Path(path).read_bytes()
+        golden = json.loads(gzip.decompress(content) if path.endswith(".gz") else content)
         if golden["schema"] not in REPLAYS:
             print(f"{path}: schema {golden['schema']!r}; expected one of {', '.join(REPLAYS)}", file=sys.stderr)
             return 2

@@ -12,6 +12,7 @@ from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.kv.sizing import WindowLayout
 from ifbbench.kv.variable_window import VariableWindowCache
+from ifbbench.schedulers.vllm.rules import VllmRules
 from ifbbench.settings.config import ENGINES
 from ifbbench.settings.modes import BatchingType, Overlap
 
@@ -19,6 +20,8 @@ UNLIMITED = 2**62
 OVERLAPPING = 2  # micro batches with overlap partitioned, iterations in flight with overlap async
 # Requests fetched beyond the free batch slots, so that one of higher priority is found behind others that wait.
 LOOK_AHEAD = 8
+# Slots that vLLM's scheduler has at least, for requests that were pre-empted.
+MIN_SLOTS = 64
 BLOCK_ID_BYTES = 4
 V1_POLICY = "guaranteed_no_evict"
 CONTIGUOUS_POLICY = "max_requests"
@@ -35,7 +38,7 @@ class BatchingConfig:
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
     num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
     tuning_window: see DynamicLimits. lora: the adapters; None if requests with LoRA tasks run the base model.
-    engine: whose scheduler decides, by name.
+    engine: whose scheduler decides, by name. vllm: the rules of vLLM's.
     """
 
     policy: str
@@ -64,6 +67,7 @@ class BatchingConfig:
     lora: LoraConfig | None = None
     drafts: DraftSettings = NO_DRAFTS
     engine: str = ENGINES[0]
+    vllm: VllmRules | None = None
 
     def __post_init__(self) -> None:
         if self.overlap is not None and self.max_beam_width > 1:
@@ -137,7 +141,10 @@ class BatchingConfig:
 
     @property
     def num_slots(self) -> int:
-        """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add."""
+        """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add; under
+        vLLM also requests that were pre-empted."""
+        if self.vllm is not None:
+            return max(2 * self.max_active, MIN_SLOTS)
         return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD)
 
     @property

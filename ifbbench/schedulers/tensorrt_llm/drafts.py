@@ -6,14 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ifbbench.engine.arrays import IntArray, Rows
-from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftInputs, DraftSettings
+from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftInputs, DraftSettings, continuation, draw_accepted
 from ifbbench.engine.request import Request
-from ifbbench.engine.sampling_params import uniform_numbers
 from ifbbench.kv.interface import KvCache
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-
-# An odd number, so that no two requests have the same random numbers.
-SEED_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @dataclass(slots=True)
@@ -77,19 +73,8 @@ class Drafts:
         return DraftInputs(counts, tokens, logits)
 
     def accepted(self, rows: Rows, counts: IntArray) -> IntArray:
-        """How many drafts of each of `rows` are accepted, where the executor does not know: drawn from the seed, the
-        request and the position of each draft in its output, so that neither a pause nor the batch changes them."""
-        table, width = self.active.table, int(counts.max(initial=0))
-        ids = np.array([self.active.by_slot[row].request_id for row in rows.tolist()], np.uint64)
-        indices = np.arange(width)
-        seeds = ids * SEED_STEP + np.uint64(self.settings.seed & 0xFFFF_FFFF_FFFF_FFFF)
-        positions = (table.joined[rows] + table.confirmed[rows])[:, None] + indices
-        rates = self.settings.acceptance
-        acceptance = np.array([rates[min(index, len(rates) - 1)] for index in range(width)])
-        is_accepted = uniform_numbers(seeds[:, None], positions) < acceptance
-        is_accepted &= indices < counts[:, None]
-        found: IntArray = np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1).astype(np.int32)
-        return found
+        """How many drafts of each of `rows` are accepted, where the executor does not know."""
+        return draw_accepted(self.settings, self.active.table, rows, counts)
 
     def settle(self, rows: Rows) -> None:
         """Remove the rejected drafts of `rows` from the KV cache, once the step's tokens are confirmed."""
@@ -100,22 +85,6 @@ class Drafts:
             request = self.active.by_slot[row]
             if request.num_draft_tokens:
                 request.set_draft_tokens(0)
-
-
-def continuation(sequence: IntArray, max_ngram: int, count: int) -> IntArray:
-    """Prompt look-up: at most `count` tokens that followed the latest tokens of `sequence` where they occurred before.
-
-    The longest match counts, of at most `max_ngram` tokens, and of several the first (as in `transformers` and vLLM);
-    it may overlap the end, but has at least one token behind it. Empty if the last token did not occur before."""
-    last = len(sequence) - 1
-    indices = np.flatnonzero(sequence[:last] == sequence[last])
-    for distance in range(1, max_ngram):
-        longer = indices[indices >= distance]
-        longer = longer[sequence[longer - distance] == sequence[last - distance]] if distance <= last else longer[:0]
-        if not len(longer):
-            break
-        indices = longer
-    return sequence[indices[0] + 1 :][:count] if len(indices) else sequence[:0]
 
 
 def draft_problem(request: Request, vocab_size: int | None, refused_because: str | None) -> str | None:
