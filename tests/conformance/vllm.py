@@ -122,7 +122,7 @@ class Replay:
             "preempted": sorted(self._names[pause.victim] for pause in plan.paused),
             "running": [self._names[request] for request in scheduler.running],
             "waiting": [self._names[request] for request in scheduler.queue],
-            "free_blocks": scheduler.cache.pool.num_free,
+            "free_blocks": scheduler.kv_cache.pool.num_free,
         }
 
     def collect(self, returned: Mapping[str, int], proposed: Mapping[str, int]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Replay:
         finished = sorted(self._names[request] for request in done)
         for request in done:
             self._remove(request)
-        self.scheduler.cache.check_consistency()
+        self.scheduler.kv_cache.check_consistency()
         names = [self._names[request] for request in requests]
         return {"returned": dict(zip(names, counts, strict=True)), "finished": finished}
 

@@ -113,9 +113,9 @@ def run(
     while not client.done:
         if not manager.step():
             client.wait()
-        scheduler_of(manager).kv_cache.check_consistency()
+        manager.scheduler.kv_cache.check_consistency()  # type: ignore[attr-defined]
     recorder.close(partial=False)
-    if (adapters := scheduler_of(manager).adapters) is not None:
+    if config.lora is not None and (adapters := scheduler_of(manager).adapters) is not None:
         (directory / "adapters").write_text(str(adapters.figures()))
     return recorder
 

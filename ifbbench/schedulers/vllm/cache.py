@@ -50,24 +50,31 @@ class VllmCache:
             found.append(block)
         return found
 
-    def limit_of_start(self, request: Request, hits: Sequence[int], tokens: int, is_alone: bool) -> Limit | None:
-        """What keeps a waiting request from starting with `hits` and `tokens` more tokens, or None.
+    def limit_of_start(
+        self, request: Request, hits: Sequence[int], tokens: int, is_alone: bool
+    ) -> tuple[Limit | None, int]:
+        """What keeps a waiting request from starting with `hits` and `tokens` more tokens, or None; and how many blocks
+        others may take before that becomes another limit.
 
         is_alone: no request runs, so that no watermark is kept."""
         size = self.tokens_per_block
-        evictable = sum([self.pool.is_free(block) for block in hits])
-        free = self.pool.num_free - evictable
-        computed = len(hits) * size
-        needed = ceil_div(min(computed + tokens, self._max_seq_len), size) - len(hits)
+        free = self.pool.num_free - sum([self.pool.is_free(block) for block in hits])
+        needed = ceil_div(min(len(hits) * size + tokens, self._max_seq_len), size) - len(hits)
         if needed > free:
-            return Limit.KV_BLOCKS
+            return Limit.KV_BLOCKS, self.pool.num_free
         watermark = 0 if is_alone else self._rules.watermark_blocks
         if needed + watermark > free:
-            return Limit.WATERMARK
+            return Limit.WATERMARK, free - needed
         whole = ceil_div(min(request.prompt_len, self._max_seq_len), size) - len(hits)
         if self._rules.reserves_full_prompt and whole + watermark > free:
-            return Limit.FULL_PROMPT
-        return None
+            return Limit.FULL_PROMPT, free - needed - watermark
+        return None, 0
+
+    def may_be_hit_next(self, request: Request, hits: Sequence[int], running: Sequence[Request]) -> bool:
+        """Whether the next block that one of `running` fills may be the first one that the waiting `request` lacks:
+        both follow the same block."""
+        before = self._hash_before(request, len(hits))
+        return any(self._hash_before(one, int(self.hashed[one.slot])) == before for one in running)
 
     def start(self, request: Request, hits: list[int]) -> None:
         """A waiting request enters with the blocks in `hits`."""
@@ -152,6 +159,13 @@ class VllmCache:
         for block, count in enumerate(references):
             assert self.pool.is_free(block) == (count == 0), f"block {block} is held {count} times"
         assert self.pool.num_free == references.count(0), "the number of free blocks is wrong"
+
+    def _hash_before(self, request: Request, block: int) -> int | None:
+        """The hash that the hash of this block continues; None where tokens are not known."""
+        known = request.known_tokens()
+        if known is None:
+            return None
+        return self._hashes_of(request, block)[-1] if block else hash(known.identity)
 
     def _hashes_of(self, request: Request, count: int) -> list[int]:
         """Hashes of the first `count` full blocks, or fewer where tokens are not known."""

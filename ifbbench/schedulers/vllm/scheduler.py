@@ -12,17 +12,20 @@ import numpy as np
 
 from ifbbench.clock import Clock
 from ifbbench.engine.arrays import NO_ROWS, Rows
-from ifbbench.engine.batch import BatchLayout, StepInputs, StepOutputs
+from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
 from ifbbench.engine.confirm import confirm
 from ifbbench.engine.interfaces import NO_LIMIT, RequestSource, Scheduler
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Pause, Plan
-from ifbbench.engine.records import CacheState, InFlightIteration
+from ifbbench.engine.records import CacheState, Growth, InFlightIteration
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.schedulers.tensorrt_llm.admission import AdmissionLimits
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.vllm.cache import VllmCache
 from ifbbench.schedulers.vllm.drafts import Drafts
 from ifbbench.schedulers.vllm.queue import WaitingQueue
+from ifbbench.schedulers.vllm.repetition import certain_steps, repeat
+
+NO_MAXIMUM = 2**62
 
 
 class _Step:
@@ -31,7 +34,9 @@ class _Step:
     tokens: what is left of the token budget. inputs: what is left of the input budget. cap: maximum number of tokens of
     a request, 0 for none. chunks: prompt tokens of each request, in order. rows: generation requests, in order, in
     arrays. order: rows of both in the order of scheduling, in arrays. has_ended: the walk over the running requests
-    ended before the last of them. has_running, has_running_chunks: requests that ran before are scheduled,
+    ended before the last of them. repeats: nothing but the tokens of generation requests
+    and blocks can make the next decision another one. slack: blocks that these may take before it is another one.
+    has_running, has_running_chunks: requests that ran before are scheduled,
     and some of them with a chunk of their prompts.
     """
 
@@ -46,6 +51,7 @@ class _Step:
         self.dropped: list[int] = []
         self.has_ended = False
         self.has_running = self.has_running_chunks = False
+        self.repeats, self.slack = True, NO_MAXIMUM
 
     @property
     def is_open(self) -> bool:
@@ -82,9 +88,26 @@ class _Step:
         return rows[~np.isin(rows, self.dropped)] if self.dropped else rows
 
 
+class _Scheduled:
+    """What is in flight of one iteration, or of several equal ones.
+
+    rows: [scheduled], in the order of scheduling, with their tokens. outputs: the rows that get a token, in the order
+    of the batch. times: iterations.
+    """
+
+    def __init__(self, rows: Rows, tokens: Rows, outputs: Rows, times: int = 1) -> None:
+        self.rows, self.tokens, self.outputs, self.times = rows, tokens, outputs, times
+
+    def drop(self, row: int) -> None:
+        """The request in `row` has left."""
+        kept = self.rows != row
+        self.rows, self.tokens = self.rows[kept], self.tokens[kept]
+        self.outputs = self.outputs[self.outputs != row]
+
+
 class VllmScheduler(Scheduler):
     """A `Scheduler` with the rules of vLLM. running: the running requests in the order of admission.
-    scheduled_rows: what the latest decision runs, in the order in which it was scheduled."""
+    scheduled_rows, scheduled_tokens: what the latest decision runs, in the order in which it was scheduled."""
 
     name = "vLLM's scheduler"
     num_micro_batches = 1
@@ -96,7 +119,7 @@ class VllmScheduler(Scheduler):
         self.limits, self.rules = limits, limits.vllm
         self.max_in_flight = limits.max_in_flight
         self.table = RequestTable(limits.num_slots)
-        self.cache = VllmCache(
+        self.kv_cache = VllmCache(
             self.rules,
             limits.num_blocks,
             limits.tokens_per_block,
@@ -104,7 +127,7 @@ class VllmScheduler(Scheduler):
             limits.max_seq_len,
             limits.reuse.enabled,
         )
-        self.layout = BatchLayout((self.cache.block_tables,), limits.tokens_per_block, limits.max_in_flight)
+        self.layout = BatchLayout((self.kv_cache.block_tables,), limits.tokens_per_block, limits.max_in_flight)
         self.running: list[Request] = []
         self.queue = WaitingQueue(self.rules.is_priority)
         self.drafts = Drafts(limits.drafts, self.table) if limits.drafts.max_len else None
@@ -113,8 +136,13 @@ class VllmScheduler(Scheduler):
         self._num_arrived = 0
         self._is_async = limits.is_async
         self.scheduled_rows: Rows = NO_ROWS
-        # Of each iteration in flight, the rows that it runs with their tokens; and the sums, [rows].
-        self._scheduled: deque[dict[int, int]] = deque()
+        self.scheduled_tokens: Rows = NO_ROWS
+        self._is_predicted = is_predicted and self.drafts is None
+        self._step = _Step(0, 0, 0)
+        self._hits_of_head: list[int] = []
+        self._num_reading = 0  # requests of which what a token is decides something
+        # The iterations in flight, and their tokens, [rows].
+        self._scheduled: deque[_Scheduled] = deque()
         self._in_flight_tokens = np.zeros(limits.num_slots, np.int64)
         # By index in `running`: the rows of the generation requests from there on, up to the next prompt, and how many
         # requests these are. None if `running` has changed.
@@ -142,6 +170,7 @@ class VllmScheduler(Scheduler):
             )  # callers may number requests, those that arrive together by fractions
             request.order = (-request.priority if self.rules.is_priority else 0.0, number)
             self._by_id[request.request_id] = request
+            self._num_reading += request.reads_tokens
             self.queue.add(request)
         return ()
 
@@ -155,7 +184,8 @@ class VllmScheduler(Scheduler):
 
     def remove(self, request: Request) -> None:
         del self._by_id[request.request_id]
-        self.cache.forget(request)
+        self._num_reading -= request.reads_tokens
+        self.kv_cache.forget(request)
         if request in self.running:
             self.running.remove(request)
             self._segments = None
@@ -163,10 +193,10 @@ class VllmScheduler(Scheduler):
             self.queue.remove(request)
         if request.table is not None:
             row = request.slot
-            if self.cache.holds(row):
-                self.cache.release(row, self.computed_by(request))
+            if self.kv_cache.holds(row):
+                self.kv_cache.release(row, self.computed_by(request))
             for scheduled in self._scheduled:
-                scheduled.pop(row, None)
+                scheduled.drop(row)
             self._in_flight_tokens[row] = 0
             request.leave()
         request.complete()
@@ -176,7 +206,7 @@ class VllmScheduler(Scheduler):
     def schedule(
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
-        step = self._new_step()
+        step = self._step = self._new_step()
         self._run_running(step)
         step.has_running, step.has_running_chunks = len(step.order) > 0, len(step.chunks) > 0
         if not step.paused:
@@ -208,8 +238,8 @@ class VllmScheduler(Scheduler):
             if not tokens:
                 index += 1
                 continue
-            needed = self.cache.missing(request.slot, self.computed_by(request) + tokens)
-            while needed > self.cache.pool.num_free:
+            needed = self.kv_cache.missing(request.slot, self.computed_by(request) + tokens)
+            while needed > self.kv_cache.pool.num_free:
                 segments = {}
                 victim = self._victim()
                 if self.running.index(victim) < index:
@@ -226,7 +256,7 @@ class VllmScheduler(Scheduler):
                 self.table.set_draft_tokens(row := np.array([request.slot], np.int64), np.array([tokens - 1]))
                 step.add_rows(row, tokens)
             index += 1
-        step.has_ended = not step.is_open
+        step.has_ended = index < len(self.running)
 
     def _find_segments(self) -> dict[int, tuple[Rows, int]]:
         """Consecutive generation requests, which need a token each, by the index of the first."""
@@ -244,11 +274,11 @@ class VllmScheduler(Scheduler):
     def _run_segment(self, step: _Step, rows: Rows) -> bool:
         """Give each of these generation requests its token; False, with nothing done, if blocks are short."""
         computed = self._computed(rows)
-        growing = rows[computed == self.cache.held[rows] * self.limits.tokens_per_block]
-        if len(growing) > self.cache.pool.num_free:
+        growing = rows[computed == self.kv_cache.held[rows] * self.limits.tokens_per_block]
+        if len(growing) > self.kv_cache.pool.num_free:
             return False
         if len(growing):
-            self.cache.grow_each(growing)
+            self.kv_cache.grow_each(growing)
         self._set_hashes(rows, np.minimum(computed + 1, self._known(rows)))
         step.add_rows(rows, len(rows))
         return True
@@ -265,9 +295,9 @@ class VllmScheduler(Scheduler):
     def _take(self, request: Request, tokens: int, blocks: int) -> None:
         """Blocks for the next `tokens` tokens of a running request, and their hashes (Blocks)."""
         if blocks:
-            self.cache.grow(request.slot, blocks)
+            self.kv_cache.grow(request.slot, blocks)
         known = request.prompt_len if request.in_context else int(self._known(request.slot))
-        self.cache.set_hashes(request, min(self.computed_by(request) + tokens, known))
+        self.kv_cache.set_hashes(request, min(self.computed_by(request) + tokens, known))
 
     def _victim(self) -> Request:
         """The request that is pre-empted next (Pre-emption). Of those that arrived together, the first."""
@@ -282,7 +312,7 @@ class VllmScheduler(Scheduler):
         in_flight = 0 if victim.in_context else int(table.generated[row] - table.confirmed[row])
         self.running.remove(victim)
         self._segments = None
-        self.cache.release(row, self.computed_by(victim))
+        self.kv_cache.release(row, self.computed_by(victim))
         victim.pause(self.limits.max_seq_len)
         table.confirmed[row] = -in_flight
         self.queue.put_back(victim)
@@ -300,6 +330,7 @@ class VllmScheduler(Scheduler):
                 break
             request = self.queue.head
             if request.table is not None and self._in_flight_tokens[request.slot]:
+                step.repeats = False
                 skipped.append(self.queue.pop())  # outputs from before its pre-emption are still in flight
                 continue
             if (limit := self._start(request, step)) is not None:
@@ -315,7 +346,7 @@ class VllmScheduler(Scheduler):
 
     def _start(self, request: Request, step: _Step) -> Limit | None:
         """Start the head of the queue; or the limit that keeps it there, with nothing done."""
-        hits = self.cache.lookup(request)
+        hits = self.kv_cache.lookup(request)
         reused = len(hits) * self.limits.tokens_per_block
         tokens, available = request.prompt_len - reused, min(step.tokens, step.inputs)
         num_drafts = self._padding(request, reused, step) if tokens == 1 else 0
@@ -326,7 +357,10 @@ class VllmScheduler(Scheduler):
         if tokens > available and not self.rules.cuts_prompts:
             return Limit.NUM_TOKENS
         tokens = min(tokens, available)
-        if (limit := self.cache.limit_of_start(request, hits, tokens + num_drafts, not self.running)) is not None:
+        limit, slack = self.kv_cache.limit_of_start(request, hits, tokens + num_drafts, not self.running)
+        if limit is not None:
+            step.slack = slack
+            self._hits_of_head = hits
             return limit
         if request.table is None:
             if not self.table.free_rows:
@@ -340,10 +374,10 @@ class VllmScheduler(Scheduler):
         self.running.append(request)
         self._segments = None
         request.position = request.prepopulated = reused
-        self.cache.start(request, hits)
+        self.kv_cache.start(request, hits)
         if num_drafts:
             request.set_draft_tokens(num_drafts)
-        self._take(request, tokens, self.cache.missing(request.slot, reused + tokens + num_drafts))
+        self._take(request, tokens, self.kv_cache.missing(request.slot, reused + tokens + num_drafts))
         step.add_chunk(request, tokens, num_drafts)
         return None
 
@@ -356,10 +390,9 @@ class VllmScheduler(Scheduler):
         return count if reused + count + 2 <= self.limits.max_seq_len else 0
 
     def _plan(self, step: _Step) -> Plan:
-        rows, scheduled = step.kept(step.rows), dict[int, int]()
+        rows = step.kept(step.rows)
         for request, tokens in step.chunks.items():
             request.set_chunk(tokens)
-            scheduled[request.slot] = tokens
         chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in step.chunks])
         held = list[Request]()
         if step.has_ended:
@@ -368,7 +401,10 @@ class VllmScheduler(Scheduler):
         if (first := self._first_cut(step, held)) is not None:
             step.blocked.insert(0, LeftOut(first, Limit.NUM_TOKENS))
         blocked = [LeftOut(pause.victim, pause.limit) for pause in step.paused] + step.blocked
-        self.scheduled_rows = step.kept(step.order)
+        self.scheduled_rows = order = step.kept(step.order)
+        self.scheduled_tokens = self.table.step_tokens[order]
+        for request, count in step.chunks.items():
+            self.scheduled_tokens[order == request.slot] = count + request.num_draft_tokens
         return Plan(
             list(step.chunks),
             rows,
@@ -391,65 +427,123 @@ class VllmScheduler(Scheduler):
 
     def allocate(self, plan: Plan) -> StepInputs:
         """The blocks were taken with the decision."""
+        self.kv_cache.filled_tokens += int(self.scheduled_tokens.sum())
         drafts = None
         if self.drafts is not None:
             drafts = self.drafts.inputs([chunk.request for chunk in plan.chunks if chunk.is_last], plan.rows)
         return StepInputs(self._computed(plan.rows), drafts=drafts)
 
     def advance(self, plan: Plan, iteration: int) -> int:
-        table, rows, recomputed = self.table, self.scheduled_rows, 0
-        tokens = dict(zip(rows.tolist(), table.step_tokens[rows].tolist(), strict=True))
-        for request in plan.context:
-            tokens[request.slot] = request.chunk + request.num_draft_tokens
-            is_last = request.is_last_chunk
-            recomputed += request.advance_context()
-            if is_last:
-                request.start_generation()
+        recomputed, outputs = 0, plan.output_rows()
+        for chunk in plan.chunks:
+            recomputed += chunk.request.advance_context()
+            if chunk.is_last:
+                chunk.request.start_generation()
                 self._segments = None
-        table.generated[plan.rows] += 1
-        self.cache.filled_tokens += sum(tokens.values())
-        self._scheduled.append(tokens)
-        if self._is_async:
-            rows, counts = _arrays(tokens)
-            self._in_flight_tokens[rows] += counts
-            for row in rows[table.generated[rows] >= table.reserved[rows]].tolist():
-                request = table.requests[row]
-                if request.in_generation:  # its last output is in flight
-                    request.finish_scheduling()
-                    self._segments = None
+        self.table.generated[plan.rows] += 1
+        self._submitted(_Scheduled(self.scheduled_rows, self.scheduled_tokens, outputs))
         return recomputed
 
+    def _submitted(self, scheduled: _Scheduled) -> None:
+        """These iterations are in flight. With asynchronous scheduling, requests whose last token is among them are not
+        scheduled again."""
+        self._scheduled.append(scheduled)
+        if not self._is_async:
+            return
+        table, outputs = self.table, scheduled.outputs
+        self._in_flight_tokens[scheduled.rows] += scheduled.tokens * scheduled.times
+        for row in outputs[table.generated[outputs] >= table.reserved[outputs]].tolist():
+            table.requests[row].finish_scheduling()
+            self._segments = None
+
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
-        scheduled, table, rows = self._scheduled.popleft(), self.table, iteration.output_rows
+        if iteration.is_repeated:
+            return self.confirm(1)
+        table, rows = self.table, iteration.output_rows
         generated = None if self.drafts is None else table.generated[rows]
         done = confirm(iteration, outputs, table, self.drafts)
         if self.drafts is not None and generated is not None:
             for batch in iteration.batches:
                 if batch.drafts is not None:  # what was rejected is not in the cache
-                    self.cache.filled_tokens -= int((generated - table.generated[rows] + batch.drafts.counts).sum())
+                    self.kv_cache.filled_tokens -= int((generated - table.generated[rows] + batch.drafts.counts).sum())
             ended = iteration.dropped.union(request.slot for request in done)
             self.drafts.propose(np.array([row for row in rows.tolist() if row not in ended], np.int64))
+        return self._collected(1, done)
+
+    def _collected(self, times: int, done: list[Request]) -> list[Request]:
+        """So many of the oldest equal iterations in flight were collected. Returns `done`, the requests that they
+        complete, in the order of scheduling, in which their blocks are released."""
+        scheduled = self._scheduled[0]
+        scheduled.times -= times
+        if not scheduled.times:
+            self._scheduled.popleft()
         if self._is_async:
-            rows, counts = _arrays(scheduled)
-            self._in_flight_tokens[rows] -= counts
-            rows = rows[(self.cache.held[rows] > 0) & (table.confirmed[rows] > 0)]
+            self._in_flight_tokens[scheduled.rows] -= scheduled.tokens * times
+            rows = scheduled.outputs
+            rows = rows[(self.kv_cache.held[rows] > 0) & (self.table.confirmed[rows] > 0)]
             self._set_hashes(rows, self._known(rows) - 1)
-        if len(done) > 1:  # their blocks are released in the order of scheduling
-            order = {row: index for index, row in enumerate(scheduled)}
+        if len(done) > 1:
+            order = {row: index for index, row in enumerate(scheduled.rows.tolist())}
             done.sort(key=lambda request: order[request.slot])
         return done
 
     def lose(self, iteration: InFlightIteration) -> list[Request]:
-        scheduled = self._scheduled.popleft()
-        lost = [self.table.requests[row] for row in scheduled if row not in iteration.dropped]
+        rows = self._scheduled[0].rows
+        self._collected(1, [])
+        lost = [self.table.requests[row] for row in rows.tolist()]
         for request in lost:
-            self._in_flight_tokens[request.slot] -= scheduled[request.slot]
-            if self.cache.holds(request.slot):
-                self.cache.forget_content(request.slot)
+            if self.kv_cache.holds(request.slot):
+                self.kv_cache.forget_content(request.slot)
         return lost
 
+    # Iterations of which the times are known.
+
+    def horizon(self, plan: Plan) -> int:
+        if not self._is_predicted or self._num_reading or plan.does_nothing:
+            return 0
+        step, rows = self._step, plan.rows
+        is_certain = step.repeats and not (plan.chunks or plan.held or plan.paused) and len(rows) > 0
+        if not is_certain or len(rows) < len(self.running):
+            return 1
+        steps = certain_steps(self.limits, self.table, self.kv_cache, rows, self._computed(rows), step.slack)
+        if step.slack == NO_MAXIMUM or not self.limits.reuse.enabled:
+            return steps
+        # The head of the queue waits for blocks, and needs fewer if one that it can reuse is filled.
+        if self.kv_cache.may_be_hit_next(self.queue.head, self._hits_of_head, self.running):
+            return 1
+        return min(steps, self.limits.tokens_per_block)
+
+    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
+        computed = self._computed(plan.rows)
+        return Positions(len(computed), int(computed.sum()), lambda: computed), None
+
+    def repeat(self, plan: Plan, count: int) -> Growth:
+        rows = plan.rows
+        self.kv_cache.filled_tokens += int(self.scheduled_tokens.sum())
+        if count == 1:
+            recomputed = self.advance(plan, 0)
+            growth = Growth(self.kv_cache.state(), [0], [0], [0])
+            growth.recomputed = recomputed
+            return growth
+        computed = self._computed(rows)
+        growth = repeat(self.limits, self.table, self.kv_cache, rows, computed, count)
+        self.table.generated[rows] += count
+        self._submitted(_Scheduled(self.scheduled_rows, self.scheduled_tokens, rows, count))
+        return growth
+
+    def confirm(self, count: int) -> list[Request]:
+        done = list[Request]()
+        while count:
+            scheduled, table = self._scheduled[0], self.table
+            times, rows = min(count, scheduled.times), scheduled.outputs
+            table.confirmed[rows] += times
+            ended = rows[table.confirmed[rows] == table.stop_after[rows]]
+            done += self._collected(times, [table.requests[row] for row in ended.tolist()])
+            count -= times
+        return done
+
     def cache_state(self) -> CacheState:
-        return self.cache.state()
+        return self.kv_cache.state()
 
     def figures(self) -> dict[str, Any]:
         return {}
@@ -475,14 +569,6 @@ class VllmScheduler(Scheduler):
         """The blocks that the first `tokens` tokens of each of `rows` fill get their hashes."""
         if not self.limits.reuse.enabled:
             return
-        due = tokens // self.limits.tokens_per_block > self.cache.hashed[rows]
+        due = tokens // self.limits.tokens_per_block > self.kv_cache.hashed[rows]
         for row, count in zip(rows[due].tolist(), tokens[due].tolist(), strict=True):
-            self.cache.set_hashes(self.table.requests[row], count)
-
-
-NO_MAXIMUM = 2**62
-
-
-def _arrays(tokens: dict[int, int]) -> tuple[Rows, Rows]:
-    """Keys and values."""
-    return np.array(list(tokens), np.int64), np.array(list(tokens.values()), np.int64)
+            self.kv_cache.set_hashes(self.table.requests[row], count)
