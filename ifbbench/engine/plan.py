@@ -47,15 +47,15 @@ class Pause:
 
 
 class ContextChunk:
-    """A part of one prompt to compute: positions `start` to `start + length - 1` of `request`."""
+    """A part of one prompt to compute: positions `start` to `start + length - 1` of `request`.
+
+    is_last: whether it completes the prompt, so that it yields a token. is_again: whether the prompt was paused before.
+    Both stay what they are when the request is paused while the chunk is in flight.
+    """
 
     def __init__(self, request: Request, start: int, length: int) -> None:
         self.request, self.start, self.length = request, start, length
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the chunk completes the prompt, so that it yields a token."""
-        return self.start + self.length == self.request.prompt_len
+        self.is_last, self.is_again = start + length == request.prompt_len, request.pauses > 0
 
     def tokens(self) -> IntArray:
         """Token ids of the chunk, [length]. ValueError if the prompt is symbolic."""

@@ -315,7 +315,7 @@ class SpanTracker:
                 continue
             timeline = self._timelines[request.request_id]
             partial_before.pop(request.request_id, None)
-            phase = Phase.RECOMPUTE if request.pauses else Phase.CONTEXT
+            phase = Phase.RECOMPUTE if chunk.is_again else Phase.CONTEXT
             span = timeline.open
             if span is None or span.phase != phase:
                 self._begin(timeline, span := Span(phase, record.iteration, chunks=[]))
