@@ -17,11 +17,12 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.counters = BlockCounters()
-        self.num_hashes = 0  # given so far
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._hashes: dict[int, int] = {}
-        self._by_hash: dict[int, dict[int, None]] = {}
+        self._hashes: list[int | None] = [None] * num_blocks
+        # By hash, the block that got it first; and further ones, in this order.
+        self._first: dict[int, int] = {}
+        self._others: dict[int, dict[int, None]] = {}
 
     @property
     def num_free(self) -> int:
@@ -32,18 +33,19 @@ class BlockPool:
 
     def find(self, block_hash: int) -> int | None:
         """The block with this content, or None."""
-        blocks = self._by_hash.get(block_hash)
-        return None if blocks is None else next(iter(blocks))
+        return self._first.get(block_hash)
 
     def take(self, count: int) -> list[int]:
         """The first `count` free blocks, whose content is evicted. The caller has checked that there are so many."""
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block in taken:
-            self._references[block] = 1
-            if block in self._hashes:
-                self._forget(block)
-            else:
+        free, references, hashes, taken = self._free, self._references, self._hashes, list[int]()
+        for _ in range(count):
+            block, _content = free.popitem(last=False)
+            taken.append(block)
+            references[block] = 1
+            if hashes[block] is None:
                 self.counters.allocated_new += 1
+            else:
+                self._forget(block)
         self.counters.allocated_total += count
         return taken
 
@@ -57,34 +59,41 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """Remove a reference from each block. Of those that become free, blocks without a hash are taken next, in this
         order, and blocks with one after all others."""
-        without_hash = []
+        free, references, hashes, without_hash = self._free, self._references, self._hashes, list[int]()
         for block in blocks:
-            self._references[block] -= 1
-            if self._references[block]:
+            references[block] -= 1
+            if references[block]:
                 continue
-            if block in self._hashes:
-                self._free[block] = None
-            else:
+            if hashes[block] is None:
                 without_hash.append(block)
+            else:
+                free[block] = None
         for block in reversed(without_hash):
-            self._free[block] = None
-            self._free.move_to_end(block, last=False)
+            free[block] = None
+            free.move_to_end(block, last=False)
 
     def set_hash(self, block: int, block_hash: int) -> None:
         """`block`, which had none, holds or is about to hold content with this hash."""
         self._hashes[block] = block_hash
-        self._by_hash.setdefault(block_hash, {})[block] = None
-        self.num_hashes += 1
+        if self._first.setdefault(block_hash, block) != block:
+            self._others.setdefault(block_hash, {})[block] = None
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Make blocks unfindable: their content was never computed."""
         for block in blocks:
-            if block in self._hashes:
+            if self._hashes[block] is not None:
                 self._forget(block)
 
     def _forget(self, block: int) -> None:
-        block_hash = self._hashes.pop(block)
-        blocks = self._by_hash[block_hash]
-        del blocks[block]
-        if not blocks:
-            del self._by_hash[block_hash]
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        self._hashes[block] = None
+        others = self._others.get(block_hash) if self._others else None
+        if others is None:
+            del self._first[block_hash]
+            return
+        if self._first[block_hash] == block:
+            self._first[block_hash] = block = next(iter(others))
+        del others[block]
+        if not others:
+            del self._others[block_hash]

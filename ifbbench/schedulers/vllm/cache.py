@@ -43,7 +43,8 @@ class VllmCache:
         if not self._reuses or request.options.return_context_logits:
             return []
         found: list[int] = []
-        for block_hash in self._hashes_of(request, (request.prompt_len - 1) // self.tokens_per_block):
+        count = (request.prompt_len - 1) // self.tokens_per_block
+        for block_hash in self._hashes_of(request, count)[:count]:
             block = self.pool.find(block_hash)
             if block is None:
                 break
@@ -113,9 +114,10 @@ class VllmCache:
         if not self._reuses or full <= first:
             return
         hashes, blocks = self._hashes_of(request, full), self._blocks[row]
-        for index in range(first, min(full, len(hashes))):
+        full = min(full, len(hashes))
+        for index in range(first, full):
             self.pool.set_hash(blocks[index], hashes[index])
-        self.hashed[row] = max(first, min(full, len(hashes)))
+        self.hashed[row] = max(first, full)
 
     def release(self, row: int, tokens: int) -> None:
         """Release the blocks of the request in `row`, which has `tokens` tokens in them, the last ones first."""
@@ -165,18 +167,16 @@ class VllmCache:
         known = request.known_tokens()
         if known is None:
             return None
-        return self._hashes_of(request, block)[-1] if block else hash(known.identity)
+        return self._hashes_of(request, block)[block - 1] if block else hash(known.identity)
 
     def _hashes_of(self, request: Request, count: int) -> list[int]:
-        """Hashes of the first `count` full blocks, or fewer where tokens are not known."""
-        known = request.known_tokens()
-        if known is None:
-            return []
-        count = min(count, len(known.tokens) // self.tokens_per_block)
-        hashes = self._hashes.setdefault(request, [])
-        if len(hashes) < count:
-            previous = hashes[-1] if hashes else hash(known.identity)
-            for key in known.block_keys(count, self.tokens_per_block)[len(hashes) :]:
+        """Hashes of the first full blocks: of `count` or more of them, or fewer where tokens are not known."""
+        hashes = self._hashes.get(request)
+        if hashes is None:
+            hashes = self._hashes[request] = []
+        if len(hashes) < count and (known := request.known_tokens()) is not None:
+            size, previous = self.tokens_per_block, hashes[-1] if hashes else hash(known.identity)
+            for key in known.tokens.block_keys(len(hashes), min(count, len(known.tokens) // size), size):
                 previous = hash((previous, key))
                 hashes.append(previous)
-        return hashes[:count]
+        return hashes

@@ -14,7 +14,7 @@ from ifbbench.clock import Clock
 from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
 from ifbbench.engine.confirm import confirm
-from ifbbench.engine.interfaces import NO_LIMIT, RequestSource, Scheduler
+from ifbbench.engine.interfaces import NO_LIMIT, RequestSource
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Pause, Plan
 from ifbbench.engine.records import CacheState, Growth, InFlightIteration
 from ifbbench.engine.request import Request, RequestTable
@@ -91,33 +91,29 @@ class _Step:
 class _Scheduled:
     """What is in flight of one iteration, or of several equal ones.
 
-    rows: [scheduled], in the order of scheduling, with their tokens. outputs: the rows that get a token, in the order
-    of the batch. times: iterations.
+    rows: [scheduled], in the order of scheduling. outputs: the rows that get a token, in the order of the batch.
+    times: iterations.
     """
 
-    def __init__(self, rows: Rows, tokens: Rows, outputs: Rows, times: int = 1) -> None:
-        self.rows, self.tokens, self.outputs, self.times = rows, tokens, outputs, times
+    def __init__(self, rows: Rows, outputs: Rows, times: int = 1) -> None:
+        self.rows, self.outputs, self.times = rows, outputs, times
 
     def drop(self, row: int) -> None:
         """The request in `row` has left."""
-        kept = self.rows != row
-        self.rows, self.tokens = self.rows[kept], self.tokens[kept]
-        self.outputs = self.outputs[self.outputs != row]
+        self.rows, self.outputs = self.rows[self.rows != row], self.outputs[self.outputs != row]
 
 
-class VllmScheduler(Scheduler):
+class VllmScheduler:
     """A `Scheduler` with the rules of vLLM. running: the running requests in the order of admission.
     scheduled_rows, scheduled_tokens: what the latest decision runs, in the order in which it was scheduled."""
-
-    name = "vLLM's scheduler"
-    num_micro_batches = 1
 
     def __init__(self, limits: BatchingConfig, clock: Clock, is_predicted: bool = False) -> None:
         """ValueError without the rules of vLLM."""
         if limits.vllm is None:
             raise ValueError("the limits have no rules of vLLM; resolve a configuration with the engine vllm")
         self.limits, self.rules = limits, limits.vllm
-        self.max_in_flight = limits.max_in_flight
+        self.name = "vLLM's scheduler"
+        self.max_in_flight, self.num_micro_batches = limits.max_in_flight, 1
         self.table = RequestTable(limits.num_slots)
         self.kv_cache = VllmCache(
             self.rules,
@@ -140,10 +136,9 @@ class VllmScheduler(Scheduler):
         self._is_predicted = is_predicted and self.drafts is None
         self._step = _Step(0, 0, 0)
         self._hits_of_head: list[int] = []
+        self._computed_of_plan: Rows | None = None
         self._num_reading = 0  # requests of which what a token is decides something
-        # The iterations in flight, and their tokens, [rows].
-        self._scheduled: deque[_Scheduled] = deque()
-        self._in_flight_tokens = np.zeros(limits.num_slots, np.int64)
+        self._scheduled: deque[_Scheduled] = deque()  # the iterations in flight
         # By index in `running`: the rows of the generation requests from there on, up to the next prompt, and how many
         # requests these are. None if `running` has changed.
         self._segments: dict[int, tuple[Rows, int]] | None = None
@@ -197,7 +192,6 @@ class VllmScheduler(Scheduler):
                 self.kv_cache.release(row, self.computed_by(request))
             for scheduled in self._scheduled:
                 scheduled.drop(row)
-            self._in_flight_tokens[row] = 0
             request.leave()
         request.complete()
 
@@ -279,7 +273,9 @@ class VllmScheduler(Scheduler):
             return False
         if len(growing):
             self.kv_cache.grow_each(growing)
-        self._set_hashes(rows, np.minimum(computed + 1, self._known(rows)))
+        # A token that is in flight is not known yet.
+        self._set_hashes(rows, np.minimum(computed + 1, self._known(rows)) if self._is_async else computed + 1)
+        self._computed_of_plan = computed if not step.rows else None
         step.add_rows(rows, len(rows))
         return True
 
@@ -310,6 +306,7 @@ class VllmScheduler(Scheduler):
         (Pre-emption, Asynchronous scheduling)."""
         row, table = victim.slot, self.table
         in_flight = 0 if victim.in_context else int(table.generated[row] - table.confirmed[row])
+        self._hash_delivered(victim)
         self.running.remove(victim)
         self._segments = None
         self.kv_cache.release(row, self.computed_by(victim))
@@ -329,7 +326,7 @@ class VllmScheduler(Scheduler):
                 limit = Limit.NUM_TOKENS
                 break
             request = self.queue.head
-            if request.table is not None and self._in_flight_tokens[request.slot]:
+            if request.table is not None and self._is_in_flight(request):
                 step.repeats = False
                 skipped.append(self.queue.pop())  # outputs from before its pre-emption are still in flight
                 continue
@@ -391,6 +388,8 @@ class VllmScheduler(Scheduler):
 
     def _plan(self, step: _Step) -> Plan:
         rows = step.kept(step.rows)
+        if len(step.rows) != 1 or step.dropped or self.drafts is not None:
+            self._computed_of_plan = None
         for request, tokens in step.chunks.items():
             request.set_chunk(tokens)
         chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in step.chunks])
@@ -431,7 +430,7 @@ class VllmScheduler(Scheduler):
         drafts = None
         if self.drafts is not None:
             drafts = self.drafts.inputs([chunk.request for chunk in plan.chunks if chunk.is_last], plan.rows)
-        return StepInputs(self._computed(plan.rows), drafts=drafts)
+        return StepInputs(self._positions(plan), drafts=drafts)
 
     def advance(self, plan: Plan, iteration: int) -> int:
         recomputed, outputs = 0, plan.output_rows()
@@ -441,7 +440,7 @@ class VllmScheduler(Scheduler):
                 chunk.request.start_generation()
                 self._segments = None
         self.table.generated[plan.rows] += 1
-        self._submitted(_Scheduled(self.scheduled_rows, self.scheduled_tokens, outputs))
+        self._submitted(_Scheduled(self.scheduled_rows, outputs))
         return recomputed
 
     def _submitted(self, scheduled: _Scheduled) -> None:
@@ -451,7 +450,6 @@ class VllmScheduler(Scheduler):
         if not self._is_async:
             return
         table, outputs = self.table, scheduled.outputs
-        self._in_flight_tokens[scheduled.rows] += scheduled.tokens * scheduled.times
         for row in outputs[table.generated[outputs] >= table.reserved[outputs]].tolist():
             table.requests[row].finish_scheduling()
             self._segments = None
@@ -477,11 +475,8 @@ class VllmScheduler(Scheduler):
         scheduled.times -= times
         if not scheduled.times:
             self._scheduled.popleft()
-        if self._is_async:
-            self._in_flight_tokens[scheduled.rows] -= scheduled.tokens * times
-            rows = scheduled.outputs
-            rows = rows[(self.kv_cache.held[rows] > 0) & (self.table.confirmed[rows] > 0)]
-            self._set_hashes(rows, self._known(rows) - 1)
+        for request in done if self._is_async else ():
+            self._hash_delivered(request)
         if len(done) > 1:
             order = {row: index for index, row in enumerate(scheduled.rows.tolist())}
             done.sort(key=lambda request: order[request.slot])
@@ -505,7 +500,7 @@ class VllmScheduler(Scheduler):
         is_certain = step.repeats and not (plan.chunks or plan.held or plan.paused) and len(rows) > 0
         if not is_certain or len(rows) < len(self.running):
             return 1
-        steps = certain_steps(self.limits, self.table, self.kv_cache, rows, self._computed(rows), step.slack)
+        steps = certain_steps(self.limits, self.table, self.kv_cache, rows, self._positions(plan), step.slack)
         if step.slack == NO_MAXIMUM or not self.limits.reuse.enabled:
             return steps
         # The head of the queue waits for blocks, and needs fewer if one that it can reuse is filled.
@@ -513,8 +508,11 @@ class VllmScheduler(Scheduler):
             return 1
         return min(steps, self.limits.tokens_per_block)
 
+    def cycle(self, plan: Plan) -> Sequence[Plan]:
+        return [plan]
+
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
-        computed = self._computed(plan.rows)
+        computed = self._positions(plan)
         return Positions(len(computed), int(computed.sum()), lambda: computed), None
 
     def repeat(self, plan: Plan, count: int) -> Growth:
@@ -525,10 +523,10 @@ class VllmScheduler(Scheduler):
             growth = Growth(self.kv_cache.state(), [0], [0], [0])
             growth.recomputed = recomputed
             return growth
-        computed = self._computed(rows)
+        computed = self._positions(plan)
         growth = repeat(self.limits, self.table, self.kv_cache, rows, computed, count)
         self.table.generated[rows] += count
-        self._submitted(_Scheduled(self.scheduled_rows, self.scheduled_tokens, rows, count))
+        self._submitted(_Scheduled(self.scheduled_rows, rows, count))
         return growth
 
     def confirm(self, count: int) -> list[Request]:
@@ -548,12 +546,22 @@ class VllmScheduler(Scheduler):
     def figures(self) -> dict[str, Any]:
         return {}
 
+    def truncate(self, conversation: Request, num_tokens: int) -> None:
+        """vLLM forgets no blocks of a conversation."""
+        return None
+
     # Tokens of requests.
 
     def _known(self, rows: Any) -> Any:
         """[rows], tokens of prompt and output that are known."""
         table = self.table
         return table.original_prompt_len[rows] + table.joined[rows] + table.confirmed[rows]
+
+    def _positions(self, plan: Plan) -> Rows:
+        """[rows of the latest plan], positions of their next tokens."""
+        if self._computed_of_plan is None:
+            self._computed_of_plan = self._computed(plan.rows)
+        return self._computed_of_plan
 
     def _computed(self, rows: Rows) -> Rows:
         """[rows], tokens of generation requests that were computed or scheduled."""
@@ -564,6 +572,15 @@ class VllmScheduler(Scheduler):
     def computed_by(self, request: Request) -> int:
         """Tokens of a running request that were computed or scheduled."""
         return request.position if request.in_context else request.prompt_len + request.num_generated - 1
+
+    def _is_in_flight(self, request: Request) -> bool:
+        return any((scheduled.rows == request.slot).any() for scheduled in self._scheduled)
+
+    def _hash_delivered(self, request: Request) -> None:
+        """With asynchronous scheduling, blocks that delivered tokens fill have hashes before their requests release
+        them. (vLLM gives them at each output; until then nobody can ask for them.)"""
+        if self._is_async and self.kv_cache.holds(request.slot) and not request.in_context:
+            self.kv_cache.set_hashes(request, int(self._known(request.slot)) - 1)
 
     def _set_hashes(self, rows: Rows, tokens: Rows) -> None:
         """The blocks that the first `tokens` tokens of each of `rows` fill get their hashes."""
