@@ -201,6 +201,7 @@ class VllmScheduler:
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
         step = self._step = self._new_step()
+        self._computed_of_plan = None
         self._run_running(step)
         step.has_running, step.has_running_chunks = len(step.order) > 0, len(step.chunks) > 0
         if not step.paused:
