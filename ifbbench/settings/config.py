@@ -538,7 +538,9 @@ class RunConfig:
         choices=QUEUE_ORDERS,
     )
     async_scheduling: bool | None = _vllm(
-        None, "Schedule an iteration before the tokens of the one before are known. Default: on, but on a CPU."
+        None,
+        "Schedule an iteration before the tokens of the one before are known. Default: on, but not on a CPU or with "
+        "drafts.",
     )
     max_num_scheduled_tokens: int | None = _vllm(
         None,
