@@ -1,10 +1,9 @@
 """Run directories as pandas data frames, and these tables as files."""
 
-import csv
 import importlib.util
 import json
+import re
 from functools import cached_property
-from io import TextIOWrapper
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -24,6 +23,8 @@ TRACE_FIELDS = ("request_id", "arrival_s")
 # Columns with values of several types.
 MIXED = ("cause",)
 ROWS_AT_ONCE = 10_000
+_NEEDS_QUOTES = re.compile('[,"\\r\\n]')
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Run(RunData):
@@ -65,13 +66,11 @@ def export_tables(run: Run, file_format: str) -> list[Path]:
 def _write(table: pd.DataFrame, path: Path) -> Path:
     if path.suffix == ".csv":
         with new_file(path, overwrite=True) as file:
-            text = TextIOWrapper(cast(BinaryIO, file), "utf-8", newline="")
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(table)
+            file.write((",".join(map(_quoted, table)) + "\n").encode())
             for start in range(0, len(table), ROWS_AT_ONCE):
                 rows = table.iloc[start : start + ROWS_AT_ONCE]
-                writer.writerows(zip(*(_cells(rows[name]) for name in rows), strict=True))
-            text.detach()  # which writes the rest, and leaves the file open
+                lines = map(",".join, zip(*(_cells(rows[name]) for name in rows), strict=True))
+                file.write(("\n".join(lines) + "\n").encode())
     else:
         texts = {name: table[name].map(str, na_action="ignore") for name in MIXED if name in table}
         with new_file(path, overwrite=True) as file:
@@ -79,16 +78,31 @@ def _write(table: pd.DataFrame, path: Path) -> Path:
     return path
 
 
-def _cells(column: "pd.Series[Any]") -> list[Any]:
-    """The values of a column as the writer of CSV takes them: lists as JSON, and None, an empty cell, where there is
-    none."""
-    if column.dtype == np.int64 and len(column) and (low := column.min()) > column.max() - len(column):
-        # Few different numbers: each becomes a text once.
-        texts = np.array([str(number) for number in range(low, column.max() + 1)], object)
-        cells: list[Any] = texts[column.to_numpy() - low].tolist()
-        return cells
-    values: list[Any] = column.tolist()
-    encode = json.JSONEncoder(separators=(",", ":")).encode
+def _cells(column: "pd.Series[Any]") -> list[str]:
+    """The cells of a column in CSV: lists as JSON, empty where there is no value."""
     if column.dtype == object:
-        values = [(encode(value) if value else "[]") if isinstance(value, list) else value for value in values]
-    return [None if value != value else value for value in values] if column.hasnans else values
+        return [_cell(value) for value in column]
+    if column.dtype == np.float64:
+        return ["" if value != value else repr(value) for value in column.tolist()]
+    # Few different values: each becomes a text once.
+    if column.dtype != np.int64:
+        codes, values = pd.factorize(column)
+    elif len(column) and (low := column.min()) > column.max() - len(column):
+        codes, values = column.to_numpy() - low, range(low, column.max() + 1)
+    else:
+        return [str(value) for value in column.tolist()]
+    cells: list[str] = np.array([*map(_cell, values), ""], object)[codes].tolist()
+    return cells
+
+
+def _cell(value: Any) -> str:
+    """A value as `csv.writer` writes it, and a list as JSON."""
+    if value is None or value != value:
+        return ""
+    if isinstance(value, list):
+        value = _encode(value) if value else "[]"
+    return repr(value) if isinstance(value, float) else _quoted(str(value))
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"' if _NEEDS_QUOTES.search(text) else text

@@ -192,13 +192,14 @@ def draw_itl(run: RunData) -> Figure:
     if not len(gaps.seconds):
         shares.text(0.5, 0.5, "no request has two tokens", transform=shares.transAxes, ha="center", color=MUTED)
         return figure
-    median = float(np.median(gaps.seconds))
+    median = float(np.median(gaps.ascending))
     unit, scale = time_unit([median])
     indices = np.clip(np.searchsorted(bins.edges_s, gaps.end_s, side="left") - 1, 0, len(bins.edges_s) - 2)
     # By bin, then by length: the stable sort of small integers takes one pass.
-    by_length = np.argsort(gaps.seconds)
-    ordered = gaps.seconds[by_length[np.argsort(indices[by_length].astype(np.int16), kind="stable")]]
-    counts = np.bincount(indices, minlength=len(bins.edges_s) - 1)
+    order = np.argsort(gaps.seconds)
+    order = order[np.argsort(indices[order].astype(np.int16), kind="stable")]
+    ordered = np.repeat(gaps.seconds[order], gaps.count[order])
+    counts = np.bincount(indices, gaps.count, len(bins.edges_s) - 1).astype(np.int64)
     firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
     highest = 0.0
     # Where both are equal, the wide line is seen behind the narrow one.
@@ -220,8 +221,8 @@ def draw_itl(run: RunData) -> Figure:
 def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> None:
     """The gaps of more than STALL_RATIO medians, those over a pause in a colour of their own."""
     axes = figure.axes[1]
-    is_stall = gaps.seconds > STALL_RATIO * median
-    chosen = np.flatnonzero(is_stall)
+    chosen = np.flatnonzero(gaps.seconds > STALL_RATIO * median)
+    chosen = np.repeat(chosen, gaps.count[chosen])
     if not len(chosen):
         axes.text(
             0.5,
@@ -265,7 +266,7 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
     round_ticks(axes.yaxis)
     longest = time_unit([float(gaps.seconds.max())])
     axes.set_title(
-        f"{total:,} gaps ({percent(total / len(gaps.seconds))}) exceed {STALL_RATIO:.0f} × the median; "
+        f"{total:,} gaps ({percent(total / len(gaps.ascending))}) exceed {STALL_RATIO:.0f} × the median; "
         f"the longest is {significant(float(gaps.seconds.max()), longest[1])} {longest[0]}",
         fontsize=8.5,
         color=MUTED,

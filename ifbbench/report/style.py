@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
@@ -171,6 +172,15 @@ def stack(
         )
         below = below + values
     return below
+
+
+def boxes(axes: Axes, left: Floats, right: Floats, top: Floats, height: float, colours: Any, **how: Any) -> None:
+    """Draw a box for each stretch of time, in the given or the one colour. how: as of PolyCollection. The limits of
+    the axes stay as they are."""
+    corners = [(left, top), (right, top), (right, top + height), (left, top + height)]
+    outlines = np.stack([np.column_stack(corner) for corner in corners], axis=1)
+    drawn = PolyCollection(outlines, facecolors=colours, edgecolors=colours, **how)
+    axes.add_collection(drawn, autolim=False)
 
 
 def draw_limit(axes: Axes, run: RunData, limit: str, highest: float) -> None:
@@ -382,9 +392,8 @@ class TimeBins:
     def rates(self, amounts: Floats) -> Floats:
         """Per-iteration amounts (tokens) as amount per second in each bin, an iteration's spread over its time."""
         total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(amounts))])
-        times = np.column_stack(self._alone).ravel()
-        known = np.column_stack([total[:-1], total[1:]]).ravel()
-        gathered: Floats = np.diff(np.interp(self.edges_s, times, known)) / np.diff(self.edges_s)
+        known = np.repeat(total, 2)[1:-1]
+        gathered: Floats = np.diff(np.interp(self.edges_s, self._bounds, known)) / np.diff(self.edges_s)
         return gathered
 
     def means(self, values: Floats) -> Floats:
@@ -397,6 +406,11 @@ class TimeBins:
         """Begin and end of each iteration. With overlap, one begins when the one before has ended."""
         end_s = np.maximum.accumulate(self.clock.end_s)
         return np.maximum(self.clock.start_s, np.concatenate([[-np.inf], end_s[:-1]])), end_s
+
+    @cached_property
+    def _bounds(self) -> Floats:
+        """Begin and end of the first iteration, of the second one, and so on."""
+        return np.column_stack(self._alone).ravel()
 
     def covered(self, spans: pd.DataFrame, ends_s: "pd.Series[float]") -> Floats:
         """How many of `spans` cover a moment of each bin, on average. ends_s: of these spans and any others."""

@@ -18,13 +18,14 @@ from msgspec import UNSET, Struct, UnsetType, to_builtins
 from msgspec.structs import fields
 from numpy.typing import NDArray
 
-from ifbbench.compressed import MAX_RATIO, DamagedFile, content_path, is_compressed, large_pieces
+from ifbbench.compressed import MAX_RATIO, content_path, is_compressed
 from ifbbench.errors import InputError
 from ifbbench.files import is_part
 from ifbbench.rundir.checking import ExactLines, as_object, check_line, read_object
 from ifbbench.rundir.drafts import stretches_of
 from ifbbench.rundir.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
 from ifbbench.rundir.metrics import fullest_window
+from ifbbench.rundir.rows import pieces_of_lines
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.settings.modes import BatchingType, Overlap
 
@@ -340,32 +341,11 @@ def parsed_lines(path: Path, parse: Callable[[int, bytes], Parsed]) -> Iterator[
     rest of a compressed file that was cut off. Every other bad line raises it. A missing file is an empty one: the run
     was killed before it wrote to it.
     """
-    for line_number, lines, is_cut in _pieces_of_lines(path):
+    for line_number, lines, is_cut in pieces_of_lines(path):
         with suppress(InputError) if is_cut else nullcontext():
             for number, line in enumerate(bytes(lines).split(b"\n"), start=line_number):
                 if line.strip():
                     yield parse(number, line)
-
-
-def _pieces_of_lines(path: Path) -> Iterator[tuple[int, memoryview, bool]]:
-    """Consecutive lines of `path`: the number of the first, their text, and whether it is one without its line end."""
-    if not path.exists():
-        return
-    line_number, rest = 1, b""
-    try:
-        for piece in large_pieces(path):
-            piece = rest + piece
-            end = piece.rfind(b"\n") + 1
-            rest = piece[end:]
-            if end:
-                yield line_number, memoryview(piece)[:end], False
-                line_number += piece.count(b"\n")
-    except EOFError:
-        pass  # cut off behind the last whole line
-    except DamagedFile as error:
-        raise InputError(f"{path}: {error}. Restore the file, or remove it to continue without it.") from error
-    if rest.strip():
-        yield line_number, memoryview(rest), True
 
 
 def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
@@ -392,7 +372,7 @@ Columns: TypeAlias = dict[str, list[Any]]
 def _column_pieces(path: Path, required: Sequence[str], without: Collection[str] = ()) -> Iterator[Columns]:
     """The fields of the lines of `path`, which are checked as by `read_lines`, those `without` included."""
     exact = ExactLines(content_path(path).name)
-    for line_number, lines, is_cut in _pieces_of_lines(path):
+    for line_number, lines, is_cut in pieces_of_lines(path):
         try:
             rows = exact.decode(lines)
         except (ValueError, RecursionError):
@@ -430,7 +410,7 @@ def _columns_below(values: Sequence[Any] | None, prefix: str = "", without: Coll
 
 def _flat_iterations(lines: Columns, without: Collection[str]) -> Columns:
     """Documented fields in snake_case, whatever their form, and those of each nested object; none that is `without`."""
-    details = _columns_below(lines["ifbbench"], without=without)
+    details = _columns_below(lines["ifbbench"], without={*without} - {"paused"})
     groups = {name: _columns_below(values) for name, values in lines.items() if name.endswith("BatchingStats")}
     if "kvCacheStats" in lines:
         groups["kvCacheStats"] = _columns_below(lines["kvCacheStats"])
@@ -483,16 +463,19 @@ def _table_of(pieces: Iterable[Columns], columns: Sequence[str]) -> pd.DataFrame
     padded = ((name, _padded(column, count)) for name, column in table.items())
     import pandas as pd
 
-    return pd.DataFrame({name: column if isinstance(column, list) else np.asarray(column) for name, column in padded})
+    values = {name: column if isinstance(column, list) else np.asarray(column) for name, column in padded}
+    return pd.DataFrame(values, copy=False)
 
 
 def _extended(column: _Column, values: list[Any], texts: dict[str, str]) -> _Column:
     """`column` with `values` below it, which may need another type. texts: those that are there already, so that equal
     ones are one object."""
     if isinstance(column, list):
-        if UNSET in values:
+        if {*map(type, values)} == {str}:
+            column.extend(map(texts.setdefault, values, values))
+        else:
             values = [None if value is UNSET else value for value in values]
-        column += [texts.setdefault(value, value) if type(value) is str else value for value in values]
+            column += [texts.setdefault(value, value) if type(value) is str else value for value in values]
         return column
     try:
         column += array(column.typecode, values)
