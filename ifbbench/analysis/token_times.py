@@ -55,6 +55,7 @@ class IterationClock:
         return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.delivered_s))
 
 
+@once_a_run
 def span_ends(run: RunData) -> pd.Series[float]:
     """When each of `run.spans` ends: when the next one of its request begins, if that is in the next iteration; else
     with its last iteration. An engine without requests may wait long between the two."""

@@ -22,6 +22,7 @@ from ifbbench.report.style import (
     limit_of,
     round_ticks,
     stack,
+    steps,
 )
 from ifbbench.report.timeline import PHASE_NAMES
 from ifbbench.rundir.reader import Floats, RunData
@@ -58,7 +59,7 @@ def draw_budget(run: RunData) -> Figure:
     for (axes, shares), (label, name, values, layers) in zip(grid, panels, strict=True):
         means = {name: bins.means(layer) for name, layer in layers.items() if layer.any()}
         stack(axes, bins.edges, means, PHASE_COLOURS, PHASE_NAMES)
-        axes.stairs(bins.highest(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
+        steps(axes, bins.highest(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
         limit = limit_of(run, name)
         _axis_to_limit(axes, setting_of(name), limit, float(values.max()))
         axes.set_ylabel(label)
@@ -182,7 +183,7 @@ def draw_bound(run: RunData) -> Figure:
     winner = np.argmax(np.array(list(times.values())), axis=0)
     for index, (_, colour) in enumerate(colours.items()):
         chosen = np.where((winner == index) & (whole > 1e-9), 1.0, 0.0)
-        strip.stairs(chosen, bins.edges, fill=True, color=colour, linewidth=0)
+        steps(strip, chosen, bins.edges, fill=True, color=colour, linewidth=0)
     strip.set(ylim=(0, 1), yticks=[], ylabel="most of\nthe time")
     strip.grid(visible=False)
     strip.spines[["left", "bottom"]].set_visible(False)

@@ -38,7 +38,9 @@ def draw_lanes(run: RunData) -> Figure:
     drawing = np.argsort(is_context, kind="stable")  # contexts on top: they are short
     widths = np.where(is_context[drawing], 0.4, 0)
     is_large = len(running) > MAX_OUTLINES
-    boxes(axes, x0[drawing], x1[drawing], top[drawing], height, colours[drawing], linewidths=widths, rasterized=is_large)
+    boxes(
+        axes, x0[drawing], x1[drawing], top[drawing], height, colours[drawing], linewidths=widths, rasterized=is_large
+    )
     if count <= MAX_NAMED_LANES:
         long_enough = (right - left) > NAME_FROM_SHARE * (bins.edges_s[-1] - bins.edges_s[0])
         for index in np.flatnonzero(long_enough & ~is_context):

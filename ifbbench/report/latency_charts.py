@@ -10,7 +10,7 @@ from ifbbench.analysis.limits import limit_name
 from ifbbench.analysis.number_texts import percent, significant, time_unit
 from ifbbench.analysis.token_times import TokenGaps, inter_token_gaps
 from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES, limit_colours
-from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks
+from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks, steps
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.reader import Floats, RunData
@@ -207,7 +207,7 @@ def draw_itl(run: RunData) -> Figure:
         positions = np.minimum(firsts + ((counts - 1) * mark // 100).clip(min=0), len(ordered) - 1)
         values = np.where(counts > 0, ordered[positions] * scale, np.nan)
         highest = max(highest, float(np.nanmax(values)))
-        shares.stairs(values, bins.edges, baseline=None, color=colour, linewidth=width, label=name)
+        steps(shares, values, bins.edges, baseline=None, color=colour, linewidth=width, label=name)
     shares.set_ylabel(f"ITL ({unit})")
     shares.set_ylim(0, highest * 1.12 or 1.0)
     round_ticks(shares.yaxis)

@@ -16,6 +16,7 @@ from matplotlib.axis import Axis
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
@@ -161,7 +162,8 @@ def stack(
     """Draw `layers`, values of each bin, one upon the other; returns their sums."""
     below = np.zeros(len(edges) - 1)
     for name, values in layers.items():
-        axes.stairs(
+        steps(
+            axes,
             below + values,
             edges,
             baseline=below,
@@ -172,6 +174,19 @@ def stack(
         )
         below = below + values
     return below
+
+
+def steps(
+    axes: Axes, values: Floats, edges: Floats, baseline: Any = 0, fill: bool = False, color: str = INK, **how: Any
+) -> None:
+    """Draw `axes.stairs(...)`, which takes most of its time to look for the extrema of each corner, as of a curve."""
+    how["facecolor" if fill else "edgecolor"] = color
+    patch = StepPatch(values, edges, baseline=baseline, fill=fill, **how)
+    axes.add_artist(patch)
+    axes.update_datalim(patch.get_path().vertices)
+    if baseline is not None:
+        patch.sticky_edges.y.append(np.min(baseline))
+    axes.autoscale(enable=None)
 
 
 def boxes(axes: Axes, left: Floats, right: Floats, top: Floats, height: float, colours: Any, **how: Any) -> None:
@@ -247,10 +262,15 @@ class RoundTicks(Locator):
 
     def __init__(self, axis: Axis, most: int, whole: bool, text: Callable[[float], str]) -> None:
         self._axis, self._most, self._whole, self._text = axis, most, whole, text
+        self._found: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self) -> Any:
         low, high = sorted(self._axis.get_view_interval())
-        return self.tick_values(float(low), float(high))
+        # A layout and a drawing ask a dozen times for the ticks of the same axis.
+        asked = (low, high, self._axis.get_scale(), self._axis.axes.bbox.size.tobytes(), self._axis.axes.figure.dpi)
+        if asked not in self._found:
+            self._found[asked] = self.tick_values(float(low), float(high))
+        return self._found[asked]
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
         """The ticks of an axis from `vmin` to `vmax`."""

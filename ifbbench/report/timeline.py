@@ -16,7 +16,7 @@ from ifbbench.analysis.number_texts import time_unit
 from ifbbench.analysis.token_times import IterationClock, span_ends, token_times
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
-from ifbbench.report.style import WIDTH, TimeBins, boxes, draw_limit, heading, legend_above, round_ticks, stack
+from ifbbench.report.style import WIDTH, TimeBins, boxes, draw_limit, heading, legend_above, round_ticks, stack, steps
 from ifbbench.rundir.reader import Floats, RunData
 
 PHASE_NAMES = {
@@ -112,7 +112,7 @@ def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
     if run.endpoint:
         times_s = np.concatenate([np.empty(0), *token_times(run).values()])
         rates = np.histogram(times_s, bins.edges_s)[0] / np.diff(bins.edges_s)
-        axes.stairs(rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
+        steps(axes, rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
         axes.set(ylabel="output tokens/s", ylim=(0, float(rates.max()) * 1.1 or 1.0))
         round_ticks(axes.yaxis)
         return

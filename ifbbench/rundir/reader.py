@@ -11,7 +11,7 @@ from functools import cached_property, wraps
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType, to_builtins
@@ -90,6 +90,7 @@ UNKNOWN_WHERE_THINNED = (
 SHORTEST_ITERATION_BYTES = 100
 MAX_UNRECORDED = 1_000_000
 Parsed = TypeVar("Parsed")
+Asked = ParamSpec("Asked")
 # Integers and, from the first other number on, floats take eight bytes each; anything else is an object.
 _Column: TypeAlias = "list[Any] | array[Any]"
 
@@ -236,15 +237,15 @@ class RunData:
         return self.requests[self.requests["outcome"] == "completed"]
 
 
-def once_a_run(compute: Callable[[Any, RunData], Parsed]) -> Callable[[Any, RunData], Parsed]:
-    """A method of a class that makes something of a run, which keeps it as it keeps its tables: several charts need
-    the same."""
+def once_a_run(compute: Callable[Asked, Parsed]) -> Callable[Asked, Parsed]:
+    """A function or a method that makes something of a run, its last argument, which keeps it as it keeps its tables:
+    several charts need the same."""
 
     @wraps(compute)
-    def known(owner: Any, run: RunData) -> Parsed:
-        kept, name = vars(run), compute.__qualname__
+    def known(*args: Asked.args, **_: Asked.kwargs) -> Parsed:
+        kept, name = vars(args[-1]), compute.__qualname__
         if name not in kept:
-            kept[name] = compute(owner, run)
+            kept[name] = compute(*args)
         found: Parsed = kept[name]
         return found
 
@@ -269,6 +270,7 @@ def check_lines(path: Path, last: int, lines: int, recorded_every: int) -> None:
         )
 
 
+@once_a_run
 def producing_spans(run: RunData) -> pd.DataFrame:
     """The spans that produced output tokens, by request and in order of time: one in each of their last iterations.
 
