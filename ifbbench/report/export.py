@@ -81,27 +81,25 @@ def _write(table: pd.DataFrame, path: Path) -> Path:
 def _cells(column: "pd.Series[Any]") -> list[str]:
     """The cells of a column in CSV: lists as JSON, empty where there is no value."""
     if column.dtype == object:
-        return [_cell(value) for value in column]
-    if column.dtype == np.float64:
-        return ["" if value != value else repr(value) for value in column.tolist()]
-    # Few different values: each becomes a text once.
-    if column.dtype != np.int64:
+        return ["" if value is None else _cell(value) for value in column.tolist()]
+    numbers = column.to_numpy() if column.dtype in (np.int64, np.float64) else None
+    # Few different values: each becomes a text once. (-0.0 would become the text of 0.0.)
+    if numbers is None or not np.signbit(numbers).any():
         codes, values = pd.factorize(column)
-    elif len(column) and (low := column.min()) > column.max() - len(column):
-        codes, values = column.to_numpy() - low, range(low, column.max() + 1)
-    else:
-        return [str(value) for value in column.tolist()]
-    cells: list[str] = np.array([*map(_cell, values), ""], object)[codes].tolist()
-    return cells
+        cells: list[str] = np.array([*map(_cell, values.tolist()), ""], object)[codes].tolist()
+        return cells
+    return list(map(_cell, numbers.tolist()))
 
 
 def _cell(value: Any) -> str:
     """A value as `csv.writer` writes it, and a list as JSON."""
-    if value is None or value != value:
-        return ""
+    if type(value) is float:
+        return "" if value != value else repr(value)
+    if type(value) is int:
+        return str(value)
     if isinstance(value, list):
-        value = _encode(value) if value else "[]"
-    return repr(value) if isinstance(value, float) else _quoted(str(value))
+        return _quoted(_encode(value)) if value else "[]"
+    return "" if value is None or value != value else _quoted(str(value))
 
 
 def _quoted(text: str) -> str:

@@ -66,7 +66,8 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     # More bins for more values; even ones, and on a logarithmic axis evenly growing ones.
     bins = int(np.clip(np.sqrt(values.size), 6, 60))
     edges = (np.geomspace if logarithmic else np.linspace)(low, high, bins + 1)
-    counts, *_ = shape.hist(values, bins=list(edges), color=colour)
+    counts = np.diff(np.append(values.searchsorted(edges[:-1]), len(values)))
+    shape.hist(edges[:-1], bins=list(edges), weights=counts, color=colour)
     if np.max(counts) > RARE_RATIO * len(values) / bins:
         # A few long stalls among many short gaps are visible on a logarithmic axis only.
         shape.set_yscale("log")
