@@ -14,8 +14,8 @@ from ifbbench.cli.gpt_manager import TraceCommand
 from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, engine_defaults, given_config, read_command_keys
 from ifbbench.cli.report import benchmark_lines_option, json_option, print_result, print_run, write_run_outputs
 from ifbbench.clock import WallClock
-from ifbbench.errors import InputError, OutputError
-from ifbbench.files import lost
+from ifbbench.errors import InputError
+from ifbbench.files import OutputError, lost
 from ifbbench.rundir.run_directory import REPEATS_FILE, is_lost
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import boolean, choice, integer, located

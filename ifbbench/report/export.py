@@ -14,6 +14,7 @@ import pandas as pd
 from ifbbench.errors import InputError
 from ifbbench.files import new_file
 from ifbbench.rundir.figures import figures
+from ifbbench.rundir.lines import encode
 from ifbbench.rundir.reader import RunData, read_lines
 from ifbbench.rundir.reader import load_run as read_run
 from ifbbench.rundir.run_directory import find_lines
@@ -66,7 +67,7 @@ def export_tables(run: Run, file_format: str) -> list[Path]:
 def _write(table: pd.DataFrame, path: Path) -> Path:
     if path.suffix == ".csv":
         with new_file(path, overwrite=True) as file:
-            file.write((",".join(map(_quoted, table)) + "\n").encode())
+            file.write((",".join(map(_cell, table)) + "\n").encode())
             for start in range(0, len(table), ROWS_AT_ONCE):
                 rows = table.iloc[start : start + ROWS_AT_ONCE]
                 lines = map(",".join, zip(*(_cells(rows[name]) for name in rows), strict=True))
@@ -82,8 +83,10 @@ def _cells(column: "pd.Series[Any]") -> list[str]:
     """The cells of a column in CSV: lists as JSON, empty where there is no value."""
     if column.dtype == object:
         return ["" if value is None else _cell(value) for value in column.tolist()]
+    if column.dtype == np.float64 and ((column >= 1e-4) & (column < 1e16) | (column == 0) & ~np.signbit(column)).all():
+        return encode(column.tolist())[1:-1].decode().split(",")  # as `repr` writes them: see `number`
     numbers = column.to_numpy() if column.dtype in (np.int64, np.float64) else None
-    # Few different values: each becomes a text once. (-0.0 would become the text of 0.0.)
+    # Few different values: each becomes a text once; -0.0 would become that of 0.0.
     if numbers is None or not np.signbit(numbers).any():
         codes, values = pd.factorize(column)
         cells: list[str] = np.array([*map(_cell, values.tolist()), ""], object)[codes].tolist()

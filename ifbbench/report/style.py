@@ -186,14 +186,14 @@ def steps(
     axes.update_datalim(patch.get_path().vertices)
     if baseline is not None:
         patch.sticky_edges.y.append(np.min(baseline))
-    axes.autoscale(enable=None)
+    axes.autoscale_view()
 
 
-def boxes(axes: Axes, left: Floats, right: Floats, top: Floats, height: float, colours: Any, **how: Any) -> None:
+def boxes(axes: Axes, left: Any, right: Any, top: Any, height: float, colours: Any, **how: Any) -> None:
     """Draw a box for each stretch of time, in the given or the one colour. how: as of PolyCollection. The limits of
     the axes stay as they are."""
     corners = [(left, top), (right, top), (right, top + height), (left, top + height)]
-    outlines = np.stack([np.column_stack(corner) for corner in corners], axis=1)
+    outlines: Any = np.stack([np.column_stack(corner) for corner in corners], axis=1)
     drawn = PolyCollection(outlines, facecolors=colours, edgecolors=colours, **how)
     axes.add_collection(drawn, autolim=False)
 
@@ -267,7 +267,7 @@ class RoundTicks(Locator):
     def __call__(self) -> Any:
         low, high = sorted(self._axis.get_view_interval())
         # A layout and a drawing ask a dozen times for the ticks of the same axis.
-        asked = (low, high, self._axis.get_scale(), self._axis.axes.bbox.size.tobytes(), self._axis.axes.figure.dpi)
+        asked = (low, high, self._axis.get_scale(), *self._axis.axes.bbox.size, self._axis.axes.figure.dpi)
         if asked not in self._found:
             self._found[asked] = self.tick_values(float(low), float(high))
         return self._found[asked]

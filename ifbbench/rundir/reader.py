@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, get_args
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType, to_builtins
 from msgspec.structs import fields
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ifbbench.compressed import MAX_RATIO, content_path, is_compressed
 from ifbbench.errors import InputError
@@ -242,10 +242,10 @@ def once_a_run(compute: Callable[Asked, Parsed]) -> Callable[Asked, Parsed]:
     several charts need the same."""
 
     @wraps(compute)
-    def known(*args: Asked.args, **_: Asked.kwargs) -> Parsed:
+    def known(*args: Asked.args, **named: Asked.kwargs) -> Parsed:
         kept, name = vars(args[-1]), compute.__qualname__
         if name not in kept:
-            kept[name] = compute(*args)
+            kept[name] = compute(*args, **named)
         found: Parsed = kept[name]
         return found
 
@@ -543,16 +543,16 @@ def _context(spans: pd.DataFrame, last: int, every: int) -> tuple[Floats, Floats
     return requests, tokens
 
 
-def covering(first: pd.Series, last: pd.Series, end: int, every: int = 1) -> Floats:
+def covering(first: ArrayLike, last: ArrayLike, end: int, every: int = 1) -> Floats:
     """How many of the stretches contain each iteration up to `end`: every so many iterations from `first` to `last`."""
     steps = np.zeros(end + 1 + every)
-    np.add.at(steps, first.to_numpy(dtype=np.int64), 1)
-    np.add.at(steps, last.to_numpy(dtype=np.int64) + every, -1)
+    np.add.at(steps, np.asarray(first, np.int64), 1)
+    np.add.at(steps, np.asarray(last, np.int64) + every, -1)
     return np.asarray(cumulated(steps, every)[: end + 1], dtype=float)
 
 
 def cumulated(changes: NDArray[Any], every: int) -> NDArray[Any]:
-    """The sum of `changes` at each place and at every so many places before it."""
+    """The sum of `changes` at each position and at every so many positions before it."""
     if every == 1:
         return changes.cumsum()
     whole = np.zeros(-(-len(changes) // every) * every, changes.dtype)
