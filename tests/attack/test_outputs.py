@@ -442,6 +442,7 @@ def test_a_sweep_that_is_removed_ends_with_its_tables_and_one_error(
                 shutil.rmtree(directory)
             yield found
 
+    monkeypatch.setattr("ifbbench.report.sweep_charts.plot_sweep", lambda *_: [])
     monkeypatch.setattr(sweep_module.LocalProcesses, "execute", remove_once)
     points = ("--over", "max_batch_size=1,2,3", "--keep", keep, "--output", str(directory))
     done = invoke("sweep", "documentation", *NULL, *points)
@@ -450,7 +451,7 @@ def test_a_sweep_that_is_removed_ends_with_its_tables_and_one_error(
     assert "Traceback" not in done.stderr
     assert f"Results are in {directory}" in done.stdout
     assert [row["max_batch_size"] for row in read_sweep(directory).finished] == [1, 2, 3]
-    monkeypatch.undo()
+    monkeypatch.setattr(sweep_module.LocalProcesses, "execute", execute)
     again = invoke("sweep", "documentation", *NULL, *points)
     assert again.exit_code == 0, again.output
     assert f"{1 if keep == 'run' else 3} runs had ended before" in again.stdout
