@@ -1,9 +1,11 @@
 """`ifbbench report`, `plot`, `export` and `schema`: tables, charts and files of what was run."""
 
+import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,6 +147,17 @@ def print_run(run: "RunData", with_lines: bool | None, steady_state: bool = Fals
         click.echo(line)
 
 
+@contextmanager
+def _libraries() -> Iterator[None]:
+    """Import libraries without collections in between, and keep their objects out of later ones."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
 @click.command(cls=Command)
 @click.argument("run", type=DIRECTORY)
 @click.option(
@@ -170,7 +183,8 @@ def export(run: Path, export_format: str) -> None:
         click.echo(write_trace(recorded, recorded.data.path / "export"))
         return
 
-    from ifbbench.report.export import export_tables, load_run
+    with _libraries():
+        from ifbbench.report.export import export_tables, load_run
 
     for file in export_tables(load_run(run), export_format):
         click.echo(file)
@@ -239,7 +253,9 @@ def plot(
         check_new_directory(output, "--output")
 
     from ifbbench.cli.console import progress_line
-    from ifbbench.report.charts import Output
+
+    with _libraries():
+        from ifbbench.report.charts import Output
 
     names = _names("--only", only, _chart_names(overlay)) if only else ()
     kinds = _names("--format", formats, FORMATS)

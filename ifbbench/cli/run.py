@@ -15,7 +15,7 @@ from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, engine_defaults
 from ifbbench.cli.report import benchmark_lines_option, json_option, print_result, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
-from ifbbench.files import lost
+from ifbbench.files import OutputError, lost
 from ifbbench.rundir.run_directory import REPEATS_FILE, is_lost
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import boolean, choice, integer, located
@@ -309,6 +309,11 @@ def _report_sweep(result: "SweepResult", as_json: bool) -> None:
         if result.resumed:
             click.echo(f"{result.resumed} runs had ended before and were not repeated; --overwrite repeats them.")
         click.echo(f"Results are in {result.directory}; {result.directory / SWEEP_FILE} has all figures.")
+    if result.was_removed:
+        raise OutputError(
+            f"{result.directory}: was removed, or files in it, during the sweep. Its tables are written there again; "
+            "the same command repeats the runs that are lost."
+        )
 
 
 def replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":

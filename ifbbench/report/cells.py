@@ -12,7 +12,7 @@ from ifbbench.analysis.limits import LIMITS, limit_name, setting_of, window_name
 from ifbbench.errors import InputError
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PHASE_COLOURS, REQUEST_COLOURS
 from ifbbench.report.style import LIMIT_DASHES, heading, is_near, legend_above, limit_of, round_ticks
-from ifbbench.rundir.reader import RunData
+from ifbbench.rundir.reader import RunData, once_a_run
 from ifbbench.rundir.run_directory import find_lines
 
 MAX_ROWS, MAX_COLUMNS = 16, 64
@@ -34,6 +34,7 @@ KEY = {
 }
 
 
+@once_a_run
 def request_order(run: RunData) -> list[str]:
     """Every request of the run, a row each: by index in the trace, then those that ran when it was killed."""
     first_seen = run.spans.sort_values("first_iteration", kind="stable")["request_id"]

@@ -22,6 +22,7 @@ from ifbbench.report.style import (
     retitle,
     round_ticks,
     save,
+    steps,
     styled,
     title,
 )
@@ -100,7 +101,7 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
         ended = own.edges_s[:-1] >= own.clock.end_s.max()
         for axes, values in zip(over_time, series, strict=True):
             if values is not None:
-                axes.stairs(np.where(ended, np.nan, values), own.edges, baseline=None, label=label, **style)
+                steps(axes, np.where(ended, np.nan, values), own.edges, baseline=None, label=label, **style)
         values_s = (
             run.completed["ttft_s"].dropna().to_numpy(dtype=float),
             np.empty(0) if run.recorded_every > 1 else inter_token_gaps(run),
@@ -182,8 +183,8 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
             seen += run.spans["phase"].unique().tolist()
         else:
             seen += draw_population(upper, own, run, population)
-        lower.stairs(batch, own.edges, fill=True, color=colour, alpha=0.35, linewidth=0)
-        lower.stairs(batch, own.edges, baseline=None, color=colour, linewidth=1)
+        steps(lower, batch, own.edges, fill=True, color=colour, alpha=0.35, linewidth=0)
+        steps(lower, batch, own.edges, baseline=None, color=colour, linewidth=1)
         lower.set(ylim=(0, highest * 1.25), ylabel="requests in\nthe batch")
         _pause_marks(lower, own, run)
         upper.annotate(

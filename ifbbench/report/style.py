@@ -13,8 +13,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
@@ -160,7 +162,8 @@ def stack(
     """Draw `layers`, values of each bin, one upon the other; returns their sums."""
     below = np.zeros(len(edges) - 1)
     for name, values in layers.items():
-        axes.stairs(
+        steps(
+            axes,
             below + values,
             edges,
             baseline=below,
@@ -171,6 +174,28 @@ def stack(
         )
         below = below + values
     return below
+
+
+def steps(
+    axes: Axes, values: Floats, edges: Floats, baseline: Any = 0, fill: bool = False, color: str = INK, **how: Any
+) -> None:
+    """Draw `axes.stairs(...)`, which takes most of its time to look for the extrema of each corner, as of a curve."""
+    how["facecolor" if fill else "edgecolor"] = color
+    patch = StepPatch(values, edges, baseline=baseline, fill=fill, **how)
+    axes.add_artist(patch)
+    axes.update_datalim(patch.get_path().vertices)
+    if baseline is not None:
+        patch.sticky_edges.y.append(np.min(baseline))
+    axes.autoscale_view()
+
+
+def boxes(axes: Axes, left: Any, right: Any, top: Any, height: float, colours: Any, **how: Any) -> None:
+    """Draw a box for each stretch of time, in the given or the one colour. how: as of PolyCollection. The limits of
+    the axes stay as they are."""
+    corners = [(left, top), (right, top), (right, top + height), (left, top + height)]
+    outlines: Any = np.stack([np.column_stack(corner) for corner in corners], axis=1)
+    drawn = PolyCollection(outlines, facecolors=colours, edgecolors=colours, **how)
+    axes.add_collection(drawn, autolim=False)
 
 
 def draw_limit(axes: Axes, run: RunData, limit: str, highest: float) -> None:
@@ -237,10 +262,15 @@ class RoundTicks(Locator):
 
     def __init__(self, axis: Axis, most: int, whole: bool, text: Callable[[float], str]) -> None:
         self._axis, self._most, self._whole, self._text = axis, most, whole, text
+        self._found: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self) -> Any:
         low, high = sorted(self._axis.get_view_interval())
-        return self.tick_values(float(low), float(high))
+        # A layout and a drawing ask a dozen times for the ticks of the same axis.
+        asked = (low, high, self._axis.get_scale(), *self._axis.axes.bbox.size, self._axis.axes.figure.dpi)
+        if asked not in self._found:
+            self._found[asked] = self.tick_values(float(low), float(high))
+        return self._found[asked]
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
         """The ticks of an axis from `vmin` to `vmax`."""
@@ -382,9 +412,8 @@ class TimeBins:
     def rates(self, amounts: Floats) -> Floats:
         """Per-iteration amounts (tokens) as amount per second in each bin, an iteration's spread over its time."""
         total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(amounts))])
-        times = np.column_stack(self._alone).ravel()
-        known = np.column_stack([total[:-1], total[1:]]).ravel()
-        gathered: Floats = np.diff(np.interp(self.edges_s, times, known)) / np.diff(self.edges_s)
+        known = np.repeat(total, 2)[1:-1]
+        gathered: Floats = np.diff(np.interp(self.edges_s, self._bounds, known)) / np.diff(self.edges_s)
         return gathered
 
     def means(self, values: Floats) -> Floats:
@@ -397,6 +426,11 @@ class TimeBins:
         """Begin and end of each iteration. With overlap, one begins when the one before has ended."""
         end_s = np.maximum.accumulate(self.clock.end_s)
         return np.maximum(self.clock.start_s, np.concatenate([[-np.inf], end_s[:-1]])), end_s
+
+    @cached_property
+    def _bounds(self) -> Floats:
+        """Begin and end of the first iteration, of the second one, and so on."""
+        return np.column_stack(self._alone).ravel()
 
     def covered(self, spans: pd.DataFrame, ends_s: "pd.Series[float]") -> Floats:
         """How many of `spans` cover a moment of each bin, on average. ends_s: of these spans and any others."""

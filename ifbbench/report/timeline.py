@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -17,7 +16,7 @@ from ifbbench.analysis.number_texts import time_unit
 from ifbbench.analysis.token_times import IterationClock, span_ends, token_times
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
-from ifbbench.report.style import WIDTH, TimeBins, draw_limit, heading, legend_above, round_ticks, stack
+from ifbbench.report.style import WIDTH, TimeBins, boxes, draw_limit, heading, legend_above, round_ticks, stack, steps
 from ifbbench.rundir.reader import Floats, RunData
 
 PHASE_NAMES = {
@@ -113,7 +112,7 @@ def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
     if run.endpoint:
         times_s = np.concatenate([np.empty(0), *token_times(run).values()])
         rates = np.histogram(times_s, bins.edges_s)[0] / np.diff(bins.edges_s)
-        axes.stairs(rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
+        steps(axes, rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
         axes.set(ylabel="output tokens/s", ylim=(0, float(rates.max()) * 1.1 or 1.0))
         round_ticks(axes.yaxis)
         return
@@ -136,20 +135,10 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
         left = bins.scaled(bins.clock.starts(spans["first_iteration"]))
         right = bins.scaled(bins.clock.ends(spans["last_iteration"]))
         top = spans["request_id"].map(rows).to_numpy(dtype=float) - height / 2
-        corners = [(left, top), (right, top), (right, top + height), (left, top + height)]
-        outlines = np.stack([np.column_stack(corner) for corner in corners], axis=1)
-        colour = PHASE_COLOURS[phase]
         # A hairline in the bar's own colour keeps a context of one short iteration visible.
         width = 0.5 if phase in ("context", "recompute", "paused") else 0.0
-        axes.add_collection(
-            PolyCollection(
-                list(outlines),
-                facecolors=colour,
-                edgecolors=colour,
-                linewidths=width,
-                rasterized=len(run.spans) > MAX_SPANS_AS_OUTLINES,
-            )
-        )
+        is_large = len(run.spans) > MAX_SPANS_AS_OUTLINES
+        boxes(axes, left, right, top, height, PHASE_COLOURS[phase], linewidths=width, rasterized=is_large)
     if "paused" in seen and len(requests) <= MAX_ROWS_WITH_MARKS:
         paused = run.spans[run.spans["phase"] == "paused"]
         axes.plot(

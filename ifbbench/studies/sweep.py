@@ -111,13 +111,14 @@ class LocalProcesses:
 @dataclass(frozen=True, slots=True)
 class SweepResult:
     """resumed: runs that had ended before. failed: points with an error or with failed requests. rows: of all points.
-    warnings: of points, by label."""
+    warnings: of points, by label. was_removed: whether the directory was removed meanwhile, or `points.jsonl`."""
 
     directory: Path
     rows: Sequence[Row]
     failed: int
     resumed: int = 0
     warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    was_removed: bool = False
 
 
 def run_sweep(
@@ -198,9 +199,10 @@ def run_sweep(
             interrupt.add_note(f"{kept}; the same command goes on there.")
             raise
         finally:
+            ended.restore()
             table = write()
         failed = sum(bool(row["error"] or row.get("requests.failed")) for row in table)
-        return SweepResult(directory, table, failed, resumed, ended.warnings(runs))
+        return SweepResult(directory, table, failed, resumed, ended.warnings(runs), ended.was_removed)
 
 
 def _check_settings(source: str | None, base: RunConfig, points: Sequence[Point], repeats: int) -> None:
@@ -287,12 +289,15 @@ class Ended:
     for each run.
 
     Opening it makes the directory ready: what a sweep of another identity, or with `overwrite` any sweep, left there is
-    deleted. InputError if that is not allowed. summaries: by the key of the run."""
+    deleted. InputError if that is not allowed. summaries: by the key of the run. was_removed: whether the file was
+    removed since, and is written again."""
 
     def __init__(self, directory: Path, identity: str, labels: Sequence[str], overwrite: bool) -> None:
         self.summaries: dict[str, dict[str, Any]] = {}
         self._warnings: dict[str, list[str]] = {}
         self._path = directory / POINTS_FILE
+        self.was_removed = False
+        self._lines: list[Mapping[str, Any]] = [{"sweep": identity, "version": __version__, "points": labels}]
         if overwrite or identity_in(directory) != identity:
             check_free(directory, overwrite)
             begun = _begun_in(directory)
@@ -302,10 +307,10 @@ class Ended:
             remove_runs(directory / name for name in names if "=" in name)
             for name in (POINTS_FILE, SWEEP_FILE, SWEEP_JSON):
                 (directory / name).unlink(missing_ok=True)
-            replace_file(self._path, json.dumps({"sweep": identity, "version": __version__, "points": labels}) + "\n")
+            self._write()
             return
-        first, *lines = read_lines(self._path, ())
-        for number, line in enumerate(lines, start=2):
+        self._lines = list(read_lines(self._path, ()))
+        for number, line in enumerate(self._lines[1:], start=2):
             try:
                 found = convert(line, _EndedRun)
                 check_summary(found.summary)
@@ -315,8 +320,7 @@ class Ended:
                     "Remove the line to repeat the run, or add --overwrite."
                 ) from None
             self.summaries[found.key], self._warnings[found.key] = found.summary, found.warnings
-        # A line that was cut off is removed, so that the next one begins on a line of its own.
-        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in (first, *lines)))
+        self._write()  # without a line that was cut off, so that the next one begins on a line of its own
 
     def has(self, run: Run, is_recorded: bool) -> bool:
         """Whether a run has ended. is_recorded: and its run directory is there."""
@@ -332,9 +336,20 @@ class Ended:
         """The warnings of runs, by their labels."""
         return {run.label: found for run in runs if (found := self._warnings.get(run.key))}
 
+    def restore(self) -> None:
+        """Write the file again if it was removed."""
+        if not self._path.exists():
+            self.was_removed = True
+            self._write()
+
     def _append(self, line: Mapping[str, Any]) -> None:
+        self.restore()
+        self._lines.append(line)
         with writing(self._path), self._path.open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
+
+    def _write(self) -> None:
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in self._lines))
 
 
 class _Begun(Struct):

@@ -17,7 +17,7 @@ from ifbbench.analysis.limits import limit_name, waits_for, window_name
 from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
 from ifbbench.files import new_file
 from ifbbench.rundir.client_figures import load_gauges
-from ifbbench.rundir.reader import cumulated
+from ifbbench.rundir.reader import covering
 from ifbbench.rundir.rows import Id, Span
 
 FILE = "trace.perfetto-trace"
@@ -231,10 +231,9 @@ def batch_composition(run: RecordedRun) -> tuple[Integers, Integers]:
     counts = []
     for phases in (("context", "recompute"), ("generation",)):
         chosen = [span for span in spans if span.phase in phases]
-        steps, every = np.zeros(last + 1 + run.data.num_micro_batches, np.int64), run.data.num_micro_batches
-        np.add.at(steps, _integers(span.first for span in chosen), 1)
-        np.add.at(steps, _integers(span.last + every for span in chosen), -1)
-        counts.append(cumulated(steps, every)[run.iterations.number])
+        stretches = (_integers(span.first for span in chosen), _integers(span.last for span in chosen))
+        covered = covering(*stretches, last, run.data.num_micro_batches)
+        counts.append(covered[run.iterations.number].astype(np.int64))
     return counts[0], counts[1]
 
 
