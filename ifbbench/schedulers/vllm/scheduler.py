@@ -151,10 +151,13 @@ class VllmScheduler:
         return [request for request in self.queue if request.table is None]
 
     def admit(self, source: RequestSource) -> Sequence[Request]:
-        while arrived := source.get(NO_LIMIT):  # others may arrive when one is refused
-            for request in arrived:
+        num_refused = 1
+        while num_refused:  # others may have arrived then
+            num_refused = 0
+            for request in source.get(NO_LIMIT):
                 if (error := self._refusal(request)) is not None:
                     source.refuse(request, error)
+                    num_refused += 1
                 else:
                     self._add(request)
         return ()
