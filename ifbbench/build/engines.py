@@ -144,8 +144,14 @@ def as_engine_needs(config: RunConfig, on_cpu: bool) -> RunConfig:
     return config.with_values(**values)
 
 
-def check_prompts_fit(config: RunConfig, max_seq_len: int) -> None:
-    """InputError where vLLM does not cut prompts, and an iteration has fewer tokens than the longest prompt."""
+def check_requests_of_vllm(config: RunConfig, max_seq_len: int) -> None:
+    """InputError for a trace with beams, and where vLLM does not cut prompts and an iteration has fewer tokens than the
+    longest prompt."""
+    if (config.max_beam_width or 1) > 1:
+        raise InputError(
+            f"--engine vllm: the trace has requests with {config.max_beam_width} beams, which are no part of vLLM's "
+            "scheduler; add --beam_width 1, or choose another engine."
+        )
     if config.enable_chunked_context is False and (config.max_num_tokens or 0) < max_seq_len:
         raise InputError(
             f"--enable_chunked_context: without it vLLM needs the {max_seq_len} tokens of --max_seq_len "

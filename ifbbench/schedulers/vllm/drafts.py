@@ -1,12 +1,10 @@
 """Draft tokens of vLLM's scheduler: proposed after an iteration, verified with the next one (n-gram proposer)."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ifbbench.engine.arrays import IntArray, Rows
 from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftInputs, DraftSettings, continuation, draw_accepted
-from ifbbench.engine.request import Request, RequestTable
+from ifbbench.engine.request import RequestTable
 
 
 class Drafts:
@@ -29,16 +27,15 @@ class Drafts:
             counts[index] = len(tokens)
         self._table.set_draft_tokens(rows, counts)
 
-    def inputs(self, completing: Sequence[Request], rows: Rows) -> DraftInputs | None:
-        """The drafts of an iteration, None if there are none. completing: requests on their last chunk, whose drafts
-        only pad their step. rows: of the generation requests."""
-        of_prompts = [request.num_draft_tokens for request in completing]
-        counts = np.concatenate([np.array(of_prompts, np.int64), self._table.draft_tokens[rows]]).astype(np.int32)
+    def inputs(self, num_last_chunks: int, rows: Rows) -> DraftInputs | None:
+        """The drafts of an iteration, None if there are none. num_last_chunks: prompts that it completes, which have
+        none: those that pad a step are not run. rows: of the generation requests."""
+        of_prompts = np.zeros(num_last_chunks, np.int64)
+        counts = np.concatenate([of_prompts, self._table.draft_tokens[rows]]).astype(np.int32)
         if not counts.any():
             return None
-        tokens = np.full(int(counts.sum()), UNKNOWN_TOKEN, np.int32)
-        first = sum(of_prompts)
-        for row, count in zip(rows.tolist(), counts[len(completing) :].tolist(), strict=True):
+        tokens, first = np.full(int(counts.sum()), UNKNOWN_TOKEN, np.int32), 0
+        for row, count in zip(rows.tolist(), counts[num_last_chunks:].tolist(), strict=True):
             if self.settings.max_ngram:
                 tokens[first : first + count] = self._tokens[row][:count]
             first += count
