@@ -1,10 +1,14 @@
 """Draft tokens of vLLM's scheduler: proposed after an iteration, verified with the next one (n-gram proposer)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ifbbench.engine.arrays import IntArray, Rows
 from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftInputs, DraftSettings, continuation, draw_accepted
-from ifbbench.engine.request import RequestTable
+from ifbbench.engine.request import Request, RequestTable
+
+PAD_TOKEN = 0
 
 
 class Drafts:
@@ -27,23 +31,27 @@ class Drafts:
             counts[index] = len(tokens)
         self._table.set_draft_tokens(rows, counts)
 
-    def inputs(self, num_last_chunks: int, rows: Rows) -> DraftInputs | None:
-        """The drafts of an iteration, None if there are none. num_last_chunks: prompts that it completes, which have
-        none: those that pad a step are not run. rows: of the generation requests."""
-        of_prompts = np.zeros(num_last_chunks, np.int64)
-        counts = np.concatenate([of_prompts, self._table.draft_tokens[rows]]).astype(np.int32)
+    def inputs(self, completing: Sequence[Request], rows: Rows) -> DraftInputs | None:
+        """The drafts of an iteration, None if there are none. completing: requests on their last chunk, whose drafts
+        only pad their step. rows: of the generation requests."""
+        of_prompts = [request.num_draft_tokens for request in completing]
+        counts = np.concatenate([np.array(of_prompts, np.int64), self._table.draft_tokens[rows]]).astype(np.int32)
         if not counts.any():
             return None
-        tokens, first = np.full(int(counts.sum()), UNKNOWN_TOKEN, np.int32), 0
-        for row, count in zip(rows.tolist(), counts[num_last_chunks:].tolist(), strict=True):
+        tokens, first = np.full(int(counts.sum()), UNKNOWN_TOKEN, np.int32), sum(of_prompts)
+        if self.settings.max_ngram:  # a model runs them
+            tokens[:first] = PAD_TOKEN
+        for row, count in zip(rows.tolist(), counts[len(completing) :].tolist(), strict=True):
             if self.settings.max_ngram:
                 tokens[first : first + count] = self._tokens[row][:count]
             first += count
         return DraftInputs(counts, tokens, {})
 
     def accepted(self, rows: Rows, counts: IntArray) -> IntArray:
-        """How many drafts of each of `rows` are accepted, where the executor does not know."""
-        return draw_accepted(self.settings, self._table, rows, counts)
+        """How many drafts of each of `rows` are accepted, where the executor does not know: none of those that only pad
+        the step of a prompt."""
+        pads = np.array([self._table.requests[row].num_draft_tokens > 0 for row in rows.tolist()], np.bool_)
+        return np.where(pads, 0, draw_accepted(self.settings, self._table, rows, counts)).astype(np.int32)
 
     def settle(self, rows: Rows) -> None:
         """The drafts of `rows` were verified. Blocks that were taken for rejected ones stay with their requests."""

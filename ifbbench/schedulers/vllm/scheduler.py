@@ -415,7 +415,7 @@ class VllmScheduler:
         self.scheduled_rows = order = step.kept(step.order)
         self.scheduled_tokens = self.table.step_tokens[order]
         for request, count in step.chunks.items():
-            self.scheduled_tokens[order == request.slot] = count
+            self.scheduled_tokens[order == request.slot] = count + request.num_draft_tokens
         return Plan(
             list(step.chunks),
             rows,
@@ -441,14 +441,12 @@ class VllmScheduler:
         self.kv_cache.filled_tokens += int(self.scheduled_tokens.sum())
         drafts = None
         if self.drafts is not None:
-            drafts = self.drafts.inputs(sum([chunk.is_last for chunk in plan.chunks]), plan.rows)
+            drafts = self.drafts.inputs([chunk.request for chunk in plan.chunks if chunk.is_last], plan.rows)
         return StepInputs(self._positions(plan), drafts=drafts)
 
     def advance(self, plan: Plan, iteration: int) -> int:
         recomputed, outputs = 0, plan.output_rows()
         for chunk in plan.chunks:
-            if chunk.request.num_draft_tokens:  # they only padded its step
-                chunk.request.set_draft_tokens(0)
             recomputed += chunk.request.advance_context()
             if chunk.is_last:
                 chunk.request.start_generation()
