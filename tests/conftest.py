@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell without job control ignores Ctrl-C for its background jobs, and what they start inherits that: commands that
 # tests interrupt would go on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, Any, Any]:
+    """Restore the number of threads, which commands set for their process: small operations take several times as long
+    with more than this one."""
+    try:
+        return (yield)
+    finally:
+        torch, threads = sys.modules.get("torch"), int(os.environ["OMP_NUM_THREADS"])
+        if torch is not None and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
