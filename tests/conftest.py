@@ -64,6 +64,13 @@ def small_model() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def undrawn_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps in this process do not lay out and write their charts, for tests of everything else: it takes most of the
+    time of a small sweep."""
+    monkeypatch.setattr("ifbbench.report.sweep_charts.save", lambda figure, directory, name: [directory / name])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Exclude what exists after pytest's collection from collections of garbage: a million objects of libraries and

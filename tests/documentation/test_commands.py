@@ -73,7 +73,7 @@ def is_fast(words: list[str]) -> bool:
 
 
 def is_real(words: list[str]) -> bool:
-    return words[0] == "run" and not {"--device", "--endpoint", "--max_num_samples"} & set(words)
+    return words[0] in ("run", "sweep") and not {"--device", "--endpoint", "--max_num_samples"} & set(words)
 
 
 def module_is_there(name: str) -> bool:
