@@ -272,7 +272,7 @@ def test_commands_that_are_stopped_anywhere_leave_whole_files(
 
 def check_command(name: str, is_full: bool, finished: Path, directory: Path, tries: int) -> None:
     """Stop a command at up to so many of its changes; then run it to its end in the same place."""
-    changes = changes_of(WRITING[name], finished, directory / "whole")
+    changes = changes_of(name, finished, directory / "whole")
     draw = random.Random(name)
     for stop_at in sorted(draw.sample(range(1, changes + 1), min(tries, changes))):
         place = directory / str(stop_at)
@@ -302,13 +302,17 @@ def check_command(name: str, is_full: bool, finished: Path, directory: Path, tri
         shutil.rmtree(place)
 
 
-def changes_of(arguments: Callable[[Path], Sequence[str]], finished: Path, place: Path) -> int:
-    shutil.copytree(finished, place)
-    status, printed = attacked(arguments(place), place, stop_at=0)
-    assert status == 0, printed
-    return int(printed.rpartition("changes ")[2])
+def changes_of(name: str, finished: Path, place: Path) -> int:
+    """The number of changes of files of a command, which is run once."""
+    if name not in COUNTED:
+        shutil.copytree(finished, place)
+        status, printed = attacked(WRITING[name](place), place, stop_at=0)
+        assert status == 0, printed
+        COUNTED[name] = int(printed.rpartition("changes ")[2])
+    return COUNTED[name]
 
 
+COUNTED: dict[str, int] = {}
 ENDS = {".png": b"IEND\xaeB`\x82", ".svg": b"</svg>", ".html": b"</html>"}
 
 
