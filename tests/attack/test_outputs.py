@@ -41,7 +41,8 @@ from ifbbench.studies.tune_files import ANSWER, SERVER_FILES
 from tests.attack.file_layer import ended, forked, in_fork, status_of
 from tests.attack.readers import read_by_every_command
 
-NULL = ("--device", "null", "--time_scale", "0", "--quiet")
+# With few blocks, because those of the default take longer to make than the rest of the run.
+NULL = ("--device", "null", "--time_scale", "0", "--max_tokens_in_paged_kvcache", "4096", "--quiet")
 RUN = ("run", "documentation", *NULL)
 # Runs of a model, which have tokens to write.
 REAL = (
@@ -55,6 +56,8 @@ REAL = (
     "1",
     "--max_prompt_len",
     "8",
+    "--max_tokens_in_paged_kvcache",
+    "4096",
     "--quiet",
 )
 SYNTH = ("dataset", "synth", "fixed", "--num-requests", "3", "--input-len", "5", "--output-len", "5", "-o")
@@ -276,7 +279,7 @@ def test_standard_output_on_a_full_device(finished: Path, tmp_path: Path, argume
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_standard_streams_that_are_closed(closed: tuple[int, ...], tmp_path: Path) -> None:
     for words, status in (
-        (["run", "documentation", "--device", "null", "--time_scale", "0", "--output", "run"], 0),
+        (["run", "documentation", *NULL[:-1], "--output", "run"], 0),
         (["run", "-", *NULL], 2),
         (["report", "nothing"], 2),
         (["--version"], 0),
