@@ -7,10 +7,10 @@ from typing import Any
 
 from ifbbench.analysis.confidence import OF_BLOCKS, margins
 from ifbbench.analysis.figures import Figure, compared_figures
-from ifbbench.analysis.limits import part_name, waits_for
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.analysis.words import Words, words_of
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.rows import AnyIterationRow, Id, Span
 from ifbbench.settings.config import ARRIVAL_SETTINGS, READ_SETTINGS, settings
@@ -135,10 +135,15 @@ class Comparison:
         if not only[0] and not only[1]:
             return None
         iteration = min(side[0][0] for side in only if side)
-        texts = [[_in_words(one) for one in side if one[0] == iteration] for side in only]
-        rows = [run.row_at(iteration) for run in (self.a, self.b)]
+        runs = self.a, self.b
+        words = [words_of(run.config) for run in runs]
+        texts = [
+            [_in_words(one, words_of_run) for one in side if one[0] == iteration]
+            for side, words_of_run in zip(only, words, strict=True)
+        ]
+        rows = [run.row_at(iteration) for run in runs]
         starts = [None if row is None else row.details.start_s for row in rows]
-        return Divergence(iteration, starts[0], starts[1], texts[0], texts[1], [_state(row) for row in rows])
+        return Divergence(iteration, starts[0], starts[1], texts[0], texts[1], list(map(_state, rows, words)))
 
     def changes(self, count: int) -> tuple[list[Change], list[Change]]:
         """The `count` requests that gained most in run b, and those that lost most; none if the traces differ."""
@@ -178,16 +183,17 @@ class Comparison:
         name = max(differences, key=lambda one: sign * differences[one], default="")
         longer = 1 if sign > 0 else 0  # the run in which the request took longer says why
         run, seconds = (self.a, self.b)[longer], abs(differences.get(name, 0.0))
-        cause = f"took {seconds:.3f} s longer for {part_name(name)}"
+        words = words_of(run.config)
+        cause = f"took {seconds:.3f} s longer for {words.part_name(name)}"
         if heads is None:
             limit = limit_waited_for(name)
             if limit is not None and limit != "none":
-                cause = f"waited {seconds:.3f} s longer: for {waits_for(limit)}"
+                cause = f"waited {seconds:.3f} s longer: for {words.waits_for(limit)}"
         elif name.startswith("waiting"):
             cause = f"waited {seconds:.3f} s longer{_behind(run, heads[longer], request_id)}"
         elif name == "paused":
             for_whom = next((span.cause for span in run.spans.get(request_id, ()) if span.phase == "paused"), None)
-            cause = f"was paused {seconds:.3f} s longer, to make room for {for_whom}"
+            cause = f"was {words.paused} {seconds:.3f} s longer, to make room for {for_whom}"
         return Change(request_id, e2e[0], e2e[1], cause)
 
     def as_dict(self, count: int) -> dict[str, Any]:
@@ -241,19 +247,19 @@ def _decisions(run: RecordedRun) -> Iterator[Decision]:
                 yield span.first, name, span.phase, str(span.cause or "")
 
 
-def _in_words(decision: Decision) -> str:
+def _in_words(decision: Decision, words: Words) -> str:
     _, request_id, kind, amount = decision
     return {
         "context": f"request {request_id} runs {amount} tokens of its prompt",
         "recompute": f"request {request_id} computes {amount} tokens again",
         "generation": f"request {request_id} generates",
         "stops": f"request {request_id} stops generating",
-        "paused": f"request {request_id} is paused to make room for {amount}",
+        "paused": f"request {request_id} is {words.paused} to make room for {amount}",
         "skipped": f"request {request_id} is skipped",
     }[kind]
 
 
-def _state(row: AnyIterationRow | None) -> str:
+def _state(row: AnyIterationRow | None, words: Words) -> str:
     """What an iteration had and left out, in words."""
     if row is None:
         return "no such iteration"
@@ -261,7 +267,7 @@ def _state(row: AnyIterationRow | None) -> str:
     blocks = "" if row.used_blocks is None else f", {row.used_blocks:,} KV blocks in use"
     reason = "no request was left out"
     if left_out is not None:
-        reason = f"request {left_out.request_id} was left out first, for {waits_for(left_out.reason)}"
+        reason = f"request {left_out.request_id} was left out first, for {words.waits_for(left_out.reason)}"
     return f"{row.active:,} active requests, {details.budget_used:,} tokens{blocks}; {reason}"
 
 
@@ -271,7 +277,7 @@ def _behind(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> str:
     if not held:
         return ""
     longest = max(held, key=lambda part: part.last - part.first)
-    words = waits_for(longest.limit)
+    words = words_of(run.config).waits_for(longest.limit)
     if longest.behind is None:
         return f": for {words}" if longest.limit else ""
     blocks = ""

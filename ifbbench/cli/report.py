@@ -93,10 +93,13 @@ def report_repeats(directory: Path, as_json: bool = False, known: Mapping[str, A
         click.echo(json.dumps(known, indent=2))
         return
 
+    from ifbbench.analysis.words import words_of
     from ifbbench.cli.console import report_console
     from ifbbench.report.repeats import print_repeats
 
-    print_repeats(directory.name, known, report_console())
+    runs = sorted(directory.glob("repeat-*/run.json"))[:1]
+    words = words_of(*(json.loads(path.read_bytes()).get("config") or {} for path in runs))
+    print_repeats(directory.name, known, words, report_console())
 
 
 def write_run_outputs(directory: Path, config: RunConfig) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifbbench.analysis.limits import BINDING, limit_name
+from ifbbench.analysis.words import BINDING, words_of
 from ifbbench.report.colours import limit_colours
 from ifbbench.report.pages.page import write_html
 from ifbbench.report.sweep_metrics import BOUND_BY, METRICS, is_complete, knee_of, subject_of, ticks_of, varied_in
@@ -66,7 +66,7 @@ def write_sweep_page(
         "columns": _columns(rows),
         "metrics": _metrics(rows),
         "knees": {key: knee_of(rows, key) for key in varied} if len(varied) == 1 else {},
-        "limits": {limit: (limit_name(limit), colour) for limit, colour in _limits(rows).items()},
+        "limits": {limit: (words_of(*rows).limit_name(limit), colour) for limit, colour in _limits(rows).items()},
     }
     return write_html(into / FILE, "sweep", SCRIPTS, f"sweep {name}", content)
 
