@@ -104,7 +104,8 @@ def report_repeats(directory: Path, as_json: bool = False, known: Mapping[str, A
 
 def write_run_outputs(directory: Path, config: RunConfig) -> None:
     """Write the files for other tools that `config` asks for."""
-    if config.result_format or any(getattr(config, name) for name in REPORT_FILES):
+    is_logged = config.iteration_stats_format == "vllm"
+    if config.result_format or is_logged or any(getattr(config, name) for name in REPORT_FILES):
         from ifbbench.report.outputs import write_outputs
         from ifbbench.rundir.reader import load_run
 
