@@ -1,7 +1,7 @@
 """Two runs side by side: their figures, the first different decision, and the requests that gained and lost."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,10 +11,13 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import Words, words_of
+from ifbbench.rundir.lines import RUNNING
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.rows import AnyIterationRow, Id, Span
-from ifbbench.settings.config import ARRIVAL_SETTINGS, READ_SETTINGS, settings
+from ifbbench.settings.config import ARRIVAL_SETTINGS, ENGINES, READ_SETTINGS, settings
 
+# Of requests with the same reason, so many are named.
+IDS_NAMED = 6
 # How a trace is drawn or read: of no account where both runs replayed the same requests.
 TRACE_SETTINGS = {*READ_SETTINGS, *ARRIVAL_SETTINGS, "time_scale", "reserve", "max_prompt_len"}
 
@@ -24,7 +27,8 @@ class Divergence:
     """The first iteration in which the runs decided differently.
 
     a, b: what each run did in it that the other did not, in words. a_start_s, b_start_s: when it began.
-    states: of a and of b: what the run had in use, and which request it left out first.
+    states: of a and of b: what the run had in use, and which request it left out first. parted: of two engines, the
+    requests that ran in one run and not in the other, each with the reason.
     """
 
     iteration: int
@@ -33,9 +37,11 @@ class Divergence:
     a: list[str]
     b: list[str]
     states: list[str]
+    parted: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        facts = dict(vars(self))
+        return facts if self.parted else {name: value for name, value in facts.items() if name != "parted"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,12 @@ class Comparison:
     def has_endpoint(self) -> bool:
         """Whether one is of a server that is not ours."""
         return bool(self.a.data.endpoint or self.b.data.endpoint)
+
+    @property
+    def has_two_engines(self) -> bool:
+        """Whether the runs had schedulers of different engines."""
+        engines = {run.config.get("engine") or ENGINES[0] for run in (self.a, self.b)}
+        return len(engines) > 1
 
     @property
     def has_digests(self) -> bool:
@@ -143,7 +155,11 @@ class Comparison:
         ]
         rows = [run.row_at(iteration) for run in runs]
         starts = [None if row is None else row.details.start_s for row in rows]
-        return Divergence(iteration, starts[0], starts[1], texts[0], texts[1], list(map(_state, rows, words)))
+        states, parted = list(map(_state, rows, words)), list[str]()
+        if self.has_two_engines:
+            named = {one[1] for side in only for one in side if one[0] == iteration}
+            parted = [*_parted(runs, iteration, named), *_parted(runs[::-1], iteration, named, ("b", "a"))]
+        return Divergence(iteration, starts[0], starts[1], texts[0], texts[1], states, parted)
 
     def changes(self, count: int) -> tuple[list[Change], list[Change]]:
         """The `count` requests that gained most in run b, and those that lost most; none if the traces differ."""
@@ -257,6 +273,46 @@ def _in_words(decision: Decision, words: Words) -> str:
         "paused": f"request {request_id} is {words.paused} to make room for {amount}",
         "skipped": f"request {request_id} is skipped",
     }[kind]
+
+
+def _parted(
+    runs: tuple[RecordedRun, ...], iteration: int, named: Collection[str], names: tuple[str, str] = ("a", "b")
+) -> Iterator[str]:
+    """Which of the requests `named` ran in this iteration of the first run and not of the second, and why not."""
+    ran, other = runs
+    heads, reasons = HeadsOfLine(other, from_spans=True), dict[str, list[str]]()
+    for request_id, spans in ran.spans.items():
+        others = other.spans.get(request_id, [])
+        if str(request_id) in named and _runs_in(spans, iteration) and not _runs_in(others, iteration):
+            reasons.setdefault(_not_run(others, iteration, other, heads), []).append(str(request_id))
+    for reason, found in reasons.items():
+        some, more = ", ".join(found[:IDS_NAMED]), f" and {len(found) - IDS_NAMED:,} more" * (len(found) > IDS_NAMED)
+        requests, pronoun = ("requests", "each") if len(found) > 1 else ("request", "it")
+        yield f"{requests} {some}{more} ran in {names[0]} and not in {names[1]}, where {pronoun} {reason}"
+
+
+def _runs_in(spans: Sequence[Span], iteration: int) -> bool:
+    return any(
+        span.phase in RUNNING and span.first <= iteration <= span.last and (iteration - span.first) % span.every == 0
+        for span in spans
+    )
+
+
+def _not_run(spans: Sequence[Span], iteration: int, run: RecordedRun, heads: HeadsOfLine) -> str:
+    """Why a request with these spans did not run in an iteration of `run`."""
+    words, row = words_of(run.config), run.row_at(iteration)
+    if not spans or iteration < spans[0].first:
+        return "had not arrived"
+    if iteration > spans[-1].last:
+        return "had ended"
+    found = [span for span in spans if span.first <= iteration <= span.last]
+    if found and found[0].waits_for is not None:
+        held = next((part for part in heads.holding(found[0]) if part.first <= iteration <= part.last), None)
+        if held is None or row is None or row.details.first_left_out is None:
+            return "arrived while the iteration ran"
+        behind = "" if held.behind is None else f" behind {held.behind}, which waited"
+        return f"waited{behind} for {words.waits_for(held.limit)}"
+    return f"was {words.phase(found[0].phase)}" if found else "did not run"
 
 
 def _state(row: AnyIterationRow | None, words: Words) -> str:
