@@ -19,7 +19,7 @@ from ifbbench.files import lost
 from ifbbench.rundir.run_directory import REPEATS_FILE, is_lost
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import boolean, choice, integer, located
-from ifbbench.settings.names import setting, usual_settings
+from ifbbench.settings.names import usual_settings
 
 if TYPE_CHECKING:
     from ifbbench.replay.run import RunResult
@@ -230,7 +230,7 @@ def engine_configs(
 
     def config_of(point: Mapping[str, Any]) -> RunConfig:
         own = {name: value for name, value in point.items() if name != TRACE}
-        others = {name: value for name, value in options.items() if setting(name).name not in own}
+        others = {name: value for name, value in options.items() if name not in own}
         return given_config(config_file, others | own, is_noted=False)
 
     return config_of

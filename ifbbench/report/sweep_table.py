@@ -60,7 +60,8 @@ def print_sweep(
         table.add_column("meets\nobjectives")
         cells.append([NOTHING if one is None else "[bold green]yes[/bold green]" if one else "no" for one in met])
     is_complete = [not number_in(row, "requests.failed") for row in rows]
-    for key, (heading, text, best_of) in SWEEP_COLUMNS.items():
+    for key, (_, text, best_of) in SWEEP_COLUMNS.items():
+        heading = heading_of(key, rows)
         values = [number_in(row, key) for row in rows]
         if key in WHERE_ANY and not any(values):
             continue
@@ -93,6 +94,11 @@ def print_sweep(
     for sentence in objectives_in_words(rows, over):
         console.print(sentence, highlight=False, soft_wrap=True, markup=False)
     _print_reasons(rows, over, console, warnings or {})
+
+
+def heading_of(key: str, rows: Sequence[SweepRow]) -> str:
+    """The heading of a column, in the words of the engine of these points."""
+    return words_of(*rows).pauses if key == "pauses" else SWEEP_COLUMNS[key][0]
 
 
 def _print_reasons(

@@ -60,3 +60,15 @@ def test_the_first_iteration_in_which_they_part_is_explained(tmp_path: Path) -> 
 def test_other_engines_are_refused(engines: str) -> None:
     done = CliRunner().invoke(cli, ["compare", "--engine", engines, "chat", "--device", "null"])
     assert done.exit_code == 2
+
+
+def test_a_sweep_over_engines_gives_each_its_defaults(tmp_path: Path) -> None:
+    words = "sweep documentation --device null --over engine=trtllm,vllm --over max_num_seqs=4,8 --quiet --output"
+    assert CliRunner().invoke(cli, [*words.split(), str(tmp_path / "sweep")], catch_exceptions=False).exit_code == 0
+    found = [
+        json.loads((tmp_path / "sweep" / f"engine={engine},max_batch_size={size}" / "run.json").read_text())["config"]
+        for engine in ("trtllm", "vllm")
+        for size in (4, 8)
+    ]
+    assert [one["tokens_per_block"] for one in found] == [32, 32, 16, 16]
+    assert [one["max_batch_size"] for one in found] == [4, 8, 4, 8]

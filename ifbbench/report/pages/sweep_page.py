@@ -9,7 +9,16 @@ from ifbbench.analysis.words import BINDING, words_of
 from ifbbench.report.colours import limit_colours
 from ifbbench.report.pages.page import write_html
 from ifbbench.report.sweep_metrics import BOUND_BY, METRICS, is_complete, knee_of, subject_of, ticks_of, varied_in
-from ifbbench.report.sweep_table import GROWTH, SWEEP_COLUMNS, WHERE_ANY, SweepRow, meets_objectives, number_in, shares
+from ifbbench.report.sweep_table import (
+    GROWTH,
+    SWEEP_COLUMNS,
+    WHERE_ANY,
+    SweepRow,
+    heading_of,
+    meets_objectives,
+    number_in,
+    shares,
+)
 from ifbbench.settings.config import settings
 from ifbbench.settings.fields import as_text
 
@@ -80,11 +89,11 @@ def _columns(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
     return [
         {
             "key": key,
-            "heading": " ".join([*heading.split(), *(["requests/s"] if key == GROWTH else [])]),
+            "heading": " ".join([*heading_of(key, rows).split(), *(["requests/s"] if key == GROWTH else [])]),
             "kind": "time" if text is None else _kind(key),
             "best": None if best is None else "high" if best is max else "low",
         }
-        for key, (heading, text, best) in SWEEP_COLUMNS.items()
+        for key, (_, text, best) in SWEEP_COLUMNS.items()
         if any(number_in(row, key) for row in rows) or key not in WHERE_ANY
     ]
 
