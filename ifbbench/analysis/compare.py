@@ -16,6 +16,8 @@ from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.rows import AnyIterationRow, Id, Span
 from ifbbench.settings.config import ARRIVAL_SETTINGS, ENGINES, READ_SETTINGS, settings
 
+# Policies and engines that keep no blocks for the output of a request that starts.
+NO_RESERVE = ("max_utilization", "vllm")
 # Of requests with the same reason, so many are named.
 IDS_NAMED = 6
 # How a trace is drawn or read: of no account where both runs replayed the same requests.
@@ -340,7 +342,8 @@ def _behind(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> str:
     size = run.config.get("tokens_per_block")
     row = run.row_of.get(longest.behind)
     if longest.limit == "kv_blocks" and size and row:
-        tokens = row["prompt_len"] + (0 if run.config.get("policy") == "max_utilization" else row["max_new_tokens"])
+        reserved = 0 if run.data.decided_by in NO_RESERVE else row["max_new_tokens"]
+        tokens = row["prompt_len"] + reserved
         blocks = f" ({-(-tokens // int(size)):,} for itself)"
     return f": behind {longest.behind}, which waited for {words}{blocks}"
 

@@ -27,7 +27,7 @@ Counts = NDArray[np.int64]
 
 
 def write_log(run: RunData, path: Path) -> None:
-    """Write the lines of a run of which all iterations were recorded."""
+    """Write the lines of a run of which all iterations were recorded; none of a run without iterations."""
     with new_file(path, overwrite=True) as file:
         for line in _lines(run):
             file.write(line.encode() + b"\n")
@@ -35,16 +35,16 @@ def write_log(run: RunData, path: Path) -> None:
 
 def _lines(run: RunData) -> Iterator[str]:
     table = run.iterations
-    overlap = "enabled" if run.config.get("async_scheduling") else "disabled"
-    yield _line(table["timestamp"].iloc[0] if len(table) else "", 0.0, f"Asynchronous scheduling is {overlap}.")
     if not len(table):
         return
-    first, start_s = table["timestamp"].iloc[0], table["start_s"].to_numpy(float)
+    begin, start_s = datetime.strptime(table["timestamp"].iloc[0], TIMESTAMP_FORMAT), table["start_s"].to_numpy(float)
+    overlap = "enabled" if run.config.get("async_scheduling") else "disabled"
+    yield _line(begin, 0.0, f"Asynchronous scheduling is {overlap}.")
     since_s = start_s + table["latency_ms"].to_numpy(float) / 1000 - start_s[0]
     blocks, size = (int(table[name].iloc[0]) for name in ("max_kv_cache_blocks", "tokens_per_kv_cache_block"))
     max_len = int(run.config["max_seq_len"])
     yield _line(
-        first,
+        begin,
         0.0,
         f"GPU KV cache size: {(blocks + 1) * size:,} tokens, Maximum concurrency for {max_len:,} tokens per request: "
         f"{(blocks + 1) / -(-max_len // size):.2f}x",
@@ -70,10 +70,10 @@ def _lines(run: RunData) -> Iterator[str]:
                 f"GPU KV cache usage: {usage[state]:.1f}%",
                 f"Prefix cache hit rate: {hit_rate:.1f}%",
             ]
-            yield _line(first, at_s, f"Engine 000: {', '.join(parts)}")
+            yield _line(begin, at_s, f"Engine 000: {', '.join(parts)}")
         if contexts[row] or generating[row]:
             yield _line(
-                first,
+                begin,
                 since_s[row],
                 f"Engine 000: Iteration({number}): {contexts[row]} context requests, {context_tokens[row]} context "
                 f"tokens, {generating[row]} generation requests, {tokens[row] - context_tokens[row]} generation "
@@ -81,9 +81,8 @@ def _lines(run: RunData) -> Iterator[str]:
             )
 
 
-def _line(first: str, since_s: float, text: str) -> str:
-    """A line of the log, so many seconds after the first iteration, which began at `first`."""
-    begin = datetime.strptime(first, TIMESTAMP_FORMAT) if first else datetime(1970, 1, 1)
+def _line(begin: datetime, since_s: float, text: str) -> str:
+    """A line of the log, so many seconds after the first iteration, which began at `begin`."""
     return f"INFO {begin + timedelta(seconds=since_s):%m-%d %H:%M:%S} [loggers.py] {text}"
 
 
