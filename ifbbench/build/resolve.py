@@ -189,6 +189,16 @@ def _check_settings(config: RunConfig) -> None:
                     f"--{name}: needs the record of each iteration, which --recording summary leaves out; "
                     "choose --recording full."
                 )
+    if config.iteration_stats_format == "vllm":
+        if config.engine != "vllm":
+            raise InputError(
+                "--iteration_stats_format vllm: writes the log of a vLLM server; add --engine vllm, or choose another."
+            )
+        if config.recording == "summary" or config.iteration_stats_every > 1:
+            raise InputError(
+                "--iteration_stats_format vllm: needs the record of each iteration; leave out --recording summary and "
+                "--iteration_stats_every."
+            )
     for name in ("return_log_probs", "return_context_logits", "return_generation_logits"):
         if config.makes_no_tokens and getattr(config, name):
             raise InputError(f"--{name}: --device {config.device} makes no tokens; leave one of them out.")

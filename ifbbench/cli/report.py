@@ -95,15 +95,19 @@ def report_repeats(directory: Path, as_json: bool = False, known: Mapping[str, A
         click.echo(json.dumps(known, indent=2))
         return
 
+    from ifbbench.analysis.words import words_of
     from ifbbench.cli.console import report_console
     from ifbbench.report.repeats import print_repeats
 
-    print_repeats(directory.name, known, report_console())
+    runs = sorted(directory.glob("repeat-*/run.json"))[:1]
+    words = words_of(*(json.loads(path.read_bytes()).get("config") or {} for path in runs))
+    print_repeats(directory.name, known, words, report_console())
 
 
 def write_run_outputs(directory: Path, config: RunConfig) -> None:
     """Write the files for other tools that `config` asks for."""
-    if config.result_format or any(getattr(config, name) for name in REPORT_FILES):
+    is_logged = config.iteration_stats_format == "vllm"
+    if config.result_format or is_logged or any(getattr(config, name) for name in REPORT_FILES):
         from ifbbench.report.outputs import write_outputs
         from ifbbench.rundir.reader import load_run
 

@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ifbbench.analysis.limits import BINDING, limit_name, window_name
 from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.token_times import output_tokens
+from ifbbench.analysis.words import BINDING, window_name, words_of
 from ifbbench.errors import InputError
 from ifbbench.report.cells import draw_cells, tint
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
@@ -202,7 +202,7 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
                 fill=True,
                 color=colour,
                 linewidth=0,
-                label=f"{limit_name(limit)}{share}",
+                label=f"{words_of(run.config).limit_name(limit)}{share}",
             )
         below = above
     axes.set_ylabel("requests waiting")
@@ -229,16 +229,15 @@ def draw_kv_cache(run: RunData) -> Figure:
     blocks, pauses = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
     bins, iterations = TimeBins.of(run), run.iterations
     (_windows_used if run.windows else _blocks_used)(blocks, bins, run)
-    paused = iterations["pauses"].to_numpy(dtype=float)
+    paused, words = iterations["pauses"].to_numpy(dtype=float), words_of(run.config)
     counts, _ = np.histogram(bins.clock.start_s, bins.edges_s, weights=paused)
     steps(pauses, counts, bins.edges, fill=True, color=PAUSE, linewidth=0)
-    pauses.set_ylabel(f"pauses{bins.per_bin}")
+    pauses.set_ylabel(f"{words.pauses}{bins.per_bin}")
     pauses.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
     round_ticks(pauses.yaxis, 2, whole=True)
     if not paused.any():
-        pauses.text(
-            0.5, 0.5, "no request was paused", transform=pauses.transAxes, ha="center", va="center", color=MUTED
-        )
+        text = f"no request was {words.paused}"
+        pauses.text(0.5, 0.5, text, transform=pauses.transAxes, ha="center", va="center", color=MUTED)
     bins.label(pauses)
     heading(blocks, "KV cache", run, legend=bool(run.windows))
     figure.align_ylabels()

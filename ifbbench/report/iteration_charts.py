@@ -4,9 +4,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ifbbench.analysis.limits import limit_name, setting_of
 from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.token_times import span_ends
+from ifbbench.analysis.words import Words, words_of
 from ifbbench.report.cells import tint
 from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS, limit_colours
 from ifbbench.report.style import (
@@ -24,7 +24,7 @@ from ifbbench.report.style import (
     stack,
     steps,
 )
-from ifbbench.report.timeline import PHASE_NAMES
+from ifbbench.report.timeline import phase_names
 from ifbbench.rundir.reader import Floats, RunData, once_a_run
 
 HISTOGRAM_BINS = 40
@@ -58,10 +58,10 @@ def draw_budget(run: RunData) -> Figure:
     )
     for (axes, shares), (label, name, values, layers) in zip(grid, panels, strict=True):
         means = {name: bins.means(layer) for name, layer in layers.items() if layer.any()}
-        stack(axes, bins.edges, means, PHASE_COLOURS, PHASE_NAMES)
+        stack(axes, bins.edges, means, PHASE_COLOURS, phase_names(run))
         steps(axes, bins.highest(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
         limit = limit_of(run, name)
-        _axis_to_limit(axes, setting_of(name), limit, float(values.max()))
+        _axis_to_limit(axes, words_of(run.config).setting_name(name), limit, float(values.max()))
         axes.set_ylabel(label)
         latency = iterations["latency_ms"].to_numpy(dtype=float)
         _time_at(shares, values, latency, float(axes.get_ylim()[1]), limit)
@@ -114,7 +114,9 @@ def draw_queue(run: RunData) -> Figure:
     widths = np.diff(bins.edges_s)
     waited_s = {cause: float((values * widths).sum()) for cause, values in layers.items()}
     total_s = sum(waited_s.values()) or 1.0
-    names = {cause: f"{_cause_name(cause)} ({percent(waited_s[cause] / total_s)})" for cause in layers}
+    names = {
+        cause: f"{_cause_name(cause, words_of(run.config))} ({percent(waited_s[cause] / total_s)})" for cause in layers
+    }
     total = stack(axes, bins.edges, {cause: layers[cause] for cause in colours}, colours, names)
     axes.set_ylabel("requests that wait")
     axes.set_ylim(0, max(1.0, float(total.max()) * 1.1))
@@ -131,9 +133,9 @@ def draw_queue(run: RunData) -> Figure:
     return figure
 
 
-def _cause_name(cause: str) -> str:
+def _cause_name(cause: str, words: Words) -> str:
     limit = cause.removeprefix(BEHIND)
-    name = limit_name(limit)
+    name = words.limit_name(limit)
     return name if limit == cause else f"behind one that waits for {name}"
 
 
@@ -173,8 +175,9 @@ def draw_bound(run: RunData) -> Figure:
     whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
     latency_ms = iterations["latency_ms"].to_numpy(dtype=float)
     total_ms = float(latency_ms.sum()) or 1.0
+    words = words_of(run.config)
     names = {
-        limit: f"{limit_name(limit)} ({percent(float(latency_ms[found == limit].sum()) / total_ms)})"
+        limit: f"{words.limit_name(limit)} ({percent(float(latency_ms[found == limit].sum()) / total_ms)})"
         for limit in colours
     }
     # Stretches without an iteration stay white.

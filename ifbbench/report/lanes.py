@@ -11,6 +11,7 @@ from ifbbench.analysis.token_times import span_ends
 from ifbbench.report.cells import request_order, tint
 from ifbbench.report.colours import FAINT, INK, MUTED, PHASE_COLOURS, REQUEST_COLOURS
 from ifbbench.report.style import WIDTH, TimeBins, boxes, heading, legend_above, round_ticks
+from ifbbench.report.timeline import phase_names
 from ifbbench.rundir.reader import Floats, RunData
 
 MAX_OUTLINES = 4000
@@ -57,7 +58,7 @@ def draw_lanes(run: RunData) -> Figure:
     round_ticks(axes.yaxis, 8, whole=True)
     axes.grid(visible=False)
     names = {"context (dark)": MUTED, "generation (light)": FAINT}
-    names |= {"recompute after a pause": PHASE_COLOURS["recompute"]} if paused_again.any() else {}
+    names |= {phase_names(run)["recompute"]: PHASE_COLOURS["recompute"]} if paused_again.any() else {}
     handles = [Patch(color=colour, label=name) for name, colour in names.items()]
     legend_above(axes, 3, handles)
     bins.label(axes)

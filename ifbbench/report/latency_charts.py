@@ -6,9 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
-from ifbbench.analysis.limits import limit_name
 from ifbbench.analysis.number_texts import percent, significant, time_unit
 from ifbbench.analysis.token_times import TokenGaps, inter_token_gaps
+from ifbbench.analysis.words import Words, words_of
 from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES, limit_colours
 from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks, steps
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
@@ -111,7 +111,7 @@ def draw_ttft(run: RunData) -> Figure:
     for cause, colour in reversed(colours.items()):
         chosen = causes == cause
         computing = "computing" if run.endpoint is None else "in the server"
-        name = computing if cause == "none" else limit_name(cause)
+        name = computing if cause == "none" else words_of(run.config).limit_name(cause)
         axes.scatter(
             lengths[chosen],
             ttft_s[chosen] * scale,
@@ -213,13 +213,13 @@ def draw_itl(run: RunData) -> Figure:
     shares.set_ylim(0, highest * 1.12 or 1.0)
     round_ticks(shares.yaxis)
     legend_above(shares, 2)
-    _stalls(figure, bins, gaps, median)
+    _stalls(figure, bins, gaps, median, words_of(run.config))
     bins.label(stalls)
     figure.align_ylabels()
     return figure
 
 
-def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> None:
+def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float, words: Words) -> None:
     """The gaps of more than STALL_RATIO medians, those over a pause in a colour of their own."""
     axes = figure.axes[1]
     chosen = np.flatnonzero(gaps.seconds > STALL_RATIO * median)
@@ -244,7 +244,10 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
     drawn = chosen[order[np.arange(total) - np.searchsorted(ordered_bins, ordered_bins) < POINTS_OF_A_BIN]]
     few = "" if len(drawn) == total else f"\n({POINTS_OF_A_BIN} longest of each bin)"
     unit, scale = time_unit([float(np.median(gaps.seconds[drawn]))])
-    for over_pause, colour, name in ((False, SERIES[0], "while the request ran"), (True, PAUSE, "over a pause")):
+    for over_pause, colour, name in (
+        (False, SERIES[0], "while the request ran"),
+        (True, PAUSE, f"over a {words.pause}"),
+    ):
         points = drawn[gaps.over_pause[drawn] == over_pause]
         count = int((gaps.over_pause[chosen] == over_pause).sum())
         if count:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from ifbbench.analysis.number_texts import significant, time_unit
 from ifbbench.analysis.token_times import inter_token_gaps, output_tokens, span_ends
+from ifbbench.analysis.words import words_of
 from ifbbench.report.cells import request_order
 from ifbbench.report.charts import Output
 from ifbbench.report.colours import INK, LIMIT_COLOURS, MUTED, PAUSE
@@ -210,7 +211,7 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
     bins[0].label(panels[-1])
     handles = phase_handles(runs[0], seen, counts=False)
     if as_rows and "paused" in seen:
-        handles.append(pause_handle())
+        handles.append(pause_handle(runs[0]))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     _title(panels[0], "Requests over time", runs[0], room=15)
     figure.align_ylabels()
@@ -232,7 +233,7 @@ def _pause_marks(axes: Axes, bins: TimeBins, run: RunData) -> None:
             markeredgewidth=0.8,
         )
         axes.annotate(
-            "pauses",
+            words_of(run.config).pauses,
             (1, 0.94),
             xycoords="axes fraction",
             xytext=(4, 0),
@@ -249,7 +250,8 @@ def _facts(run: RunData) -> str:
     ttft_s = (known.get("ttft_s") or {}).get("p50")
     unit, scale = time_unit([ttft_s])
     return (
-        f"{int(run.iterations['pauses'].sum()):,} pauses · up to {int(batch.max()):,} requests in the batch · "
+        f"{int(run.iterations['pauses'].sum()):,} {words_of(run.config).pauses} · "
+        f"up to {int(batch.max()):,} requests in the batch · "
         f"{significant(known.get('output_throughput_tokens_per_s'))} output tokens/s · "
         f"TTFT p50 {significant(ttft_s, scale)} {unit}"
     )

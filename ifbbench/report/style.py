@@ -20,9 +20,9 @@ from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
-from ifbbench.analysis.limits import SIZES, setting_of
 from ifbbench.analysis.number_texts import significant, time_unit
 from ifbbench.analysis.token_times import IterationClock
+from ifbbench.analysis.words import SIZES, setting_of, words_of
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
 from ifbbench.report.colours import GRID, INK, LIMIT, MUTED, SERIES
@@ -95,10 +95,11 @@ def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int 
 
     legend: there is a legend above the axes, of `rows` rows."""
     config, trace, model = run.config, run.run.get("trace") or {}, run.run.get("model") or {}
+    words = words_of(config)
     where = " on ".join(str(name) for name in (model.get("name"), model.get("device")) if name)
-    limits = {setting_of(limit): limit_of(run, limit) for limit in SIZES}
+    limits = {words.setting_name(limit): limit_of(run, limit) for limit in SIZES}
     parts = [run.decided_by, *(f"{name} {limit}" for name, limit in limits.items() if limit)]
-    parts += ["chunked context"] if config.get("enable_chunked_context") else []
+    parts += [words.chunked] if config.get("enable_chunked_context") else []
     parts += ["V1 static batches"] if config.get("type") == "v1" else []
     parts += ["partial run"] if run.partial else []
     parts += [f"one of {run.recorded_every} iterations recorded"] if run.recorded_every > 1 else []
@@ -205,7 +206,12 @@ def draw_limit(axes: Axes, run: RunData, limit: str, highest: float) -> None:
     near = is_near(size, highest)
     axes.set_ylim(0, max(highest * 1.3, (size or 0) * 1.3 if near else 0.0, 1.0))
     if size is not None:
-        label_limit(axes, f"{setting_of(limit)} {size:,}" + ("" if near else " (above this scale)"), size, near)
+        label_limit(
+            axes,
+            f"{words_of(run.config).setting_name(limit)} {size:,}" + ("" if near else " (above this scale)"),
+            size,
+            near,
+        )
 
 
 def is_near(limit: float | None, highest: float) -> bool:

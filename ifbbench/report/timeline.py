@@ -14,23 +14,12 @@ from matplotlib.patches import Patch
 
 from ifbbench.analysis.number_texts import time_unit
 from ifbbench.analysis.token_times import IterationClock, span_ends, token_times
+from ifbbench.analysis.words import words_of
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
 from ifbbench.report.style import WIDTH, TimeBins, boxes, draw_limit, heading, legend_above, round_ticks, stack, steps
 from ifbbench.rundir.reader import Floats, RunData
 
-PHASE_NAMES = {
-    "context": "context",
-    "generation": "generation",
-    "recompute": "recompute after a pause",
-    "paused": "paused",
-    "waiting": "waiting",
-    "skipped": "generation skipped",
-}
-# In a static batch a request that does not run is complete, and its slot is empty.
-# A client cannot tell the queue of a server from its context phase.
-CLIENT_PHASE_NAMES = PHASE_NAMES | {"waiting": "not sent yet", "context": "until the first token"}
-STATIC_PHASE_NAMES = PHASE_NAMES | {"skipped": "empty slot"}
 # Later ones are drawn over earlier ones, so that the common and long phases do not hide the rare and short.
 DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recompute")
 # From the axis up: what a request holds resources for, then what it does not.
@@ -77,21 +66,35 @@ def _is_large(run: RunData, requests: int) -> bool:
     return bool(lives < HAIRLINE_SHARE * (clock.end_s[-1] - clock.start_s[0]))
 
 
-def pause_handle() -> Line2D:
+def phase_names(run: RunData) -> dict[str, str]:
+    """The phases in a legend, in its order."""
+    words = words_of(run.config)
+    names = {
+        "context": "context",
+        "generation": "generation",
+        "recompute": f"recompute after a {words.pause}",
+        "paused": words.paused,
+        "waiting": "waiting",
+        "skipped": "generation skipped",
+    }
+    if run.endpoint:  # a client cannot tell the queue of a server from its context phase
+        return names | {"waiting": "not sent yet", "context": "until the first token"}
+    # In a static batch a request that does not run is complete, and its slot is empty.
+    return names | ({"skipped": "empty slot"} if run.config.get("type") == "v1" else {})
+
+
+def pause_handle(run: RunData) -> Line2D:
     """The key of the mark of a pause."""
-    return Line2D([], [], linestyle="", label="pause", **PAUSE_MARK)
+    return Line2D([], [], linestyle="", label=words_of(run.config).pause, **PAUSE_MARK)
 
 
 def phase_handles(run: RunData, seen: Collection[str], counts: bool = True) -> list[Artist]:
     """The key of the phases. counts: with the number of pauses."""
-    names = STATIC_PHASE_NAMES if run.config.get("type") == "v1" else PHASE_NAMES
-    if run.endpoint:
-        names = CLIENT_PHASE_NAMES
     pauses = int(run.iterations["pauses"].sum())
     times = {"paused": f" ({pauses:,} time{'s' if pauses > 1 else ''})"} if pauses and counts else {}
     return [
         Patch(color=PHASE_COLOURS[phase], label=name + times.get(phase, ""))
-        for phase, name in names.items()
+        for phase, name in phase_names(run).items()
         if phase in seen
     ]
 
@@ -119,7 +122,7 @@ def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
     used = run.iterations["budget_used"].to_numpy(dtype=float)
     context = np.minimum(run.iterations["total_context_tokens"].to_numpy(dtype=float), used)
     layers = {"generation": bins.means(used - context), "context": bins.means(context)}
-    total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
+    total = stack(axes, bins.edges, layers, PHASE_COLOURS, phase_names(run))
     draw_limit(axes, run, "num_tokens", float(total.max()))
     axes.set_ylabel("tokens in the batch,\nmean over time")
     round_ticks(axes.yaxis, 4, whole=True)
@@ -158,7 +161,7 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
     if legend:
         handles = phase_handles(run, seen)
         if axes.lines:
-            handles.append(pause_handle())
+            handles.append(pause_handle(run))
         legend_above(axes, len(handles), handles)
 
 
@@ -188,7 +191,7 @@ def draw_population(axes: Axes, bins: TimeBins, run: RunData, highest: float | N
     ends_s = span_ends(run)
     layers = {phase: bins.covered(run.spans[run.spans["phase"] == phase], ends_s) for phase in STACKING_ORDER}
     layers = {phase: values for phase, values in layers.items() if values.any()}
-    total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
+    total = stack(axes, bins.edges, layers, PHASE_COLOURS, phase_names(run))
     axes.set_ylabel("requests in\nthe system")
     axes.set_ylim(0, (highest or float(total.max()) or 1.0) * 1.06)
     round_ticks(axes.yaxis, 5, whole=True)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prin
 Floats = NDArray[np.float64]
 
 ITERATION_FIELDS = {"batch_manager": ("Iteration Counter", "ifbbench"), "trtllm": ("iter", "ifbbench")}
+ITERATION_FIELDS["vllm"] = ITERATION_FIELDS["batch_manager"]
 SPAN_FIELDS = ("request_id", "phase", "first_iteration", "last_iteration", "tokens")
 REQUEST_FIELDS = ("request_id", "outcome")
 # Columns that are in the tables of all runs; further ones where the lines have them.

@@ -51,6 +51,9 @@ MAX_KEPT_RUNS = 16
 # While points end, the table is written at most so often, and for at most this share of the time.
 TABLE_INTERVAL_S, MAX_TABLE_SHARE = 1.0, 0.02
 
+ConfigOf = Callable[[Point], RunConfig]
+"""The settings of a point."""
+
 OnPoint = Callable[[int, int, str, str], None]
 """Called after each run: number of runs that have ended, number of all, the label of the run, and its error or ''."""
 
@@ -60,7 +63,7 @@ def record(trace: Trace, config: RunConfig, progress: Progress) -> tuple[dict[st
     remove_runs([Path(str(config.output))])
 
     def write(directory: Path) -> None:
-        if config.result_format is not None:
+        if config.result_format is not None or config.iteration_stats_format == "vllm":
             write_outputs(load_run(directory), config)
 
     return run_trace(trace, config, progress, owns_process=True, on_recorded=write).summary, None
@@ -132,17 +135,20 @@ def run_sweep(
     executor: Executor | None = None,
     progress: Progress = NO_PROGRESS,
     described: str = "",
+    config_of: ConfigOf | None = None,
 ) -> SweepResult:
     """Run every point, with the other settings from `base`, and write the table.
 
     repeats: runs of each point, with the seeds `seed`, `seed` + 1, …; its row has the means. keep: of KEEP; what
-    MAX_KEPT_RUNS says if None. described: content of `sweep.yaml`. The table is written while points end; a point that
+    MAX_KEPT_RUNS says if None. described: content of `sweep.yaml`. config_of: where other settings of a point than its
+    own depend on it. The table is written while points end; a point that
     failed is in it with its error. InputError, before anything is run, if a trace cannot be read, results would be
     overwritten, no point can be run or all would write the same file.
     """
     _check_settings(source, base, points, repeats)
     keep = keep or ("run" if len(points) * repeats <= MAX_KEPT_RUNS else "summary")
-    runs, executor = _runs(source, base, points, repeats, progress), executor or LocalProcesses()
+    configs = list(map(config_of or partial(_with_point, base), points))
+    runs, executor = _runs(source, configs, points, repeats, progress), executor or LocalProcesses()
     executor.check(runs)
     identity = hashlib.sha256(" ".join(run.key for run in runs).encode()).hexdigest()
     directory = _directory(base, list(points[0]), identity)
@@ -215,12 +221,18 @@ def _check_settings(source: str | None, base: RunConfig, points: Sequence[Point]
             raise InputError(f"--over {name} and {other} exclude each other; leave out one of them.")
 
 
-def _runs(source: str | None, base: RunConfig, points: Sequence[Point], repeats: int, progress: Progress) -> list[Run]:
-    """The runs of all points, each trace read once."""
+def _with_point(base: RunConfig, point: Point) -> RunConfig:
+    return base.with_values(**{name: value for name, value in point.items() if name != TRACE})
+
+
+def _runs(
+    source: str | None, configs: Sequence[RunConfig], points: Sequence[Point], repeats: int, progress: Progress
+) -> list[Run]:
+    """The runs of all points, each trace read once. configs: of each point."""
     traces: dict[tuple[Any, ...], Trace] = {}
     runs = []
-    for point in points:
-        config = base.with_values(**{name: value for name, value in point.items() if name != TRACE}, output=None)
+    for point, of_point in zip(points, configs, strict=True):
+        config = of_point.with_values(output=None)
         for repeat in range(repeats):
             one, name = config.with_values(seed=config.seed + repeat), point.get(TRACE, source)
             reading = reading_of(name, one)
