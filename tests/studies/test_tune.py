@@ -373,7 +373,12 @@ def test_the_highest_rate_needs_arrivals_that_can_be_scaled():
 
 @pytest.mark.parametrize(("border", "low"), [(5.0, 2.5), (0.3, 0.15), (100.0, 40.0)])
 def test_a_bracket_holds_the_border(border, low):
-    met, missed = _bracket(lambda factor: factor <= border, 1.0, 2.0)
+    asking = _bracket(1.0, 2.0)
+    factor = next(asking)
+    with pytest.raises(StopIteration) as ended:
+        while True:
+            factor = asking.send(factor <= border)
+    met, missed = ended.value.value
     assert met is not None
     assert low < met <= border
     assert missed is None or missed > border
