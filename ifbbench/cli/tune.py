@@ -93,6 +93,7 @@ def tune(
     from ifbbench.studies.tune_files import (
         answer,
         check,
+        decided,
         record_best,
         write_answer,
         write_run_config,
@@ -120,7 +121,7 @@ def tune(
         recorded = record_best(tuning, directory, config.overwrite)
         found = answer(tuning, recorded, commands_of(trace, tuning))
         write_answer(found, directory)
-        write_server_files(tuning.best.settings, directory)
+        write_server_files(decided(tuning), directory)
         write_run_config(tuning, trace, directory)
         _plot(tuning, directory)
     if as_json:
@@ -156,21 +157,43 @@ def commands_of(trace: str | None, tuning: "Tuning") -> list[list[str]]:
 
 def rate_text(figures: dict[str, Any], tuning: "Tuning") -> str:
     """How the highest rate was reached, and what its interval is of; empty with another goal."""
+    from ifbbench.studies.tune_files import BURST_S, busiest, rate_interval_of
+
     if not (rate := figures.get("max_rate_requests_per_s")):
         return ""
     base, recorded = tuning.runs.base, tuning.runs.rate_per_s
-    failed, interval = figures["max_rate_failed_at_requests_per_s"], figures["max_rate_interval"]
+    failed = figures["max_rate_failed_at_requests_per_s"]
     text = f"Found for these requests: {rate:.4g} requests/s meet the objectives"
     text += f", {failed:.4g} do not." if failed else "; no higher rate was tried."
     if base.request_rate is None and figures["time_scale"] != 1:
-        verb = "compressed" if figures["time_scale"] < 1 else "stretched"
+        is_faster = figures["time_scale"] < 1
+        verb = "compressed" if is_faster else "stretched"
+        before, after = busiest(tuning), busiest(tuning, 1 / figures["time_scale"])
         text += (
             f" The recorded arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
-            f"{figures['time_scale']:.4g}): traffic of such a rate was not recorded."
+            f"{figures['time_scale']:.4g}): traffic of such a rate was not recorded. Bursts were {verb} with it: the "
+            f"busiest {BURST_S:.0f} s have {after:,} requests, as recorded {before:,}; real traffic of this rate may "
+            f"have {'other' if is_faster else 'higher'} bursts."
         )
-    if interval:
-        text += f" The interval of the rate is over {len(figures['max_rate_by_seed'])} seeds of the arrivals."
-    return text
+    return f"{text} {rate_interval_of(tuning)}"
+
+
+def recorded_text(found: dict[str, Any] | None, tuning: "Tuning") -> str:
+    """Whether the traffic as it was recorded fits, and how many GPUs it needs; empty if that is not known."""
+    best = tuning.best
+    if found is None or best is None:
+        return ""
+    rate, device = found["rate_requests_per_s"], tuning.runs.base.hardware
+    one = f"one {device}" if best.gpus == 1 else f"{best.gpus} {device}"
+    if found["fits"]:
+        return f"As recorded, {rate:.3g} requests/s fit {one}; the highest rate is {best.score:.3g}."
+    text = (
+        f"The recorded {rate:.3g} requests/s do not fit {one} under any of these settings; the highest rate is "
+        f"{best.score:.3g}."
+    )
+    if found["gpus"] is None:
+        return f"{text} No number of replicas that was tried meets the objectives with the recorded arrivals."
+    return f"As recorded it needs {found['gpus']} {device}. {text}"
 
 
 def _best_line(best: "Candidate", goal: Any) -> str:
@@ -213,6 +236,8 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
 
     best, baselines = found["recommendation"], found["baselines"]
     console.print(f"\n[bold]{found['verdict']}[/bold]")
+    if text := recorded_text(best["as_recorded"], tuning):
+        console.print(text, markup=False, highlight=False)
     table = plain_table("", "recommended", *(one["name"] for one in baselines), "matters")
     for name, value in best["settings"].items():
         effect = found["importance"].get(name)
@@ -228,6 +253,8 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
         values = [_at(one["figures"], path) for one in (best, *baselines)]
         if any(value is not None for value in values):
             interval = best["intervals_95"].get(path)
+            if path == "max_rate_requests_per_s":
+                interval = best["figures"].get("max_rate_interval")
             low, high = (significant(limit, scale) for limit in interval or (None, None))
             between = f" [dim]({low}–{high})[/dim]" if interval else ""
             first, *others = (f"{significant(value, scale)}{unit}" for value in values)
