@@ -119,6 +119,8 @@ class Tuner:
         self._on_best = on_best
         self._candidates: dict[Case, Candidate] = {}
         self._stage_label = ""
+        # A factor of the rate that the first requests alone take.
+        self._near = 1.0
         # Simulated requests at the end of the stage, and of the stages after it, both at most.
         self._stage_end = self._later_work = 0.0
         self.judge = Judge(self.goal, self.runs, price)
@@ -148,6 +150,24 @@ class Tuner:
         self.found.candidates = sorted(self._candidates.values(), key=self.judge.key, reverse=True)
         return self.found
 
+    def without_search(self, most_gpus: int) -> Candidate | None:
+        """With the goal cost: the cheapest candidate of the settings from which a search starts, with at most so many
+        GPUs; None if these are not enough. InputError if the model does not fit."""
+        (tp,) = self.space.tp_sizes(most_gpus)
+        most = min(self._max_replicas(tp), most_gpus // (tp * self.base.pp_size))
+        best: Candidate | None = None
+        for point in self._starts(tp)[:2]:
+            near = most if best is None else best.run.case.replicas
+            run = find_replicas(self.runs, self.goal, point, most, near)
+            best = self.judge.best_of([best, None if run is None else self.judge.candidate(run)])
+            most = most if best is None else best.run.case.replicas
+        return best
+
+    def spare_rate(self, one: Candidate) -> float:
+        """How much faster requests may come, as a share of their rate, before the replicas of `one` miss objectives."""
+        case = one.run.case
+        return max(find_max_rate(self.runs, self.goal, case.settings, case.replicas).low - 1.0, 0.0)
+
     def _search(self) -> None:
         best = None
         self._progress.stage("searching")
@@ -156,7 +176,8 @@ class Tuner:
         of_load = [self._load_work(tp, MAX_ROUNDS) for tp, _ in deployments] if self.goal.needs_stable_queue else []
         later = sum(of_load) if of_load else self.allowed_work
         later += self._last_work
-        self._stage("first answer", FIRST_REQUESTS * sum(count for _, count in deployments), later)
+        of_first = 1 + (self.goal.name == "max_rate") * max_runs_for_rate(self.runs, is_final=False)
+        self._stage("first answer", of_first * FIRST_REQUESTS * sum(count for _, count in deployments), later)
         starts = {tp: self._starts(tp) for tp, _ in deployments}
         if self.base.enable_steady_state and (self.goal.name == "cost" or any(count > 1 for _, count in deployments)):
             raise InputError(
@@ -169,6 +190,12 @@ class Tuner:
             best = self.judge.best_of([best, *first])
         if best is None:
             raise InputError(f"no setting runs this trace: {self.runs.done[0].error}.")
+        if self.goal.name == "max_rate" and best.run.case.requests is not None:
+            case = best.run.case
+            near = find_max_rate(self.runs, self.goal, case.settings, case.replicas, requests=case.requests)
+            if near.run is not None:
+                best = self.judge.candidate(near.run, rate=near) or best
+                self._near = near.low
         self._announce(best)
         of_baselines = 2 * (self._load_runs(deployments[0][0]) if of_load else 1) * self.runs.total
         self._stage("baselines", of_baselines, later)
@@ -203,7 +230,7 @@ class Tuner:
         tuned = (*self.space.point(tp_size=tp), *TUNERS.items())
         wanted = {"trtllm-bench rule": starts[tp][0], "dynamic tuning": tuned}
         if self.goal.needs_stable_queue:
-            rule = self._at_full_load(starts[tp][0], replicas, None)
+            rule = self._at_full_load(starts[tp][0], replicas, None, self._near)
             near = rule.rate.low if rule and rule.rate else 1.0
             found = [rule, self._at_full_load(tuned, replicas, rule, near)]
         else:
@@ -360,7 +387,7 @@ class Tuner:
         later: simulated requests of the search that follows, at most."""
         is_rate, settings, full_load = self.goal.name == "max_rate", starts[0], replicas
         best: Candidate | None = None
-        start, steps = 1.0, list(WHOLE_STEPS)
+        start, steps = self._near, list(WHOLE_STEPS)
         tp, of_comparing = dict(settings)["tp_size"], ROUND_WORK * self.allowed_work
         for rounds in range(MAX_ROUNDS - 1, -1, -1):
             after = self._load_work(tp, rounds) + later

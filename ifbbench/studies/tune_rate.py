@@ -29,11 +29,17 @@ class Border:
 
 
 def find_max_rate(
-    runs: Runs, goal: Goal, settings: Settings, replicas: int = 1, start: float = 1.0, is_final: bool = False
+    runs: Runs,
+    goal: Goal,
+    settings: Settings,
+    replicas: int = 1,
+    start: float = 1.0,
+    is_final: bool = False,
+    requests: int | None = None,
 ) -> MaxRate:
-    """By bisection, on the whole trace. start: a factor near the answer. is_final: to FINE, and with several seeds
-    where arrivals are drawn; `low` is then the mean."""
-    case = Case(settings, None, replicas)
+    """By bisection, on the whole trace or its first `requests`. start: a factor near the answer. is_final: to FINE, and
+    with several seeds where arrivals are drawn; `low` is then the mean."""
+    case = Case(settings, requests, replicas)
     (found,) = _borders(runs, goal, [case], start, is_final)
     if found.low is None:
         return MaxRate(None, 0.0, found.high)

@@ -9,7 +9,17 @@ from ifbbench.analysis.limits import BINDING, limit_name
 from ifbbench.report.colours import limit_colours
 from ifbbench.report.pages.page import write_html
 from ifbbench.report.sweep_metrics import BOUND_BY, METRICS, is_complete, knee_of, subject_of, ticks_of, varied_in
-from ifbbench.report.sweep_table import GROWTH, SWEEP_COLUMNS, WHERE_ANY, SweepRow, meets_objectives, number_in, shares
+from ifbbench.report.sweep_table import (
+    GROWTH,
+    SWEEP_COLUMNS,
+    WHERE_ANY,
+    SweepRow,
+    best_in_words,
+    best_meeting,
+    meets_objectives,
+    number_in,
+    shares,
+)
 from ifbbench.settings.config import settings
 from ifbbench.settings.fields import as_text
 
@@ -30,6 +40,7 @@ def write_sweep_page(
     known = {item.name for item in settings()} | {"trace"}
     varied = varied_in(rows, over)
     first = rows[0]
+    best = best_meeting(rows)
     content = {
         "name": name,
         "over": list(over),
@@ -43,12 +54,14 @@ def write_sweep_page(
             and first[key] is not None
             and all(row.get(key) == first[key] for row in rows)
         },
+        "best": best_in_words(rows, over),
         "points": [
             {
                 "values": [row.get(key) for key in over],
                 "error": row.get("error"),
                 "complete": is_complete(row),
                 "meets": meets_objectives(row),
+                "best": row is best,
                 "shares": shares(row, BOUND_BY),
                 "command": command_of(row),
                 "runs": runs.get(Path(str(row.get("output"))).name, []),
