@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ifbbench.studies.tune_candidates import Candidate
 
 
-class Prices(click.ParamType):
+class Prices(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of click only
     """`X`, or `DEVICE=X,DEVICE=Y`: prices by device, that of all others by an empty name."""
 
     name = "prices"

@@ -37,13 +37,13 @@ MIN_PREFIX, PREFIX_SHARE, CONCURRENCY_FACTOR = 300, 1 / 12, 2
 MAX_PREFIX_ERROR = 0.1
 # Work: simulated requests, as a share of those of an exhaustive grid, between limits in whole traces. The search on
 # prefixes takes at most a third.
-WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.07, 7.0, 20.0, 1 / 3
+WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.07, 14.0, 20.0, 1 / 3
 # In the end, settings that have not been changed alone are, by this step and in so many runs.
 IMPORTANCE_STEP, IMPORTANCE_RUNS = 1.9, 3
 FINALISTS = 3
 # Further starts: shares of the requests that run at once without a limit, and token budgets.
 SPREAD_DIVISORS, SPREAD_TOKENS = (2, 4, 8), (512, 2048)
-PREFIX_STEPS, WHOLE_STEPS = (4.0, 2.0), (2.0, 2.0**0.5)
+PREFIX_STEPS, WHOLE_STEPS, LAST_STEP = (4.0, 2.0), (2.0, 2.0**0.5), 2.0**0.25
 # Where objectives are missed, or settings with so many times the best figure miss them: a grid of the two limits that
 # decide gaps and waiting, shares of the requests that run at once by token budgets, and further work in whole traces
 # around the nearest of its points.
@@ -54,7 +54,7 @@ NEAREST, NEAREST_STEPS, NEAREST_WORK = 3, (2.0**0.5, 2.0**0.25), 12.0
 # ROUND_WORK: the share of the work that a round of comparing takes.
 PRESSURE, MIN_GAIN, MAX_ROUNDS, ROUND_WORK = 1.05, 1.01, 4, 0.4
 # Values of settings that lose less than this share of the goal's figure make way for the default ones.
-TIE = 1e-3
+TIE = 5e-3
 # A deployment that costs so many times the best so far, with the limits of trtllm-bench's rule, is not searched.
 COST_GPUS, FAR_OFF = 64, 1.3
 
@@ -258,7 +258,7 @@ class Tuner:
         else:
             finalists = starts  # the whole trace is the only prefix
         self._stage("searching on the whole trace", allowed - self.runs.work, after)
-        best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
+        best = self._descend([Case(point, None, replicas) for point in finalists], (*WHOLE_STEPS, LAST_STEP), allowed)
         if best is not None and self._is_held_back(best):
             best = self.judge.best_of([best, self._search_nearest(starts[0], replicas, prefix, after)])
         self._stage("trying settings alone", importance, later * left)
@@ -301,7 +301,11 @@ class Tuner:
         missed = self.goal.shortfalls(one.summary), self.goal.shortfalls(best.summary)
         if any(ratio > missed[1].get(name, 1.0) for name, ratio in missed[0].items()):
             return False
-        return self.goal.name == "max_rate" or one.score >= score - TIE * abs(score)
+        if self.goal.name == "max_rate":
+            return True
+        # What needs no search is not better.
+        rules = [other.score for other in self.found.baselines if not self.goal.shortfalls(other.summary)]
+        return one.score >= max([score - TIE * abs(score), *(rule for rule in rules if rule <= score)])
 
     def _is_held_back(self, best: Candidate) -> bool:
         """Whether `best` misses objectives, or settings that are clearly faster miss them."""
