@@ -244,7 +244,8 @@ def rate_text(figures: dict[str, Any], tuning: "Tuning") -> str:
         before, after = busiest(tuning), busiest(tuning, 1 / figures["time_scale"])
         text += (
             f" The recorded arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
-            f"{base.time_scale * figures['time_scale']:.4g}): traffic of such a rate was not recorded. Bursts were {verb} with it: the "
+            f"{base.time_scale * figures['time_scale']:.4g}): traffic of such a rate was not recorded. "
+            f"Bursts were {verb} with it: the "
             f"busiest {BURST_S:.0f} s have {after:,} requests, as recorded {before:,}; real traffic of this rate may "
             f"have {'other' if is_faster else 'higher'} bursts."
         )

@@ -14,7 +14,7 @@ from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.errors import InputError
 from ifbbench.settings.config import MAX_REPLICAS, RunConfig
 from ifbbench.studies.heuristics import TUNERS, trtllm_bench_limits
-from ifbbench.studies.tune_candidates import Candidate, Goal, Judge
+from ifbbench.studies.tune_candidates import EQUAL_SHARE, Candidate, Goal, Judge
 from ifbbench.studies.tune_rate import (
     FINE,
     MAX_FACTOR,
@@ -303,9 +303,11 @@ class Tuner:
             return False
         if self.goal.name == "max_rate":
             return True
-        # What needs no search is not better.
+        # What needs no search is not better, but for differences that are none.
         rules = [other.score for other in self.found.baselines if not self.goal.shortfalls(other.summary)]
-        return one.score >= max([score - TIE * abs(score), *(rule for rule in rules if rule <= score)])
+        return one.score >= max(
+            [score - TIE * abs(score), *(rule - EQUAL_SHARE * abs(rule) for rule in rules if rule <= score)]
+        )
 
     def _is_held_back(self, best: Candidate) -> bool:
         """Whether `best` misses objectives, or settings that are clearly faster miss them."""
