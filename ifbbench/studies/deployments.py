@@ -45,7 +45,7 @@ class Deployment:
 
     @property
     def cost(self) -> float:
-        """Of an hour."""
+        """The price of all GPUs for an hour."""
         assert self.tuner is not None
         assert self.best is not None
         return self.best.gpus * self.tuner.judge.price

@@ -150,11 +150,11 @@ class Tuner:
         self.found.candidates = sorted(self._candidates.values(), key=self.judge.key, reverse=True)
         return self.found
 
-    def without_search(self, most_gpus: int) -> Candidate | None:
+    def without_search(self, max_gpus: int) -> Candidate | None:
         """With the goal cost: the cheapest candidate of the settings from which a search starts, with at most so many
         GPUs; None if these are not enough. InputError if the model does not fit."""
-        (tp,) = self.space.tp_sizes(most_gpus)
-        most = min(self._max_replicas(tp), most_gpus // (tp * self.base.pp_size))
+        (tp,) = self.space.tp_sizes(max_gpus)
+        most = min(self._max_replicas(tp), max_gpus // (tp * self.base.pp_size))
         best: Candidate | None = None
         for point in self._starts(tp)[:2]:
             near = most if best is None else best.run.case.replicas
