@@ -18,14 +18,34 @@ from ifbbench.cli.options import (
     read_config_file,
 )
 from ifbbench.clock import WallClock
-from ifbbench.settings.names import usual_settings
+from ifbbench.errors import InputError
+from ifbbench.settings.config import profile_name
+from ifbbench.settings.names import from_mapping, usual_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ifbbench.studies.deployments import Deployment
     from ifbbench.studies.tune import Tuning
     from ifbbench.studies.tune_candidates import Candidate
 
+
+class Prices(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of click only
+    """`X`, or `DEVICE=X,DEVICE=Y`: prices by device, that of all others by an empty name."""
+
+    name = "prices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, float]:
+        found = {}
+        for part in str(value).split(","):
+            device, _, price = part.rpartition("=")
+            found[profile_name(device.strip()) if device else ""] = float(POSITIVE.convert(price, param, ctx))
+        return found
+
+
+PRICES = Prices()
+# Settings of which --goal cost compares several values.
+COMPARED = ("device", "dtype", "tp_size", "pp_size")
 GOAL_NAMES = ("goodput", "output_throughput", "max_rate", "cost")
 HELP = {
     "output": "Directory of the answer, its files and the recorded run. Default: results/tune-<trace>.",
@@ -51,11 +71,10 @@ HELP = {
 )
 @click.option(
     "--gpu-hour-price",
-    type=POSITIVE,
-    default=1.0,
-    show_default=True,
+    type=PRICES,
     metavar="X",
-    help="With --goal cost: the price of a GPU for an hour, in any currency.",
+    help="With --goal cost: the price of a GPU for an hour, in any currency; for several devices DEVICE=X,DEVICE=Y. "
+    "Default: 1, so that costs are GPU hours; of several deployments the round figures in USD of the device profiles.",
 )
 @json_instead_of_tables
 @click.pass_context
@@ -65,19 +84,27 @@ def tune(
     trace: str | None,
     goal: str | None,
     max_gpus: int | None,
-    gpu_hour_price: float,
+    gpu_hour_price: dict[str, float] | None,
     as_json: bool,
     config_file: Path | None,
     **options: Any,
 ) -> None:
     """Find the best settings for TRACE on a simulated device, under the objectives of --slo.
 
+    With --goal cost, --device, --dtype, --tp_size and --pp_size take several values with commas between them; the
+    deployments are then compared, the cheapest of each device first.
+
     Searched are max_batch_size, max_num_tokens, policy, chunked context and its policy, tokens_per_block, reuse of
     blocks (if prompts share prefixes) and tp_size. A setting that is given is not searched.
 
     Example: ifbbench tune chat --model llama-3.1-8b --device h100-sxm --slo ttft=1s --slo tpot=50ms
     """
-    config = given_config(config_file, options)
+    choices = _choices(options)
+    config = given_config(
+        config_file,
+        {name: values[0] for name, values in choices.items()}
+        | {name: value for name, value in options.items() if name not in choices},
+    )
     from_file = read_config_file(config_file) if config_file else {}
     keys = read_command_keys(config_file, ("trace", "replicas"), "tune")
     trace = keys.get("trace") if trace is None else trace
@@ -88,11 +115,13 @@ def tune(
 
     from ifbbench.cli.console import echo_beside_bar, progress_line, report_console
     from ifbbench.rundir.run_directory import default_directory
-    from ifbbench.studies.tune import Tuner
+    from ifbbench.studies.deployments import compare_deployments, described_deployment, price_of
+    from ifbbench.studies.tune import COST_GPUS, Tuner
     from ifbbench.studies.tune_candidates import Goal
     from ifbbench.studies.tune_files import (
         answer,
         check,
+        decided,
         record_best,
         write_answer,
         write_run_config,
@@ -105,28 +134,62 @@ def tune(
         if not quiet:
             echo_beside_bar(f"{clock.now():.0f} s: {_best_line(best, wanted)}")
 
+    def report_cheapest(one: "Deployment") -> None:
+        if not quiet:
+            echo_beside_bar(f"{clock.now():.0f} s: {_deployment_line(one)}")
+
     wanted = Goal.of(goal, config.slo)
-    with progress_line("tune", quiet) as progress:
-        tuner = Tuner(trace, config, fixed, wanted, max_gpus, gpu_hour_price, progress, report_best)
-        directory = (
-            Path(config.output)
-            if config.output
-            else default_directory(f"tune-{tuner.runs.trace.name}", config.overwrite)
+    if choices and wanted.name != "cost":
+        raise InputError(
+            f"--{next(iter(choices))}: several values are compared by what they cost; give --goal cost, or one value."
         )
-        check(directory, config.overwrite)
-        tuning = tuner.run()
+    prices = gpu_hour_price or {}
+    compared: list[Deployment] = []
+
+    def check_directory(name: str) -> Path:
+        """The directory of the answer, which can be written."""
+        found = Path(config.output) if config.output else default_directory(f"tune-{name}", config.overwrite)
+        check(found, config.overwrite)
+        return found
+
+    with progress_line("tune", quiet) as progress:
+        if choices:
+            directory = check_directory(Path(trace or "default").stem)
+            compared = compare_deployments(
+                trace,
+                config,
+                choices,
+                fixed,
+                wanted,
+                max_gpus or COST_GPUS,
+                {device: price_of(device, prices) for device in choices.get("device", [config.device])},
+                progress,
+                report_cheapest,
+            )
+            tuning = next(one.tuning for one in compared if one.tuning is not None)
+        else:
+            if prices and "" not in prices:
+                prices = {"": price_of(config.device, prices)}
+            tuner = Tuner(trace, config, fixed, wanted, max_gpus, prices.get("", 1.0), progress, report_best)
+            directory = check_directory(tuner.runs.trace.name)
+            tuning = tuner.run()
         assert tuning.best is not None
         progress.stage("recording the best run")
         recorded = record_best(tuning, directory, config.overwrite)
         found = answer(tuning, recorded, commands_of(trace, tuning))
+        if compared:
+            found["deployments"] = [described_deployment(one) for one in compared]
         write_answer(found, directory)
-        write_server_files(tuning.best.settings, directory)
+        write_server_files(decided(tuning), directory)
         write_run_config(tuning, trace, directory)
         _plot(tuning, directory)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     else:
-        print_answer(found, tuning, report_console(highlight=False))
+        console = report_console(highlight=False)
+        if compared:
+            print_deployments(found["deployments"], tuning, console)
+        print_answer(found, tuning, console)
         click.echo(
             f"Results are in {directory}: tune.json, pareto.png, run.yaml, trtllm-serve.yaml, "
             "gptManagerBenchmark.txt, vllm.txt, and the run in run/."
@@ -136,6 +199,17 @@ def tune(
         context.exit(130)
     if not found["recommendation"]["meets_slo"]:
         context.exit(1)
+
+
+def _choices(options: dict[str, Any]) -> dict[str, list[Any]]:
+    """The settings of COMPARED that were given several values, with these."""
+    found = {}
+    for name in COMPARED:
+        texts = [text.strip() for text in str(options.get(name) or "").split(",")]
+        if len(texts) > 1:
+            values = [getattr(from_mapping({name: text}, command_line=True), name) for text in texts]
+            found[name] = list(dict.fromkeys(values))
+    return found
 
 
 def commands_of(trace: str | None, tuning: "Tuning") -> list[list[str]]:
@@ -156,21 +230,44 @@ def commands_of(trace: str | None, tuning: "Tuning") -> list[list[str]]:
 
 def rate_text(figures: dict[str, Any], tuning: "Tuning") -> str:
     """How the highest rate was reached, and what its interval is of; empty with another goal."""
+    from ifbbench.studies.tune_files import BURST_S, busiest, rate_interval_of
+
     if not (rate := figures.get("max_rate_requests_per_s")):
         return ""
     base, recorded = tuning.runs.base, tuning.runs.rate_per_s
-    failed, interval = figures["max_rate_failed_at_requests_per_s"], figures["max_rate_interval"]
+    failed = figures["max_rate_failed_at_requests_per_s"]
     text = f"Found for these requests: {rate:.4g} requests/s meet the objectives"
     text += f", {failed:.4g} do not." if failed else "; no higher rate was tried."
     if base.request_rate is None and figures["time_scale"] != 1:
-        verb = "compressed" if figures["time_scale"] < 1 else "stretched"
+        is_faster = figures["time_scale"] < 1
+        verb = "compressed" if is_faster else "stretched"
+        before, after = busiest(tuning), busiest(tuning, 1 / figures["time_scale"])
         text += (
             f" The recorded arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
-            f"{figures['time_scale']:.4g}): traffic of such a rate was not recorded."
+            f"{base.time_scale * figures['time_scale']:.4g}): traffic of such a rate was not recorded. "
+            f"Bursts were {verb} with it: the "
+            f"busiest {BURST_S:.0f} s have {after:,} requests, as recorded {before:,}; real traffic of this rate may "
+            f"have {'other' if is_faster else 'higher'} bursts."
         )
-    if interval:
-        text += f" The interval of the rate is over {len(figures['max_rate_by_seed'])} seeds of the arrivals."
-    return text
+    return f"{text} {rate_interval_of(tuning)}"
+
+
+def recorded_text(found: dict[str, Any] | None, tuning: "Tuning") -> str:
+    """Whether the traffic as it was recorded fits, and how many GPUs it needs; empty if that is not known."""
+    best = tuning.best
+    if found is None or best is None:
+        return ""
+    rate, device = found["rate_requests_per_s"], tuning.runs.base.hardware
+    one = f"one {device}" if best.gpus == 1 else f"{best.gpus} {device}"
+    if found["fits"]:
+        return f"As recorded, {rate:.3g} requests/s fit {one}; the highest rate is {best.score:.3g}."
+    text = (
+        f"The recorded {rate:.3g} requests/s do not fit {one} under any of these settings; the highest rate is "
+        f"{best.score:.3g}."
+    )
+    if found["gpus"] is None:
+        return f"{text} No number of replicas that was tried meets the objectives with the recorded arrivals."
+    return f"As recorded it needs {found['gpus']} {device}. {text}"
 
 
 def _best_line(best: "Candidate", goal: Any) -> str:
@@ -179,6 +276,80 @@ def _best_line(best: "Candidate", goal: Any) -> str:
     missed = goal.shortfalls(best.summary)
     figure = f"misses {', '.join(missed)}" if missed else f"{abs(best.score):,.4g} {goal.unit}"
     return f"{figure} over {ran}, with {limits}"
+
+
+def _deployment_line(one: "Deployment") -> str:
+    from ifbbench.studies.deployments import text_of
+
+    assert one.best is not None
+    replicas = one.best.run.case.replicas
+    return f"{replicas} × {text_of(one.values)}, {one.cost:,.2f} an hour, before the search"
+
+
+def print_deployments(rows: list[dict[str, Any]], tuning: "Tuning", console: "Console") -> None:
+    """Print how many GPUs the traffic needs, and a row for each deployment."""
+    from ifbbench.analysis.number_texts import percent, significant
+    from ifbbench.report import plain_table, print_fitting
+
+    first, rate = rows[0], tuning.runs.rate_per_s
+    base = tuning.runs.base
+    how = "As recorded" if base.request_rate is None and base.time_scale == 1 else "At the rate that was asked for"
+    of_rate = f" ({rate:.3g} requests/s)" if rate is not None else ""
+    console.print(
+        f"\n[bold]{how}{of_rate} it needs {first['gpus']} {first['device']}: {first['price_per_hour']:,.2f} an hour."
+        "[/bold]"
+    )
+    table = plain_table("device", "dtype")
+    for heading in (
+        "GPUs",
+        "replicas\n× TP × PP",
+        "price\nan hour",
+        "price\na month",
+        "per million\ntokens in",
+        "per million\ntokens out",
+        "nearest\nobjective",
+        "spare\nrate",
+    ):
+        table.add_column(heading, justify="right")
+    fitting = [row for row in rows if row["gpus"] is not None]
+    for row in fitting:
+        nearest = row["nearest_objective"]
+        table.add_row(
+            row["device"],
+            row["dtype"] or "",
+            str(row["gpus"]),
+            f"{row['replicas']} × {row['tp_size']} × {row['pp_size']}",
+            f"{row['price_per_hour']:,.2f}",
+            f"{row['price_per_month']:,.0f}",
+            significant(row["cost_per_million_input_tokens"]),
+            significant(row["cost_per_million_output_tokens"]),
+            f"{nearest['name']} {percent(nearest['share_of_limit'])}" if nearest else "",
+            percent(row["spare_rate"]) if row["spare_rate"] is not None else "–",
+        )
+    print_fitting(console, table)
+    console.print(
+        "The first row of each device was searched, the others have the settings from which a search starts. "
+        "Per million tokens: the price of all GPUs over the tokens of that kind alone. Nearest objective: its value as "
+        "a share of the limit. Spare rate: how much faster requests may come before these GPUs miss an objective.",
+        style="dim",
+        markup=False,
+    )
+    left_out = {True: list[str](), False: list[str]()}
+    for row in rows:
+        if row["gpus"] is None:
+            tp = f"TP{row['tp_size']}" + (f" PP{row['pp_size']}" if row["pp_size"] > 1 else "")
+            words = " ".join(filter(None, (row["device"], row["dtype"], tp)))
+            needs = row["needs_gpus"]
+            left_out[needs is not None].append(f"{words} ({needs})" if needs else f"{words}: {row['reason']}")
+    if left_out[True]:
+        console.print(
+            "Left out, with the GPUs that they need at least, because others of their device need clearly fewer: "
+            f"{', '.join(left_out[True])}.",
+            style="dim",
+            markup=False,
+        )
+    for text in left_out[False]:
+        console.print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def _plot(tuning: "Tuning", directory: Path) -> None:
@@ -213,6 +384,8 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
 
     best, baselines = found["recommendation"], found["baselines"]
     console.print(f"\n[bold]{found['verdict']}[/bold]")
+    if text := recorded_text(best["as_recorded"], tuning):
+        console.print(text, markup=False, highlight=False)
     table = plain_table("", "recommended", *(one["name"] for one in baselines), "matters")
     for name, value in best["settings"].items():
         effect = found["importance"].get(name)
@@ -228,6 +401,8 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
         values = [_at(one["figures"], path) for one in (best, *baselines)]
         if any(value is not None for value in values):
             interval = best["intervals_95"].get(path)
+            if path == "max_rate_requests_per_s":
+                interval = best["figures"].get("max_rate_interval")
             low, high = (significant(limit, scale) for limit in interval or (None, None))
             between = f" [dim]({low}–{high})[/dim]" if interval else ""
             first, *others = (f"{significant(value, scale)}{unit}" for value in values)

@@ -31,7 +31,7 @@ from ifbbench.report.sweep_metrics import (
     ticks_of,
     varied_in,
 )
-from ifbbench.report.sweep_table import SweepRow, meets_objectives, number_in, shares
+from ifbbench.report.sweep_table import SweepRow, best_meeting, meets_objectives, number_in, point_of, shares
 
 # The number of METRICS that are drawn in any case.
 ALWAYS = 2
@@ -99,7 +99,9 @@ def draw_sweep(rows: Sequence[SweepRow], over: str, varied: Sequence[str] = ()) 
         round_ticks(axes.yaxis)
     if with_limits:
         _draw_shares(panels[-1], [position_of[row[over]] for row in rows], rows)
-    panels[-1].set_xlabel(over)
+    best = best_meeting(rows)
+    named = f"\nbest that meets the objectives: {point_of(best, [over, *others])}" if best is not None else ""
+    panels[-1].set_xlabel(f"{over}{named}")
     knee = None if others else knee_of(rows, over)
     if knee is not None:
         for axes in panels[: len(metrics)]:

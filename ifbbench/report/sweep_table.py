@@ -35,6 +35,9 @@ SHARES = {"bound_by_time": "bound by\n(time)", "waiting_by_limit": "waits for\n(
 # Columns that are left out where no point has any.
 WHERE_ANY = ("goodput_requests_per_s", "goodput_share", "prefix_hit_rate", "pauses", GROWTH, "requests.failed")
 MAX_REASONS = 5
+THROUGHPUT = "output_throughput_tokens_per_s"
+# Throughput that differs by less is the same.
+EQUAL_SHARE = 1e-3
 
 
 def print_sweep(
@@ -91,7 +94,7 @@ def print_sweep(
             "of the trace[/dim]",
             highlight=False,
         )
-    for sentence in objectives_in_words(rows, over):
+    for sentence in filter(None, [best_in_words(rows, over), *objectives_in_words(rows, over)]):
         console.print(sentence, highlight=False, soft_wrap=True, markup=False)
     _print_reasons(rows, over, console, warnings or {})
 
@@ -126,6 +129,27 @@ def meets_objectives(row: SweepRow) -> bool | None:
     if not met or row.get("error"):
         return None
     return all(value is True for value in met) and not number_in(row, "requests.failed")
+
+
+def best_meeting(rows: Sequence[SweepRow]) -> SweepRow | None:
+    """The point with the highest throughput of those that meet every objective; of equal ones (within a thousandth)
+    that with the lowest TTFT p99. None if there is none."""
+    met = [row for row in rows if meets_objectives(row) and number_in(row, THROUGHPUT) is not None]
+    highest = max((number_in(row, THROUGHPUT) or 0.0 for row in met), default=0.0)
+    alike = [row for row in met if (number_in(row, THROUGHPUT) or 0.0) >= highest * (1 - EQUAL_SHARE)]
+    return min(alike, key=lambda row: number_in(row, "ttft_s.p99") or 0.0, default=None)
+
+
+def best_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> str:
+    """How many points meet every objective, and which of them is best; empty if there is none."""
+    best = best_meeting(rows)
+    if best is None:
+        return ""
+    count = sum(meets_objectives(row) is True for row in rows)
+    return (
+        f"{count} of {len(rows)} points meet every objective; the best of them is {point_of(best, over)}: "
+        f"{significant(number_in(best, THROUGHPUT))} output tokens/s."
+    )
 
 
 def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ ARCHITECTURES = Path(__file__).parent / "architectures"
 SUFFIX = ".toml"
 # Bytes per second in each direction of 16 lanes; of profiles that do not say.
 PCIE_4 = 3.2e10
+OPTIONAL = ("host_link_bandwidth", "price_per_hour")
 MAY_BE_ZERO = (
     "host_iteration_s",
     "host_request_s",
@@ -35,6 +36,7 @@ UNITS = {
     "cache_bytes": "bytes",
     "link_bandwidth": "bytes/s in each direction",
     "host_link_bandwidth": "bytes/s from host memory to the device",
+    "price_per_hour": "USD for one GPU, rented on demand",
     "host_iteration_s": "seconds of the host for each iteration",
     "host_request_s": "the same for each request in it",
 }
@@ -89,6 +91,7 @@ class HardwareProfile:
     memory_bandwidth: bytes per second. cache_bytes: of the last-level cache. link_bandwidth: bytes per second in each
     direction to the other devices of a server. host_iteration_s, host_request_s: seconds of the host to schedule an
     iteration, and for each request in it. calibration: how well a calibrated profile fits; empty for others.
+    price_per_hour: USD for one GPU, rented on demand; None if unknown.
     host_prompt_token_s: the same for each token of context chunks; see EngineOverhead. host_link_bandwidth: bytes per
     second from host memory to the device, by the data sheet.
     """
@@ -107,6 +110,7 @@ class HardwareProfile:
     calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     host_prompt_token_s: float = 0.0
     host_link_bandwidth: float = PCIE_4
+    price_per_hour: float | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -161,7 +165,7 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
             values,
             ("memory_bytes", "memory_bandwidth", "cache_bytes", "link_bandwidth", "host_iteration_s", "host_request_s"),
         )
-        figures |= _numbers(values, ("host_link_bandwidth",)) if "host_link_bandwidth" in values else {}
+        figures |= _numbers(values, [name for name in OPTIONAL if name in values])
         return HardwareProfile(
             name=path.stem,
             title=text(values.get("title"), "title"),
@@ -200,6 +204,8 @@ def write_profile(profile: HardwareProfile, path: Path, remark: str) -> None:
     """Write `profile` to a file that `load_hardware` reads; its name becomes that of the file. remark: first line."""
     values = dataclasses.asdict(profile)
     del values["name"], values["host_prompt_token_s"]
+    if profile.price_per_hour is None:
+        del values["price_per_hour"]
     tables = {name: values.pop(name) for name in TITLES}
     lines = [f"# {remark}", *_pairs(values)]
     for name, pairs in tables.items():

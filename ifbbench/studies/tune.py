@@ -14,18 +14,21 @@ from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.errors import InputError
 from ifbbench.settings.config import MAX_REPLICAS, RunConfig
 from ifbbench.studies.heuristics import TUNERS, trtllm_bench_limits
-from ifbbench.studies.tune_candidates import Candidate, Goal, Judge
+from ifbbench.studies.tune_candidates import EQUAL_SHARE, Candidate, Goal, Judge
 from ifbbench.studies.tune_rate import (
+    FINE,
     MAX_FACTOR,
     find_max_rate,
     find_replicas,
+    has_stretches,
     max_runs_for_rate,
     max_runs_for_replicas,
+    rates_of_stretches,
 )
 from ifbbench.studies.tune_runs import Case, Runs
 from ifbbench.studies.tune_space import Settings, Space
 from ifbbench.workload.load import read_source
-from ifbbench.workload.trace import columns_of
+from ifbbench.workload.trace import Trace, columns_of
 
 FIRST_REQUESTS = 250
 # A prefix: at least this share of the trace, and so many times the requests that run at once.
@@ -34,13 +37,13 @@ MIN_PREFIX, PREFIX_SHARE, CONCURRENCY_FACTOR = 300, 1 / 12, 2
 MAX_PREFIX_ERROR = 0.1
 # Work: simulated requests, as a share of those of an exhaustive grid, between limits in whole traces. The search on
 # prefixes takes at most a third.
-WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.07, 7.0, 20.0, 1 / 3
+WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.07, 14.0, 20.0, 1 / 3
 # In the end, settings that have not been changed alone are, by this step and in so many runs.
 IMPORTANCE_STEP, IMPORTANCE_RUNS = 1.9, 3
 FINALISTS = 3
 # Further starts: shares of the requests that run at once without a limit, and token budgets.
 SPREAD_DIVISORS, SPREAD_TOKENS = (2, 4, 8), (512, 2048)
-PREFIX_STEPS, WHOLE_STEPS = (4.0, 2.0), (2.0, 2.0**0.5)
+PREFIX_STEPS, WHOLE_STEPS, LAST_STEP = (4.0, 2.0), (2.0, 2.0**0.5), 2.0**0.25
 # Where objectives are missed, or settings with so many times the best figure miss them: a grid of the two limits that
 # decide gaps and waiting, shares of the requests that run at once by token budgets, and further work in whole traces
 # around the nearest of its points.
@@ -50,6 +53,8 @@ NEAREST, NEAREST_STEPS, NEAREST_WORK = 3, (2.0**0.5, 2.0**0.25), 12.0
 # With max_rate, settings are compared at this many times the rate that the best ones so far reach.
 # ROUND_WORK: the share of the work that a round of comparing takes.
 PRESSURE, MIN_GAIN, MAX_ROUNDS, ROUND_WORK = 1.05, 1.01, 4, 0.4
+# Values of settings that lose less than this share of the goal's figure make way for the default ones.
+TIE = 5e-3
 # A deployment that costs so many times the best so far, with the limits of trtllm-bench's rule, is not searched.
 COST_GPUS, FAR_OFF = 64, 1.3
 
@@ -57,7 +62,8 @@ COST_GPUS, FAR_OFF = 64, 1.3
 @dataclass
 class Tuning:
     """What a search found. best: None if no setting runs. baselines: what users get without a search. importance: see
-    Judge. is_complete: it was not interrupted."""
+    Judge. is_complete: it was not interrupted. rates_of_stretches: with the goal max_rate, that of each third of the
+    trace alone, in order. as_recorded: with it and recorded arrivals, the best settings under these."""
 
     goal: Goal
     space: Space
@@ -67,6 +73,8 @@ class Tuning:
     baselines: list[Candidate] = field(default_factory=list)
     importance: dict[str, dict[str, Any]] = field(default_factory=dict)
     is_complete: bool = False
+    rates_of_stretches: list[float] = field(default_factory=list)
+    as_recorded: Candidate | None = None
 
 
 OnBest = Callable[[Candidate], None]
@@ -78,7 +86,7 @@ class Tuner:
 
     def __init__(
         self,
-        source: str | None,
+        source: str | Trace | None,
         base: RunConfig,
         fixed: frozenset[str],
         goal: Goal,
@@ -90,7 +98,8 @@ class Tuner:
         if base.hardware is None:
             raise InputError(f"--device {base.device}: tune simulates; give a hardware profile, such as sim:h100-sxm.")
         self.base = base
-        self.runs = Runs(read_source(source, base, progress), base)
+        trace = source if isinstance(source, Trace) else read_source(source, base, progress)
+        self.runs = Runs(trace, base)
         self.space = Space.of(base, fixed, self.runs.trace)
         self.goal = Goal(goal.name, goal.objectives, self._refused())
         if goal.name == "max_rate" and (self.runs.rate_per_s is None or base.concurrency is not None):
@@ -110,6 +119,8 @@ class Tuner:
         self._on_best = on_best
         self._candidates: dict[Case, Candidate] = {}
         self._stage_label = ""
+        # A factor of the rate that the first requests alone take.
+        self._near = 1.0
         # Simulated requests at the end of the stage, and of the stages after it, both at most.
         self._stage_end = self._later_work = 0.0
         self.judge = Judge(self.goal, self.runs, price)
@@ -139,6 +150,24 @@ class Tuner:
         self.found.candidates = sorted(self._candidates.values(), key=self.judge.key, reverse=True)
         return self.found
 
+    def without_search(self, max_gpus: int) -> Candidate | None:
+        """With the goal cost: the cheapest candidate of the settings from which a search starts, with at most so many
+        GPUs; None if these are not enough. InputError if the model does not fit."""
+        (tp,) = self.space.tp_sizes(max_gpus)
+        most = min(self._max_replicas(tp), max_gpus // (tp * self.base.pp_size))
+        best: Candidate | None = None
+        for point in self._starts(tp)[:2]:
+            near = most if best is None else best.run.case.replicas
+            run = find_replicas(self.runs, self.goal, point, most, near)
+            best = self.judge.best_of([best, None if run is None else self.judge.candidate(run)])
+            most = most if best is None else best.run.case.replicas
+        return best
+
+    def spare_rate(self, one: Candidate) -> float:
+        """How much faster requests may come, as a share of their rate, before the replicas of `one` miss objectives."""
+        case = one.run.case
+        return max(find_max_rate(self.runs, self.goal, case.settings, case.replicas).low - 1.0, 0.0)
+
     def _search(self) -> None:
         best = None
         self._progress.stage("searching")
@@ -146,7 +175,9 @@ class Tuner:
         deployments = [(tp, self._replicas(tp)) for tp in self.space.tp_sizes(self.max_gpus)]
         of_load = [self._load_work(tp, MAX_ROUNDS) for tp, _ in deployments] if self.goal.needs_stable_queue else []
         later = sum(of_load) if of_load else self.allowed_work
-        self._stage("first answer", FIRST_REQUESTS * sum(count for _, count in deployments), later)
+        later += self._last_work
+        of_first = 1 + (self.goal.name == "max_rate") * max_runs_for_rate(self.runs, is_final=False)
+        self._stage("first answer", of_first * FIRST_REQUESTS * sum(count for _, count in deployments), later)
         starts = {tp: self._starts(tp) for tp, _ in deployments}
         if self.base.enable_steady_state and (self.goal.name == "cost" or any(count > 1 for _, count in deployments)):
             raise InputError(
@@ -159,13 +190,20 @@ class Tuner:
             best = self.judge.best_of([best, *first])
         if best is None:
             raise InputError(f"no setting runs this trace: {self.runs.done[0].error}.")
+        if self.goal.name == "max_rate" and best.run.case.requests is not None:
+            case = best.run.case
+            near = find_max_rate(self.runs, self.goal, case.settings, case.replicas, requests=case.requests)
+            if near.run is not None:
+                best = self.judge.candidate(near.run, rate=near) or best
+                self._near = near.low
         self._announce(best)
         of_baselines = 2 * (self._load_runs(deployments[0][0]) if of_load else 1) * self.runs.total
         self._stage("baselines", of_baselines, later)
         self._baselines(deployments, starts)
         if self.goal.needs_stable_queue:
             for index, (tp, replicas) in enumerate(deployments):
-                self._search_load(starts[tp], replicas, sum(of_load[index + 1 :]))
+                self._search_load(starts[tp], replicas, sum(of_load[index + 1 :]) + self._last_work)
+            self._finish_load()
             return
         for index, (tp, replicas) in enumerate(deployments):
             self._search_settings(starts[tp], replicas, len(deployments), len(deployments) - 1 - index)
@@ -192,7 +230,7 @@ class Tuner:
         tuned = (*self.space.point(tp_size=tp), *TUNERS.items())
         wanted = {"trtllm-bench rule": starts[tp][0], "dynamic tuning": tuned}
         if self.goal.needs_stable_queue:
-            rule = self._at_full_load(starts[tp][0], replicas, None)
+            rule = self._at_full_load(starts[tp][0], replicas, None, self._near)
             near = rule.rate.low if rule and rule.rate else 1.0
             found = [rule, self._at_full_load(tuned, replicas, rule, near)]
         else:
@@ -220,7 +258,7 @@ class Tuner:
         else:
             finalists = starts  # the whole trace is the only prefix
         self._stage("searching on the whole trace", allowed - self.runs.work, after)
-        best = self._descend([Case(point, None, replicas) for point in finalists], WHOLE_STEPS, allowed)
+        best = self._descend([Case(point, None, replicas) for point in finalists], (*WHOLE_STEPS, LAST_STEP), allowed)
         if best is not None and self._is_held_back(best):
             best = self.judge.best_of([best, self._search_nearest(starts[0], replicas, prefix, after)])
         self._stage("trying settings alone", importance, later * left)
@@ -232,9 +270,44 @@ class Tuner:
                 if known.get(name, {}).get("effect") is None
             ]
             others = self._evaluate([replace(best.run.case, settings=point) for point in moves[:IMPORTANCE_RUNS]])
-            best = self.judge.best_of([best, *others]) or best
-            self._announce(best)
+            best = self._with_defaults(self.judge.best_of([best, *others]) or best)
+            self._replace_best(best)
             self.found.importance = self.judge.importance(best, self._candidates.values(), self.space)
+
+    def _with_defaults(self, best: Candidate) -> Candidate:
+        """`best` with the default value of each setting with which the goal's figure stays the same: a value that
+        gains nothing with these requests, such as few batch slots, may cost much with the next ones."""
+        case, score = best.run.case, best.score
+        usual = dict(self.space.point(tp_size=best.settings["tp_size"]))
+        names = [name for name, value in usual.items() if best.settings.get(name) != value]
+        trials = [names, *([name] for name in names)] if len(names) > 1 else [names] * len(names)
+        for trial in trials:
+            changed = {name: usual[name] for name in trial if best.settings[name] != usual[name]}
+            if not changed:
+                continue
+            point = tuple((best.settings | changed).items())
+            for one in self._evaluate([replace(case, settings=point)]):
+                if self._is_as_good(one, best, score):
+                    best = replace(one, rate=best.rate, score=score if best.rate else one.score)
+        return best
+
+    def _replace_best(self, best: Candidate) -> None:
+        if best != self.found.best:
+            self.found.best = best
+            self._on_best(best)
+
+    def _is_as_good(self, one: Candidate, best: Candidate, score: float) -> bool:
+        """Whether `one` misses no more than `best`, which runs under the same load, and has about this score."""
+        missed = self.goal.shortfalls(one.summary), self.goal.shortfalls(best.summary)
+        if any(ratio > missed[1].get(name, 1.0) for name, ratio in missed[0].items()):
+            return False
+        if self.goal.name == "max_rate":
+            return True
+        # What needs no search is not better, but for differences that are none.
+        rules = [other.score for other in self.found.baselines if not self.goal.shortfalls(other.summary)]
+        return one.score >= max(
+            [score - TIE * abs(score), *(rule - EQUAL_SHARE * abs(rule) for rule in rules if rule <= score)]
+        )
 
     def _is_held_back(self, best: Candidate) -> bool:
         """Whether `best` misses objectives, or settings that are clearly faster miss them."""
@@ -320,7 +393,7 @@ class Tuner:
         later: simulated requests of the search that follows, at most."""
         is_rate, settings, full_load = self.goal.name == "max_rate", starts[0], replicas
         best: Candidate | None = None
-        start, steps = 1.0, list(WHOLE_STEPS)
+        start, steps = self._near, list(WHOLE_STEPS)
         tp, of_comparing = dict(settings)["tp_size"], ROUND_WORK * self.allowed_work
         for rounds in range(MAX_ROUNDS - 1, -1, -1):
             after = self._load_work(tp, rounds) + later
@@ -353,6 +426,47 @@ class Tuner:
             self._stage("confirming the highest rate", self._load_runs(tp, is_final=True) * self.runs.total, later)
             near = best.rate.low if best.rate else 1.0
             self._at_full_load(best.run.case.settings, replicas, best, near, is_final=True)
+
+    def _finish_load(self) -> None:
+        """The default values of settings that do not matter, and what the best settings do under other loads."""
+        best = self.found.best
+        assert best is not None
+        if self.goal.name == "cost":
+            self._replace_best(self._with_defaults(best))
+        elif best.rate is not None and best.rate.is_final:
+            of_final = self._load_runs(1, is_final=True) * self.runs.total
+            self._stage("returning to default values", of_final, self._last_work - of_final)
+            settings, case = self._with_defaults(best).run.case.settings, best.run.case
+            if settings != case.settings:
+                again = self._at_full_load(settings, case.replicas, best, case.rate, is_final=True)
+                if again is not None and again.score >= best.score * (1 - FINE):
+                    self._replace_best(again)
+                    best = again
+            self._other_loads(best)
+
+    @property
+    def _last_work(self) -> float:
+        """Simulated requests, at most, of what follows when the highest rate is known."""
+        if self.goal.name != "max_rate":
+            return 0.0
+        runs = self._load_runs(1, is_final=True) + self._load_runs(1)
+        if self.base.request_rate is None:
+            runs += max_runs_for_replicas(COST_GPUS)
+        return float(runs * self.runs.total)
+
+    def _other_loads(self, best: Candidate) -> None:
+        """What the best settings do with the traffic as it was recorded, and with each third of it alone."""
+        assert best.rate is not None
+        if has_stretches(self.runs):
+            self._stage("the highest rates of thirds", self._load_runs(1) * self.runs.total, 0.0)
+            self.found.rates_of_stretches = rates_of_stretches(self.runs, self.goal, best.rate)
+        if self.base.request_rate is not None:
+            return
+        settings, most = best.run.case.settings, min(self.runs.sessions, COST_GPUS)
+        self._stage("the traffic as recorded", max_runs_for_replicas(most) * self.runs.total, 0.0)
+        near = max(round(1 / best.run.case.rate * best.run.case.replicas), 1)
+        run = find_replicas(self.runs, self.goal, settings, most, near)
+        self.found.as_recorded = None if run is None else self.judge.candidate(run)
 
     def _is_far_off(self, one: Candidate) -> bool:
         """Whether the cost is so far above the best so far that no change of limits will make up for it."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from ifbbench.analysis.confidence import RunSample
@@ -27,6 +28,7 @@ from ifbbench.studies.sweep import check_free
 from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import Candidate, Goal
 from ifbbench.studies.tune_certainty import at_risk, interval_of, intervals, is_undecided, next_best
+from ifbbench.workload.trace import columns_of
 
 FIGURES = (
     "request_throughput_per_s",
@@ -40,6 +42,10 @@ FIGURES = (
     "prefix_hit_rate",
     "peak_scheduled_requests",
 )
+# Bursts are shown by the requests that arrive within so many seconds.
+BURST_S = 10.0
+# Settings that files for other servers have only if the search decided them.
+UNLESS_DECIDED = ("policy", "context_chunking_policy", "tokens_per_block", "enable_kv_cache_reuse")
 RUN, ANSWER, PICTURE = "run", "tune.json", "pareto"
 SERVER_FILES, RUN_CONFIG = ("trtllm-serve.yaml", "gptManagerBenchmark.txt", "vllm.txt"), "run.yaml"
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
@@ -57,16 +63,24 @@ def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence
     sample = runs[0].sample if len(runs) == 1 else sample
     found = intervals(tuning, sample) if sample else {}
     lines = [shlex.join(words) for words in commands]
+    recommended = described(best, goal)
+    if tuning.rates_of_stretches:
+        recommended["figures"] |= {
+            "max_rate_interval": rate_range(tuning),
+            "max_rate_by_third": tuning.rates_of_stretches,
+        }
     shown = {one.run.case: described(one, goal) for one in (*tuning.candidates, *tuning.baselines)}
     return {
         "goal": goal.name,
         "slo": {one.name: one.target_s for one in goal.objectives},
         "recommendation": {
-            **described(best, goal),
+            **recommended,
             "intervals_95": found,
             "interval_of": interval_of(sample) if sample else None,
             "expected_error": best.summary.get("expected_error"),
             "rate_from": rate_from(best, tuning.runs.base),
+            "rate_interval_of": rate_interval_of(tuning),
+            "as_recorded": as_recorded(tuning),
             "at_risk": at_risk(best.summary, goal.objectives),
             "next_best": next_best(best, tuning, found),
             "command": "\n".join(lines),
@@ -100,6 +114,51 @@ def rate_from(best: Candidate, base: RunConfig) -> str | None:
         return "--request_rate"
     changed = {True: ", compressed", False: ", stretched"}[best.rate.low > 1] if best.rate.low != 1 else ""
     return f"recorded arrivals{changed}"
+
+
+def rate_range(tuning: Tuning) -> list[float]:
+    """The lowest and the highest of the highest rates of the trace and of each third of it."""
+    assert tuning.best is not None
+    rates = [tuning.best.score, *tuning.rates_of_stretches]
+    return [min(rates), max(rates)]
+
+
+def rate_interval_of(tuning: Tuning) -> str | None:
+    """What the interval of the highest rate is of, or why there is none, in words; None with another goal."""
+    best, rates = tuning.best, tuning.rates_of_stretches
+    assert best is not None
+    if best.rate is None:
+        return None
+    if best.rate.interval:
+        return f"95 % interval of the mean highest rate over {len(best.rate.by_seed)} seeds of the arrivals."
+    if rates:
+        return (
+            "From the lowest to the highest of the rates that the whole trace and each third of it allow with these "
+            f"settings; the thirds: {', '.join(f'{rate:.3g}' for rate in rates)} requests/s."
+        )
+    return "No interval of the highest rate: the trace is too short to be cut into thirds."
+
+
+def as_recorded(tuning: Tuning) -> dict[str, Any] | None:
+    """How many GPUs the traffic needs as it was recorded, with the recommended settings; None with another goal or
+    another rate. gpus: None if the most that were tried are not enough."""
+    best, base = tuning.best, tuning.runs.base
+    assert best is not None
+    if best.rate is None or base.request_rate is not None or not best.rate.is_final:
+        return None
+    found = tuning.as_recorded
+    return {
+        "rate_requests_per_s": tuning.runs.rate_per_s,
+        "fits": best.rate.low >= 1,
+        "gpus": found and found.gpus,
+        "replicas": found and found.run.case.replicas,
+    }
+
+
+def busiest(tuning: Tuning, factor: float = 1.0) -> int:
+    """The most requests that arrive within BURST_S when arrivals come `factor` times as fast as recorded."""
+    arrivals_s = np.sort(np.asarray(columns_of(tuning.runs.trace.requests).arrival_s)) / factor
+    return int((np.searchsorted(arrivals_s, arrivals_s + BURST_S) - np.arange(len(arrivals_s))).max())
 
 
 def described(one: Candidate, goal: Goal) -> dict[str, Any]:
@@ -252,30 +311,49 @@ def write_run_config(tuning: Tuning, trace: str | None, directory: Path) -> Path
     return directory / RUN_CONFIG
 
 
+def decided(tuning: Tuning) -> dict[str, Any]:
+    """The recommended settings without those of UNLESS_DECIDED that the search left at their default because no other
+    value was better, and that were not given."""
+    best, space = tuning.best, tuning.space
+    assert best is not None
+    usual = dict(space.point(tp_size=best.settings["tp_size"]))
+
+    def is_decided(name: str, value: Any) -> bool:
+        matters = (tuning.importance.get(name) or {}).get("effect")
+        return name not in UNLESS_DECIDED or name in space.fixed or value != usual.get(name) or bool(matters)
+
+    return {name: value for name, value in best.settings.items() if is_decided(name, value)}
+
+
 def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Path]:
-    """The settings for trtllm-serve, gptManagerBenchmark and vLLM."""
+    """The settings for trtllm-serve, gptManagerBenchmark and vLLM. What is not among them is left to each server."""
     import yaml
 
     chunked = settings["enable_chunked_context"]
-    # A trace of lengths alone cannot tell whether prompts share prefixes: then nothing is said about reuse, and each
-    # server keeps its default.
-    reuse = settings.get("enable_kv_cache_reuse")
-    cache = {"tokens_per_block": settings["tokens_per_block"]}
+    names = {
+        "kv_cache_config": {"enable_kv_cache_reuse": "enable_block_reuse", "tokens_per_block": "tokens_per_block"},
+        "scheduler_config": {
+            "policy": "capacity_scheduler_policy",
+            "context_chunking_policy": "context_chunking_policy",
+        },
+    }
     llm = {
         "max_batch_size": settings["max_batch_size"],
         "max_num_tokens": settings["max_num_tokens"],
         "tensor_parallel_size": settings["tp_size"],
         "enable_chunked_prefill": chunked,
-        "kv_cache_config": cache if reuse is None else {"enable_block_reuse": reuse} | cache,
-        "scheduler_config": {
-            "capacity_scheduler_policy": settings["policy"].upper(),
-            "context_chunking_policy": settings["context_chunking_policy"].upper(),
-        },
     }
+    for section, keys in names.items():
+        values = {theirs: settings[name] for name, theirs in keys.items() if name in settings}
+        if values:
+            upper = {key: value.upper() if isinstance(value, str) else value for key, value in values.items()}
+            llm[section] = upper
+    policy, block = settings.get("policy"), settings.get("tokens_per_block")
+    reuse = settings.get("enable_kv_cache_reuse")
     gpt_manager = [
         f"--max_batch_size {settings['max_batch_size']}",
         f"--max_num_tokens {settings['max_num_tokens']}",
-        f"--scheduler_policy {settings['policy']}",
+        *([] if policy is None else [f"--scheduler_policy {policy}"]),
         f"--enable_chunked_context {str(chunked).lower()}",
         *([] if reuse is None else [f"--enable_kv_cache_reuse {str(reuse).lower()}"]),
     ]
@@ -284,7 +362,7 @@ def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Pat
         f"--max-num-seqs {settings['max_batch_size']}",
         f"--max-num-batched-tokens {settings['max_num_tokens']}",
         f"--tensor-parallel-size {settings['tp_size']}",
-        f"--block-size {settings['tokens_per_block']}",
+        *([] if block is None else [f"--block-size {block}"]),
         f"--{no[chunked]}enable-chunked-prefill",
         *([] if reuse is None else [f"--{no[reuse]}enable-prefix-caching"]),
     ]

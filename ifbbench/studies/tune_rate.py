@@ -1,11 +1,12 @@
 """The load that given settings take: the highest rate of arrivals, and the fewest replicas."""
 
-from collections.abc import Callable
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, log, log1p, log2, sqrt
 from statistics import fmean
 
 from ifbbench.studies.tune_candidates import Goal, MaxRate
-from ifbbench.studies.tune_runs import Case, Run, Runs
+from ifbbench.studies.tune_runs import MIN_STRETCH, STRETCHES, Case, Run, Runs, mean_rate
 from ifbbench.studies.tune_space import Settings
 
 # The rate is found to this share, while settings are compared and in the end. Around the border one rate may fail and a
@@ -14,21 +15,58 @@ COARSE, FINE, RATES_ABOVE = 0.02, 0.005, (1.01, 1.02, 1.03)
 MAX_FACTOR = 64.0
 SEEDS = 3
 
-Meets = Callable[[float], bool]
+Asking = Generator[float, bool, "Border"]
+"""Yields factors of the rate; is sent whether objectives are met at each of them."""
+
+
+@dataclass(frozen=True)
+class Border:
+    """low: the highest factor of the rate that meets the objectives; None if none does. high: the lowest one found
+    above it that does not; None if none was found."""
+
+    low: float | None
+    high: float | None
 
 
 def find_max_rate(
-    runs: Runs, goal: Goal, settings: Settings, replicas: int = 1, start: float = 1.0, is_final: bool = False
+    runs: Runs,
+    goal: Goal,
+    settings: Settings,
+    replicas: int = 1,
+    start: float = 1.0,
+    is_final: bool = False,
+    requests: int | None = None,
 ) -> MaxRate:
-    """By bisection, on the whole trace. start: a factor near the answer. is_final: to FINE, and with several seeds
-    where arrivals are drawn; `low` is then the mean."""
-    found = _border(runs, goal, settings, replicas, start, runs.base.seed, is_final)
-    if found.run is None or not is_final or not draws_arrivals(runs):
-        return found
-    seeds = range(runs.base.seed + 1, runs.base.seed + SEEDS)
-    others = [_border(runs, goal, settings, replicas, found.low, seed, is_final) for seed in seeds]
-    by_seed = (found.low, *(one.low for one in others))
-    return MaxRate(found.run, fmean(by_seed), found.high, by_seed, is_final)
+    """By bisection, on the whole trace or its first `requests`. start: a factor near the answer. is_final: to FINE, and
+    with several seeds where arrivals are drawn; `low` is then the mean."""
+    case = Case(settings, requests, replicas)
+    (found,) = _borders(runs, goal, [case], start, is_final)
+    if found.low is None:
+        return MaxRate(None, 0.0, found.high)
+    run = runs.run([replace(case, rate=found.low)])[0]
+    if not is_final or not draws_arrivals(runs):
+        return MaxRate(run, found.low, found.high, is_final=is_final)
+    seeds = [replace(case, seed=seed) for seed in range(runs.base.seed + 1, runs.base.seed + SEEDS)]
+    by_seed = (found.low, *(one.low or 0.0 for one in _borders(runs, goal, seeds, found.low, is_final)))
+    return MaxRate(run, fmean(by_seed), found.high, by_seed, is_final)
+
+
+def rates_of_stretches(runs: Runs, goal: Goal, found: MaxRate) -> list[float]:
+    """The highest rate (requests/s) of each third of the trace, alone, with the settings of `found`; 0 where none meets
+    the objectives. Empty if thirds are too short to say."""
+    if found.run is None or not has_stretches(runs):
+        return []
+    case = replace(found.run.case, rate=1.0)
+    cases = [replace(case, stretch=number) for number in range(STRETCHES)]
+    borders = _borders(runs, goal, cases, found.run.case.rate, is_fine=False)
+    rates = [mean_rate(runs.trace_of(one)) or 0.0 for one in cases]
+    return [(border.low or 0.0) * rate for border, rate in zip(borders, rates, strict=True)]
+
+
+def has_stretches(runs: Runs) -> bool:
+    """Whether the trace can be cut into stretches that show how much the highest rate varies. With arrivals that are
+    drawn, other seeds show that."""
+    return min(runs.total, runs.sessions) >= STRETCHES * MIN_STRETCH and not draws_arrivals(runs)
 
 
 def max_runs_for_rate(runs: Runs, is_final: bool) -> int:
@@ -52,40 +90,51 @@ def draws_arrivals(runs: Runs) -> bool:
     return base.enable_exp_delays or base.burstiness is not None or base.arrival is not None
 
 
-def _border(
-    runs: Runs, goal: Goal, settings: Settings, replicas: int, start: float, seed: int, is_fine: bool
-) -> MaxRate:
-    def run(factor: float) -> Run:
-        return runs.run([Case(settings, None, replicas, rate=factor, seed=None if seed == runs.base.seed else seed)])[0]
+def _borders(runs: Runs, goal: Goal, cases: Sequence[Case], start: float, is_fine: bool) -> list[Border]:
+    """The border of each case, of which `rate` changes; the cases take their steps at the same time, in parallel."""
+    step = 2.0 if start == 1.0 else 1 + (COARSE if is_fine else 0.1)
+    asking = dict(enumerate(_border(start, step, is_fine) for _ in cases))
+    wanted = {number: next(one) for number, one in asking.items()}
+    found: dict[int, Border] = {}
+    while wanted:
+        tried = runs.run([replace(cases[number], rate=factor) for number, factor in wanted.items()])
+        for number, run in zip(list(wanted), tried, strict=True):
+            try:
+                wanted[number] = asking[number].send(not run.error and not goal.shortfalls(run.summary))
+            except StopIteration as ended:
+                found[number] = ended.value
+                del wanted[number]
+    return [found[number] for number in range(len(cases))]
 
-    def meets(factor: float) -> bool:
-        tried = run(factor)
-        return not tried.error and not goal.shortfalls(tried.summary)
 
-    low, high = _bracket(meets, start, 2.0 if start == 1.0 else 1 + (COARSE if is_fine else 0.1))
+def _border(start: float, step: float, is_fine: bool) -> Asking:
+    low, high = yield from _bracket(start, step)
     if low is None:
-        return MaxRate(None, 0.0, high)
+        return Border(None, high)
     while high is not None and high > low * (1 + (FINE if is_fine else COARSE)):
         middle = sqrt(low * high)
-        low, high = (middle, high) if meets(middle) else (low, middle)
+        low, high = (middle, high) if (yield middle) else (low, middle)
     if high is not None and is_fine:
-        passing = [factor for factor in (low * above for above in RATES_ABOVE) if meets(factor)]
+        passing = []
+        for above in RATES_ABOVE:
+            if (yield low * above):
+                passing.append(low * above)
         low, high = max([low, *passing]), high if not passing else max(passing) * RATES_ABOVE[0]
-    return MaxRate(run(low), low, high, is_final=is_fine)
+    return Border(low, high)
 
 
-def _bracket(meets: Meets, start: float, step: float) -> tuple[float | None, float | None]:
+def _bracket(start: float, step: float) -> Generator[float, bool, tuple[float | None, float | None]]:
     """A factor that meets the objectives and a larger one that does not, in growing steps from `start` on; None where
     there is none."""
     factor = start
-    if meets(start):
+    if (yield start):
         while factor * step <= start * MAX_FACTOR:
-            if not meets(factor * step):
+            if not (yield factor * step):
                 return factor, factor * step
             factor, step = factor * step, min(step * step, 2.0)
         return factor, None
     while factor / step >= start / MAX_FACTOR:
-        if meets(factor / step):
+        if (yield factor / step):
             return factor / step, factor
         factor, step = factor / step, min(step * step, 2.0)
     return None, factor

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from ifbbench.settings.config import RunConfig
-from ifbbench.studies.points import PointResult, run_points, summarise_replicas
+from ifbbench.studies.points import PointResult, run_all, summarise_replicas
 from ifbbench.studies.tune_space import Settings
 from ifbbench.workload.arrivals import predecessors, session_starts
-from ifbbench.workload.load import in_memory, load_trace
+from ifbbench.workload.load import in_memory, load_trace, stretch_of
 from ifbbench.workload.trace import Trace, columns_of
 
 # Settings that have made the requests of a trace; they are not applied again.
@@ -24,17 +24,22 @@ APPLIED: Mapping[str, Any] = {
     "replica": None,
 }
 
+# What a trace is cut into, to see how much the highest rate varies; a stretch has so many requests at least.
+STRETCHES, MIN_STRETCH = 3, 100
+
 
 @dataclass(frozen=True)
 class Case:
     """One run. requests: the first of the trace; None is all. replicas: servers that share them. rate: arrivals come so
-    many times as fast. seed: of arrivals that are drawn; None is that of the settings."""
+    many times as fast. seed: of arrivals that are drawn; None is that of the settings. stretch: a third of the trace, 0
+    to STRETCHES - 1; None is all of it."""
 
     settings: Settings
     requests: int | None = None
     replicas: int = 1
     rate: float = 1.0
     seed: int | None = None
+    stretch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,9 @@ class Runs:
         self.on_work: Callable[[], None] = lambda: None
         self._source = source
         self._processes = processes
-        self._traces: dict[int, Trace] = {}
+        self._traces: dict[tuple[int, int | None], Trace] = {}
         self._known: dict[Case, Run] = {}
-        self.trace = self._trace(base.seed)
+        self.trace = self._trace(base.seed, None)
 
     @property
     def total(self) -> int:
@@ -79,30 +84,27 @@ class Runs:
         """The given rate of arrivals, else their mean rate; None if all requests arrive at once."""
         if self.base.request_rate is not None:
             return self.base.request_rate
-        arrivals = columns_of(self.trace.requests).arrival_s
-        span_s = arrivals[-1] - arrivals[0]
-        return (len(arrivals) - 1) / span_s if span_s > 0 else None
+        return mean_rate(self.trace)
 
     def run(self, cases: Sequence[Case]) -> list[Run]:
         """The outcome of each case; those of before are not run again."""
-        groups: dict[tuple[int | None, int], list[Case]] = {}
-        for case in dict.fromkeys(cases):
-            if case not in self._known:
-                groups.setdefault((case.seed, case.replicas), []).append(case)
-        for (_, replicas), wanted in groups.items():
-            trace = self.trace_of(wanted[0])
-            self.work += sum(min(case.requests or len(trace), len(trace)) for case in wanted)
-            configs = [self.config(case) for case in wanted]
+        wanted = [case for case in dict.fromkeys(cases) if case not in self._known]
+        for replicas in dict.fromkeys(case.replicas for case in wanted):
+            alike = [case for case in wanted if case.replicas == replicas]
+            traces = [self.trace_of(case) for case in alike]
+            self.work += sum(
+                min(case.requests or len(trace), len(trace)) for case, trace in zip(alike, traces, strict=True)
+            )
+            pairs = [(trace, self.config(case)) for case, trace in zip(alike, traces, strict=True)]
             run_point = partial(summarise_replicas, replicas=replicas)
-            results = run_points(trace, configs, self._processes, run_point=run_point)
-            for case, result in zip(wanted, results, strict=True):
-                self._known[case] = _run_of(case, result)
+            for number, result in run_all(run_point, pairs, self._processes):
+                self._known[alike[number]] = _run_of(alike[number], result)
             self.on_work()
         return [self._known[case] for case in cases]
 
     def trace_of(self, case: Case) -> Trace:
         """The requests that a case runs over, of which it may take the first ones."""
-        return self._trace(self.base.seed if case.seed is None else case.seed)
+        return self._trace(self.base.seed if case.seed is None else case.seed, case.stretch)
 
     def config(self, case: Case) -> RunConfig:
         """The settings of a run over a trace that has its arrivals and lengths already."""
@@ -118,11 +120,22 @@ class Runs:
             }
         )
 
-    def _trace(self, seed: int) -> Trace:
+    def _trace(self, seed: int, stretch: int | None) -> Trace:
         """The requests with the arrivals that `base` asks for."""
-        if seed not in self._traces:
-            self._traces[seed] = in_memory(load_trace(self._source, self.base.with_values(seed=seed)))
-        return self._traces[seed]
+        if (seed, stretch) not in self._traces:
+            if stretch is None:
+                trace = load_trace(self._source, self.base.with_values(seed=seed))
+            else:
+                trace = stretch_of(self._trace(seed, None), stretch, STRETCHES)
+            self._traces[seed, stretch] = in_memory(trace)
+        return self._traces[seed, stretch]
+
+
+def mean_rate(trace: Trace) -> float | None:
+    """The mean rate of arrivals (1/s); None if all requests arrive at once."""
+    arrivals_s = columns_of(trace.requests).arrival_s
+    span_s = arrivals_s[-1] - arrivals_s[0]
+    return (len(arrivals_s) - 1) / span_s if span_s > 0 else None
 
 
 def _run_of(case: Case, result: PointResult) -> Run:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, is_read_once
@@ -175,9 +176,7 @@ def _until(duration_s: float | None, columns: RequestColumns, keeps_arrivals: bo
 def _share(columns: RequestColumns, replica: str) -> RequestColumns:
     """The requests of replica K of N (`K/N`): requests, and sessions as a whole, go to the replicas in turn."""
     number, replicas = map(int, replica.split("/"))
-    turn = np.arange(len(columns))
-    if columns.after is not None:
-        turn = np.unique(session_starts(predecessors(columns)), return_inverse=True)[1]
+    turn = _sessions(columns)
     chosen = np.flatnonzero(turn % replicas == number - 1)
     if not len(chosen):
         kind = "requests" if columns.after is None else "sessions"
@@ -185,6 +184,30 @@ def _share(columns: RequestColumns, replica: str) -> RequestColumns:
             f"--replica {replica}: no request is left for it, the trace has {turn.max() + 1} {kind}; give "
             "fewer replicas."
         )
+    return _chosen(columns, chosen)
+
+
+def stretch_of(trace: Trace, number: int, count: int) -> Trace:
+    """The `number`-th, from 0 on, of `count` stretches of `trace` with equally many requests, or sessions as a whole.
+    Its first request arrives at 0."""
+    columns = columns_of(trace.requests)
+    session = _sessions(columns)
+    chosen = np.flatnonzero(session * count // (session.max() + 1) == number)
+    columns = _chosen(columns, chosen)
+    arrivals_s = np.asarray(columns.arrival_s)
+    return replace(trace, requests=replace(columns, arrival_s=seconds(arrivals_s - arrivals_s.min())))
+
+
+def _sessions(columns: RequestColumns) -> NDArray[np.int64]:
+    """The number of each request's session, in the order in which sessions start; each request is one without them."""
+    if columns.after is None:
+        return np.arange(len(columns))
+    found: NDArray[np.int64] = np.unique(session_starts(predecessors(columns)), return_inverse=True)[1]
+    return found
+
+
+def _chosen(columns: RequestColumns, chosen: NDArray[np.int64]) -> RequestColumns:
+    """The requests at these positions."""
     return _taken(columns, lambda column: array(column.typecode, np.asarray(column)[chosen].tobytes()))
 
 

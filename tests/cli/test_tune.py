@@ -201,10 +201,36 @@ def test_impossible_objectives_end_with_status_1(tmp_path):
     assert "ttft.p99 is" in found["verdict"]
 
 
+def test_deployments_are_compared_by_what_they_cost(tmp_path):
+    slo = ["--slo", "ttft.p99=500ms", "--slo", "tpot.p99=20ms"]
+    kinds = ["--device", "h100-sxm,b200", "--dtype", "bf16,fp8", "--tp_size", "1,2", "--goal", "cost"]
+    result = tune(tmp_path, *kinds, *slo, "--gpu-hour-price", "h100=2.5,b200=7", "--quiet")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "tuned/tune.json").read_text())
+    rows = found["deployments"]
+    assert len(rows) == 8
+    searched = [row for row in rows if row.get("is_searched")]
+    assert rows[: len(searched)] == searched
+    assert {row["device"] for row in searched} == {"h100-sxm", "b200"}
+    for row in rows:
+        if row["gpus"] is None:
+            assert row["needs_gpus"] > min(one["gpus"] for one in searched if one["device"] == row["device"])
+            continue
+        assert row["gpus"] == row["replicas"] * row["tp_size"] * row["pp_size"]
+        assert row["price_per_hour"] == row["gpus"] * {"h100-sxm": 2.5, "b200": 7.0}[row["device"]]
+        assert row["nearest_objective"]["share_of_limit"] <= 1
+    prices = [row["price_per_hour"] for row in searched]
+    assert prices == sorted(prices)
+    assert searched[0]["spare_rate"] >= 0
+    assert found["recommendation"]["figures"]["gpus"] == searched[0]["gpus"]
+    assert f"it needs {searched[0]['gpus']} {searched[0]['device']}" in result.output
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         (["--device", "cpu"], "tune simulates"),
+        (["--tp_size", "1,2"], "give --goal cost"),
         (["--goal", "goodput"], "--goal output_throughput"),
         (["--goal", "speed"], "speed"),
         (["--goal", "max_rate", "--time_scale", "0"], "--goal max_rate"),

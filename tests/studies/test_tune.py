@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ifbbench.cli.tune import rate_text
+from ifbbench.cli.tune import rate_text, recorded_text
 from ifbbench.errors import InputError
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.names import from_mapping
@@ -16,7 +16,7 @@ from ifbbench.studies.points import run_points
 from ifbbench.studies.tune import Tuner, Tuning
 from ifbbench.studies.tune_candidates import Candidate, Goal
 from ifbbench.studies.tune_certainty import at_risk, is_undecided
-from ifbbench.studies.tune_files import answer, pareto, record_best, verdict
+from ifbbench.studies.tune_files import UNLESS_DECIDED, answer, decided, pareto, record_best, verdict
 from ifbbench.studies.tune_rate import (
     _bracket,
     find_max_rate,
@@ -373,7 +373,14 @@ def test_the_highest_rate_needs_arrivals_that_can_be_scaled():
 
 @pytest.mark.parametrize(("border", "low"), [(5.0, 2.5), (0.3, 0.15), (100.0, 40.0)])
 def test_a_bracket_holds_the_border(border, low):
-    met, missed = _bracket(lambda factor: factor <= border, 1.0, 2.0)
+    asking = _bracket(1.0, 2.0)
+    factor, ended = next(asking), None
+    while ended is None:
+        try:
+            factor = asking.send(factor <= border)
+        except StopIteration as end:
+            ended = end.value
+    met, missed = ended
     assert met is not None
     assert low < met <= border
     assert missed is None or missed > border
@@ -414,6 +421,42 @@ def test_a_run_without_completed_requests_has_no_candidate():
     searching = tuner()
     assert searching.judge.candidate(Run(Case(searching.space.point()), error="every request is refused")) is None
     assert isinstance(searching.runs, Runs)
+
+
+def test_the_interval_of_the_highest_rate_covers_the_thirds_of_the_trace(monkeypatch):
+    monkeypatch.setattr("ifbbench.studies.tune_rate.MIN_STRETCH", 20)
+    given: dict[str, Any] = {
+        "max_batch_size": 64,
+        "max_num_tokens": 2048,
+        "policy": "guaranteed_no_evict",
+        "enable_chunked_context": True,
+        "tokens_per_block": 32,
+    }
+    found = tune(goal="max_rate", slo="ttft.p99=300ms", max_num_samples=60, **given)
+    figures = answer(found, [], [])["recommendation"]["figures"]
+    low, high = figures["max_rate_interval"]
+    rates = [figures["max_rate_requests_per_s"], *figures["max_rate_by_third"]]
+    assert len(rates) == 4
+    assert (low, high) == (min(rates), max(rates))
+    assert "each third of it" in rate_text(figures, found)
+
+
+def test_traffic_that_fits_no_device_is_said_with_the_gpus_that_it_needs(monkeypatch):
+    given: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 512, "policy": "guaranteed_no_evict"}
+    found = tune(goal="max_rate", slo="ttft.p99=400ms", max_num_samples=60, time_scale=0.1, **given)
+    recorded = answer(found, [], [])["recommendation"]["as_recorded"]
+    assert not recorded["fits"]
+    assert recorded["gpus"] == recorded["replicas"] > 1
+    text = recorded_text(recorded, found)
+    assert f"it needs {recorded['gpus']} h100-sxm" in text
+    assert "do not fit one h100-sxm under any of these settings" in text
+
+
+def test_settings_that_gain_nothing_keep_their_default_values():
+    found = tune(goal="output_throughput", request_rate=5, max_num_samples=60)
+    assert found.best is not None
+    assert found.best.run.case.settings == found.space.point()
+    assert set(UNLESS_DECIDED) & set(decided(found)) == set()
 
 
 # How certain the answer is.

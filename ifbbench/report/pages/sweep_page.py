@@ -14,6 +14,8 @@ from ifbbench.report.sweep_table import (
     SWEEP_COLUMNS,
     WHERE_ANY,
     SweepRow,
+    best_in_words,
+    best_meeting,
     heading_of,
     meets_objectives,
     number_in,
@@ -39,6 +41,7 @@ def write_sweep_page(
     known = {item.name for item in settings()} | {"trace"}
     varied = varied_in(rows, over)
     first = rows[0]
+    best = best_meeting(rows)
     content = {
         "name": name,
         "over": list(over),
@@ -52,12 +55,14 @@ def write_sweep_page(
             and first[key] is not None
             and all(row.get(key) == first[key] for row in rows)
         },
+        "best": best_in_words(rows, over),
         "points": [
             {
                 "values": [row.get(key) for key in over],
                 "error": row.get("error"),
                 "complete": is_complete(row),
                 "meets": meets_objectives(row),
+                "best": row is best,
                 "shares": shares(row, BOUND_BY),
                 "command": command_of(row),
                 "runs": runs.get(Path(str(row.get("output"))).name, []),

@@ -119,10 +119,17 @@ function showTable(sweep) {
     return element("td", { class: best ? "number best" : "number", "data-figure": one.key, "data-value": value, title: best ? "the best of the column" : undefined }, text);
   });
   const rows = shown.map(i => element("tr", { class: sweep.selected === i ? "link selected" : "link", tabindex: 0, "data-row": i, "aria-label": sweep.titleOf(i), onclick: () => sweep.select(i), onkeydown: event => onRowKey(sweep, i, event) },
-    ...over.map(name => element("td", {}, ...breakable(short(sweep.value(name, i))))),
+    ...over.map((name, k) => element("td", {}, ...breakable(short(sweep.value(name, i))), ...(k ? [] : metMark(sweep.points[i])))),
     ...(sweep.points[i].error ? [element("td", { colspan: columns.length + 1, class: "partial" }, sweep.points[i].error)] : [element("td", {}, sharesBar(sweep, i)), ...cells(i)])));
   document.getElementById("table").replaceChildren(element("table", {}, element("caption", { class: "hidden" }, "The points of the sweep and their figures"), element("thead", {}, head), element("tbody", {}, ...rows)));
   if (focused !== undefined) document.querySelector(`tr[data-row="${focused}"]`)?.focus({ preventScroll: true });
+}
+
+/** A mark behind a point that meets every objective. */
+function metMark(point) {
+  if (!point.meets) return [];
+  const text = point.best ? "the best of the points that meet every objective" : "meets every objective";
+  return [element("span", { class: "met", title: text, role: "img", "aria-label": text }, point.best ? " ✓ best" : " ✓")];
 }
 
 function onRowKey(sweep, i, event) {
@@ -157,7 +164,8 @@ function start() {
   const { subject, over, varied } = sweep;
   const failed = sweep.points.filter(one => one.error).length;
   by("headings").append(element("h1", {}, `Sweep over ${over.join(" and ")}${subject ? `: ${subject}` : ""}`),
-    element("p", { class: "settings" }, `${sweep.name} · ${grouped(sweep.points.length)} points${failed ? `, ${grouped(failed)} failed` : ""}`));
+    element("p", { class: "settings" }, `${sweep.name} · ${grouped(sweep.points.length)} points${failed ? `, ${grouped(failed)} failed` : ""}`),
+    ...(sweep.best ? [element("p", { class: "settings" }, sweep.best)] : []));
   const limits = [...new Set(sweep.all.map(i => sweep.limitOf(i)))];
   by("limit").append(...limits.map(limit => element("option", { value: limit }, sweep.nameOf(limit))));
   by("legend").append("bound by: ", ...[...new Set(sweep.points.flatMap(one => Object.keys(one.shares).filter(limit => one.shares[limit] > 0)))].map(limit => element("span", {}, element("i", { style: `background:${sweep.colourOf(limit)}` }), sweep.nameOf(limit))),
