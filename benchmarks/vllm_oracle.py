@@ -41,7 +41,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 KINDS = ("sync", "async", "drafts")
-MAX_TURNS = 20_000
+# vLLM 0.32 itself may go on forever: without reservation of full prompts, two prompts of the same priority and arrival
+# time can pre-empt each other in turn. Such a workload is compared up to here.
+MAX_TURNS = 3_000
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -229,10 +231,8 @@ class Original:
     def steps(self) -> Iterator[dict[str, Any]]:
         """Each turn of the loop, as golden files have it."""
         step, size = 0, 2 if self.settings["async_scheduling"] else 1
-        while self._to_come or self._in_flight or self.scheduler.has_requests():
+        while step < MAX_TURNS and (self._to_come or self._in_flight or self.scheduler.has_requests()):
             step += 1
-            if step > MAX_TURNS:
-                raise RuntimeError(f"vLLM has not completed its requests in {MAX_TURNS} turns")
             self._add(step)
             turn: dict[str, Any] = {"step": step}
             has_run = False
@@ -320,7 +320,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     init_none_hash(sha256)
     differences, different = dict[str, str](), list[dict[str, Any]]()
-    totals = dict.fromkeys(("steps", "scheduled", "preemptions", "finished"), 0)
+    totals = dict.fromkeys(("steps", "scheduled", "preemptions", "finished", "endless"), 0)
     for seed in range(options.seed, options.seed + options.count):
         case = draw_case(seed)
         case["steps"] = list(Original(case, random.Random(seed)).steps())
@@ -329,6 +329,7 @@ def main(arguments: list[str]) -> int:
             totals["scheduled"] += len(turn.get("scheduled", ()))
             totals["preemptions"] += len(turn.get("preempted", ()))
             totals["finished"] += len(turn.get("finished", ()))
+        totals["endless"] += len(case["steps"]) == MAX_TURNS
         try:
             replay(case)
         except Mismatch as mismatch:
