@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 import vllm
-from tests.conformance.outcome import Mismatch
-from tests.conformance.vllm import END_TOKEN, replay
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -39,6 +37,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.conformance.outcome import Mismatch
+from tests.conformance.vllm import END_TOKEN, replay
 
 KINDS = ("sync", "async", "drafts")
 # vLLM 0.32 itself may go on forever: without reservation of full prompts, two prompts of the same priority and arrival
@@ -188,7 +189,7 @@ def make_scheduler(settings: dict[str, Any]) -> Scheduler:
     config.cache_config.block_size = settings["block_size"]
     config.cache_config.num_gpu_blocks = settings["num_gpu_blocks"]
     spec = FullAttentionSpec(block_size=settings["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32)
-    scheduler: Scheduler = config.scheduler_config.get_scheduler_cls()(  # type: ignore[assignment,call-arg]
+    scheduler: Scheduler = config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(settings["num_gpu_blocks"], [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
