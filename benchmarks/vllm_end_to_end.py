@@ -54,7 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 LOG_LINE = re.compile(
-    r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, (\d+) generation tokens"
+    r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, "
+    r"(\d+) generation requests, (\d+) generation tokens"
 )
 
 
@@ -95,7 +96,6 @@ def serve(directory: Path) -> None:
                 lines.append(message)
 
     Scheduler.schedule = recorded
-    logging.getLogger("vllm.v1.metrics.loggers").addHandler(Lines())
     for name, settings in SETTINGS.items():
         if (child := os.fork()) == 0:
             model = LLM(
@@ -109,6 +109,8 @@ def serve(directory: Path) -> None:
                 **COMMON,
                 **settings,
             )
+            # Only now, since vLLM configures its loggers anew when it starts an engine.
+            logging.getLogger("vllm.v1.metrics.loggers").addHandler(Lines())
             model.generate(
                 [{"prompt_token_ids": request["prompt_tokens"]} for request in requests],
                 [
