@@ -2,8 +2,8 @@
 
 All requests are there before the first iteration, so that no time decides anything. docs/engines.md has the commands.
 `python -m benchmarks.vllm_end_to_end serve DIRECTORY`, where vLLM is installed, writes the requests, vLLM's iteration
-log and its batches for each of SETTINGS. `python -m benchmarks.vllm_end_to_end compare DIRECTORY`, where this project is,
-runs the same and prints one JSON object; exit status 1 unless every iteration has the same batch.
+log and its batches for each of SETTINGS. `python -m benchmarks.vllm_end_to_end compare DIRECTORY`, in the environment
+of this project, runs the same and prints one JSON object; exit status 1 unless every iteration has the same batch.
 """
 
 import json
