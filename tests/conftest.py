@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, Any, Any]:
+    """Restore the number of threads, which commands set for their process: small operations take several times as long
+    with more than this one."""
+    try:
+        return (yield)
+    finally:
+        torch, threads = sys.modules.get("torch"), int(os.environ["OMP_NUM_THREADS"])
+        if torch is not None and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """The folder `shared` beside the repository: real traces and golden files, too large to keep in git."""
@@ -49,6 +62,13 @@ def small_model() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelConfig, "tiny", classmethod(lambda _: SMALL_MODEL))
         yield
+
+
+@pytest.fixture
+def undrawn_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps in this process do not lay out and write their charts, for tests of everything else: it takes most of the
+    time of a small sweep."""
+    monkeypatch.setattr("ifbbench.report.sweep_charts.save", lambda figure, directory, name: [directory / name])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,6 +20,7 @@ import numpy as np
 from ifbbench.analysis.device_costs import Device, MeasuredDevice, SimulatedDevice
 from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.recorded import Floats, RecordedRun
+from ifbbench.analysis.words import TENSORRT_LLM, Words, words_of
 from ifbbench.analysis.work import STATIC, RunWork, Windows, read_work
 from ifbbench.build.engine import build_engine
 from ifbbench.build.resolve import parse_windows
@@ -35,18 +36,6 @@ LEAST, ARRIVALS, HOST, AGAIN, PADDING = "least_device", "arrivals", "host", "rec
 SMALL_BATCHES = "small_batches"
 OTHER = "other"
 LIMITS = ("kv_blocks", "num_tokens", "batch_size", OTHER, NO_LIMIT)
-PART_NAMES = {
-    LEAST: "device, at the best batching",
-    ARRIVALS: "no request there",
-    HOST: "host",
-    AGAIN: "computed again after pauses",
-    PADDING: "padding and empty slots",
-    f"{SMALL_BATCHES}.kv_blocks": "batches kept small by KV blocks",
-    f"{SMALL_BATCHES}.num_tokens": "batches kept small by the token budget",
-    f"{SMALL_BATCHES}.batch_size": "batches kept small by the batch size",
-    f"{SMALL_BATCHES}.{OTHER}": "batches kept small by other limits",
-    f"{SMALL_BATCHES}.{NO_LIMIT}": "small batches: no more requests there",
-}
 # Parts that no schedule of the same arrivals changes.
 GIVEN = (LEAST, ARRIVALS, f"{SMALL_BATCHES}.{NO_LIMIT}")
 # Less of the duration than this is not worth a better schedule.
@@ -56,6 +45,22 @@ ARRIVALS_TRIED = 32
 REQUESTS_TRIED = 32
 
 
+def part_names(words: Words) -> dict[str, str]:
+    """The parts of the duration in a table or a sentence."""
+    return {
+        LEAST: "device, at the best batching",
+        ARRIVALS: "no request there",
+        HOST: "host",
+        AGAIN: f"computed again after {words.pauses}",
+        PADDING: "padding and empty slots",
+        f"{SMALL_BATCHES}.kv_blocks": f"batches kept small by {words.limit_name('kv_blocks')}",
+        f"{SMALL_BATCHES}.num_tokens": f"batches kept small by the {words.limit_name('num_tokens')}",
+        f"{SMALL_BATCHES}.batch_size": f"batches kept small by the {words.limit_name('batch_size')}",
+        f"{SMALL_BATCHES}.{OTHER}": "batches kept small by other limits",
+        f"{SMALL_BATCHES}.{NO_LIMIT}": "small batches: no more requests there",
+    }
+
+
 @dataclass(frozen=True)
 class LowerBound:
     """What the duration of a run is made of, and what it could be at the least.
@@ -63,6 +68,7 @@ class LowerBound:
     duration_s: from the first arrival to the last end. device_s: the least time of the device for all the work.
     least_s: the least duration, with arrivals as they were. decided_by: "work" or "arrivals", what decides it.
     parts_s: seconds by LEAST, ARRIVALS, HOST, AGAIN, PADDING and "small_batches.LIMIT"; they add up to duration_s.
+    words: of the engine.
     """
 
     duration_s: float
@@ -70,6 +76,7 @@ class LowerBound:
     least_s: float
     decided_by: str
     parts_s: dict[str, float]
+    words: Words = TENSORRT_LLM
 
     @property
     def gain_s(self) -> float:
@@ -91,12 +98,15 @@ class LowerBound:
         parts = {name: spent for name, spent in self.parts_s.items() if name not in GIVEN}
         largest = max(parts, key=parts.__getitem__)
         if parts[largest] >= NOTABLE_SHARE * self.duration_s:
-            text += f" The largest part above the least time: {PART_NAMES[largest]}, {parts[largest]:,.3f} s."
+            text += (
+                f" The largest part above the least time: {part_names(self.words)[largest]}, {parts[largest]:,.3f} s."
+            )
         return text
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return dict(vars(self)) | {"gain_s": self.gain_s, "summary": self.sentence}
+        facts = {name: value for name, value in vars(self).items() if name != "words"}
+        return facts | {"gain_s": self.gain_s, "summary": self.sentence}
 
 
 class Bounds:
@@ -185,7 +195,14 @@ class Bounds:
         by_arrival_s = self._by_arrival_s()
         decided_by = "arrivals" if by_arrival_s > device_s * (1 + 1e-9) else "work"
         least_of_run_s = min(max(device_s, by_arrival_s), timeline.duration_s)
-        return LowerBound(timeline.duration_s, min(device_s, timeline.duration_s), least_of_run_s, decided_by, parts)
+        return LowerBound(
+            timeline.duration_s,
+            min(device_s, timeline.duration_s),
+            least_of_run_s,
+            decided_by,
+            parts,
+            words_of(self._run.config),
+        )
 
     def _shares_of(self, least_s: float) -> Floats:
         """The least time divided among iterations, by the useful work that each did."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ifbbench.analysis.number_texts import percent, significant, time_unit
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.analysis.token_times import inter_token_gaps
+from ifbbench.analysis.token_times import TokenGaps
 from ifbbench.rundir.client_figures import load_gauges
 from ifbbench.rundir.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN
 from ifbbench.rundir.rows import Id
@@ -49,7 +49,7 @@ class ClientFindings:
     @cached_property
     def stalls(self) -> dict[str, float]:
         """Gaps between tokens of more than STALL_RATIO times the median one, of those that are above 0."""
-        gaps = inter_token_gaps(self.run.data)
+        gaps = TokenGaps.of(self.run.data).seconds
         gaps = gaps[gaps > 0]
         long = gaps[gaps > STALL_RATIO * np.median(gaps)] if len(gaps) else gaps
         return {

@@ -1,20 +1,25 @@
 """Two runs side by side: their figures, the first different decision, and the requests that gained and lost."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ifbbench.analysis.confidence import OF_BLOCKS, margins
 from ifbbench.analysis.figures import Figure, compared_figures
-from ifbbench.analysis.limits import part_name, waits_for
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.analysis.words import Words, words_of
+from ifbbench.rundir.lines import RUNNING
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.rows import AnyIterationRow, Id, Span
-from ifbbench.settings.config import ARRIVAL_SETTINGS, READ_SETTINGS, settings
+from ifbbench.settings.config import ARRIVAL_SETTINGS, ENGINES, READ_SETTINGS, settings
 
+# Policies and engines that keep no blocks for the output of a request that starts.
+NO_RESERVE = ("max_utilization", "vllm")
+# Of requests with the same reason, so many are named.
+IDS_NAMED = 6
 # How a trace is drawn or read: of no account where both runs replayed the same requests.
 TRACE_SETTINGS = {*READ_SETTINGS, *ARRIVAL_SETTINGS, "time_scale", "reserve", "max_prompt_len"}
 
@@ -24,7 +29,8 @@ class Divergence:
     """The first iteration in which the runs decided differently.
 
     a, b: what each run did in it that the other did not, in words. a_start_s, b_start_s: when it began.
-    states: of a and of b: what the run had in use, and which request it left out first.
+    states: of a and of b: what the run had in use, and which request it left out first. parted: of two engines, the
+    requests that ran in one run and not in the other, each with the reason.
     """
 
     iteration: int
@@ -33,9 +39,11 @@ class Divergence:
     a: list[str]
     b: list[str]
     states: list[str]
+    parted: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        facts = dict(vars(self))
+        return facts if self.parted else {name: value for name, value in facts.items() if name != "parted"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,12 @@ class Comparison:
     def has_endpoint(self) -> bool:
         """Whether one is of a server that is not ours."""
         return bool(self.a.data.endpoint or self.b.data.endpoint)
+
+    @property
+    def has_two_engines(self) -> bool:
+        """Whether the runs had schedulers of different engines."""
+        engines = {run.config.get("engine") or ENGINES[0] for run in (self.a, self.b)}
+        return len(engines) > 1
 
     @property
     def has_digests(self) -> bool:
@@ -135,10 +149,19 @@ class Comparison:
         if not only[0] and not only[1]:
             return None
         iteration = min(side[0][0] for side in only if side)
-        texts = [[_in_words(one) for one in side if one[0] == iteration] for side in only]
-        rows = [run.row_at(iteration) for run in (self.a, self.b)]
+        runs = self.a, self.b
+        words = [words_of(run.config) for run in runs]
+        texts = [
+            [_in_words(one, words_of_run) for one in side if one[0] == iteration]
+            for side, words_of_run in zip(only, words, strict=True)
+        ]
+        rows = [run.row_at(iteration) for run in runs]
         starts = [None if row is None else row.details.start_s for row in rows]
-        return Divergence(iteration, starts[0], starts[1], texts[0], texts[1], [_state(row) for row in rows])
+        states, parted = list(map(_state, rows, words)), list[str]()
+        if self.has_two_engines:
+            named = {one[1] for side in only for one in side if one[0] == iteration}
+            parted = [*_parted(runs, iteration, named), *_parted(runs[::-1], iteration, named, ("b", "a"))]
+        return Divergence(iteration, starts[0], starts[1], texts[0], texts[1], states, parted)
 
     def changes(self, count: int) -> tuple[list[Change], list[Change]]:
         """The `count` requests that gained most in run b, and those that lost most; none if the traces differ."""
@@ -178,16 +201,17 @@ class Comparison:
         name = max(differences, key=lambda one: sign * differences[one], default="")
         longer = 1 if sign > 0 else 0  # the run in which the request took longer says why
         run, seconds = (self.a, self.b)[longer], abs(differences.get(name, 0.0))
-        cause = f"took {seconds:.3f} s longer for {part_name(name)}"
+        words = words_of(run.config)
+        cause = f"took {seconds:.3f} s longer for {words.part_name(name)}"
         if heads is None:
             limit = limit_waited_for(name)
             if limit is not None and limit != "none":
-                cause = f"waited {seconds:.3f} s longer: for {waits_for(limit)}"
+                cause = f"waited {seconds:.3f} s longer: for {words.waits_for(limit)}"
         elif name.startswith("waiting"):
             cause = f"waited {seconds:.3f} s longer{_behind(run, heads[longer], request_id)}"
         elif name == "paused":
             for_whom = next((span.cause for span in run.spans.get(request_id, ()) if span.phase == "paused"), None)
-            cause = f"was paused {seconds:.3f} s longer, to make room for {for_whom}"
+            cause = f"was {words.paused} {seconds:.3f} s longer, to make room for {for_whom}"
         return Change(request_id, e2e[0], e2e[1], cause)
 
     def as_dict(self, count: int) -> dict[str, Any]:
@@ -241,19 +265,59 @@ def _decisions(run: RecordedRun) -> Iterator[Decision]:
                 yield span.first, name, span.phase, str(span.cause or "")
 
 
-def _in_words(decision: Decision) -> str:
+def _in_words(decision: Decision, words: Words) -> str:
     _, request_id, kind, amount = decision
     return {
         "context": f"request {request_id} runs {amount} tokens of its prompt",
         "recompute": f"request {request_id} computes {amount} tokens again",
         "generation": f"request {request_id} generates",
         "stops": f"request {request_id} stops generating",
-        "paused": f"request {request_id} is paused to make room for {amount}",
+        "paused": f"request {request_id} is {words.paused} to make room for {amount}",
         "skipped": f"request {request_id} is skipped",
     }[kind]
 
 
-def _state(row: AnyIterationRow | None) -> str:
+def _parted(
+    runs: tuple[RecordedRun, ...], iteration: int, named: Collection[str], names: tuple[str, str] = ("a", "b")
+) -> Iterator[str]:
+    """Which of the requests `named` ran in this iteration of the first run and not of the second, and why not."""
+    ran, other = runs
+    heads, reasons = HeadsOfLine(other, from_spans=True), dict[str, list[str]]()
+    for request_id, spans in ran.spans.items():
+        others = other.spans.get(request_id, [])
+        if str(request_id) in named and _runs_in(spans, iteration) and not _runs_in(others, iteration):
+            reasons.setdefault(_not_run(others, iteration, other, heads), []).append(str(request_id))
+    for reason, found in reasons.items():
+        some, more = ", ".join(found[:IDS_NAMED]), f" and {len(found) - IDS_NAMED:,} more" * (len(found) > IDS_NAMED)
+        requests, pronoun = ("requests", "each") if len(found) > 1 else ("request", "it")
+        yield f"{requests} {some}{more} ran in {names[0]} and not in {names[1]}, where {pronoun} {reason}"
+
+
+def _runs_in(spans: Sequence[Span], iteration: int) -> bool:
+    return any(
+        span.phase in RUNNING and span.first <= iteration <= span.last and (iteration - span.first) % span.every == 0
+        for span in spans
+    )
+
+
+def _not_run(spans: Sequence[Span], iteration: int, run: RecordedRun, heads: HeadsOfLine) -> str:
+    """Why a request with these spans did not run in an iteration of `run`."""
+    words, row = words_of(run.config), run.row_at(iteration)
+    if not spans or iteration < spans[0].first:
+        return "had not arrived"
+    if iteration > spans[-1].last:
+        return "had ended"
+    found = [span for span in spans if span.first <= iteration <= span.last]
+    if found and found[0].waits_for is not None:
+        held = next((part for part in heads.holding(found[0]) if part.first <= iteration <= part.last), None)
+        if held is None or row is None or row.details.first_left_out is None:
+            return "arrived while the iteration ran"
+        behind = "" if held.behind is None else f" behind {held.behind}, which waited"
+        return f"waited{behind} for {words.waits_for(held.limit)}"
+    return f"was {words.phase(found[0].phase)}" if found else "did not run"
+
+
+def _state(row: AnyIterationRow | None, words: Words) -> str:
     """What an iteration had and left out, in words."""
     if row is None:
         return "no such iteration"
@@ -261,7 +325,7 @@ def _state(row: AnyIterationRow | None) -> str:
     blocks = "" if row.used_blocks is None else f", {row.used_blocks:,} KV blocks in use"
     reason = "no request was left out"
     if left_out is not None:
-        reason = f"request {left_out.request_id} was left out first, for {waits_for(left_out.reason)}"
+        reason = f"request {left_out.request_id} was left out first, for {words.waits_for(left_out.reason)}"
     return f"{row.active:,} active requests, {details.budget_used:,} tokens{blocks}; {reason}"
 
 
@@ -271,14 +335,15 @@ def _behind(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> str:
     if not held:
         return ""
     longest = max(held, key=lambda part: part.last - part.first)
-    words = waits_for(longest.limit)
+    words = words_of(run.config).waits_for(longest.limit)
     if longest.behind is None:
         return f": for {words}" if longest.limit else ""
     blocks = ""
     size = run.config.get("tokens_per_block")
     row = run.row_of.get(longest.behind)
     if longest.limit == "kv_blocks" and size and row:
-        tokens = row["prompt_len"] + (0 if run.config.get("policy") == "max_utilization" else row["max_new_tokens"])
+        reserved = 0 if run.data.decided_by in NO_RESERVE else row["max_new_tokens"]
+        tokens = row["prompt_len"] + reserved
         blocks = f" ({-(-tokens // int(size)):,} for itself)"
     return f": behind {longest.behind}, which waited for {words}{blocks}"
 

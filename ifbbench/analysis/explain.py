@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ifbbench.analysis.limits import setting_of, waits_for
 from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.analysis.words import TENSORRT_LLM, Words, setting_of, words_of
 from ifbbench.errors import InputError
 from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.rows import Id, Span
@@ -36,28 +36,27 @@ class Stretch:
     def duration_s(self) -> float:
         return self.end_s - self.start_s
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, words: Words) -> dict[str, Any]:
         """For JSON; without the fields that do not apply."""
         facts = {name: value for name, value in vars(self).items() if value not in (None, ())}
-        return facts | {"duration_s": self.duration_s, "reason": self.reason}
+        return facts | {"duration_s": self.duration_s, "reason": self.reason(words)}
 
-    @property
-    def reason(self) -> str:
+    def reason(self, words: Words) -> str:
         """The stretch in words."""
         steps = len(self.chunks) or self.last - self.first + 1
         iterations = f"{steps:,} iteration{'s' if steps > 1 else ''}"
         if self.phase == "arrival":
             return "waits for the next iteration to begin"
         if self.phase == "waiting":
-            what = waits_for(self.limit)
+            what = words.waits_for(self.limit)
             return f"waits for {what}" if self.behind is None else f"waits behind {self.behind}, which waits for {what}"
         if self.phase == "paused":
-            return f"is paused to make room for {self.paused_for}"
+            return f"is {words.paused} to make room for {self.paused_for}"
         if self.phase == "skipped":
             return "keeps its blocks and is skipped"
         if self.phase == "generation":
             return f"generates {self.tokens:,} token{'s' if self.tokens > 1 else ''}"
-        verb = "computes its prompt" if self.phase == "context" else "computes again what the pause dropped"
+        verb = "computes its prompt" if self.phase == "context" else f"computes again what the {words.pause} dropped"
         chunks = f" in {len(self.chunks)} chunks" if len(self.chunks) > 1 else ""
         return f"{verb}: {self.tokens:,} tokens{chunks} in {iterations}"
 
@@ -67,7 +66,7 @@ class RequestLife:
     """A request from its arrival to its end. row: its line of `requests.jsonl`, empty if it had not ended.
 
     attribution_s: seconds by what it did or waited for; they add up to its end-to-end latency. least_s: a lower bound
-    of that latency, its time alone on the device; None if unknown.
+    of that latency, its time alone on the device; None if unknown. words: of the engine.
     """
 
     request_id: Id
@@ -76,6 +75,7 @@ class RequestLife:
     stretches: list[Stretch]
     attribution_s: dict[str, float]
     least_s: float | None = None
+    words: Words = TENSORRT_LLM
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -100,7 +100,7 @@ class RequestLife:
             | facts
             | {
                 "summary": " ".join(self.sentences()),
-                "life": [stretch.as_dict() for stretch in self.stretches],
+                "life": [stretch.as_dict(self.words) for stretch in self.stretches],
                 "attribution_s": self.attribution_s,
                 "lower_bound_s": self.least_s,
             }
@@ -125,15 +125,18 @@ class RequestLife:
             text += f" Alone on the device it takes at least {self.least_s:.3f} s."
         if largest is None or waited[largest] < 0.01 * e2e_s:
             return [text, "Nothing held it back for more than 1 % of that time."]
-        sentences = [text, f"It waited or was paused for {percent(sum(waited.values()) / e2e_s)} of that time."]
+        sentences = [
+            text,
+            f"It waited or was {self.words.paused} for {percent(sum(waited.values()) / e2e_s)} of that time.",
+        ]
         idle = [one for one in self.stretches if one.phase in ("waiting", "paused")]
         if idle:
             longest = max(idle, key=lambda one: one.duration_s)
             span = f"{longest.duration_s:.3f} s from {longest.start_s:.3f} s"
-            sentences.append(f"The longest stretch, {span}: it {longest.reason}.")
+            sentences.append(f"The longest stretch, {span}: it {longest.reason(self.words)}.")
         if pauses := self.row.get("pauses"):
             sentences.append(
-                f"It was paused {pauses} time{'s' if pauses > 1 else ''} and computed "
+                f"It was {self.words.paused} {pauses} time{'s' if pauses > 1 else ''} and computed "
                 f"{self.row['recomputed_tokens']:,} tokens again."
             )
         return sentences
@@ -157,7 +160,9 @@ def request_life(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> Reques
     for span, end_s in zip(spans, ends, strict=True):
         stretches += _stretches(run, heads, span, begin, end_s)
         begin = end_s
-    return RequestLife(request_id, arrival_s, row, stretches, dict(row.get("attribution_s") or {}))
+    return RequestLife(
+        request_id, arrival_s, row, stretches, dict(row.get("attribution_s") or {}), words=words_of(run.config)
+    )
 
 
 def _stretches(run: RecordedRun, heads: HeadsOfLine, span: Span, start_s: float, end_s: float) -> list[Stretch]:
@@ -191,7 +196,7 @@ class IterationFacts:
     fullest one, which the KV blocks are of; empty with one window. contexts: (request, tokens) of each chunk.
     generating: ids of the requests that generated a token. bound_by: the limit that left out the first request.
     left_out: that request and the limit. missing: how much more of the limit it needed; None where the recording does
-    not say.
+    not say. words: of the engine.
     """
 
     number: int
@@ -208,9 +213,10 @@ class IterationFacts:
     generating: list[Id]
     paused: list[tuple[Id, Id]]
     window: str = ""
+    words: Words = TENSORRT_LLM
 
     def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "words"}
 
 
 def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
@@ -262,6 +268,7 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         generating,
         [(pause.victim, pause.beneficiary) for pause in iterations.pauses if pause.iteration == number],
         window,
+        words_of(run.config),
     )
 
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from ifbbench.analysis.bounds import Bounds, LowerBound
 from ifbbench.analysis.explain import RequestLife, request_life
-from ifbbench.analysis.limits import BINDING, setting_of, waits_for
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.analysis.words import BINDING, setting_of, words_of
 from ifbbench.errors import InputError
 from ifbbench.rundir.rows import Id
 
@@ -34,6 +34,7 @@ class Findings:
     def __init__(self, run: RecordedRun) -> None:
         self.run = run
         self.heads = HeadsOfLine(run)
+        self.words = words_of(run.config)
 
     @cached_property
     def by_iterations(self) -> dict[str, float]:
@@ -103,7 +104,10 @@ class Findings:
         total, lost_s = sum(self.waiting_s.values()), sum(entry.lost_s for entry in self.ledger.entries)
         pauses = ""
         if lost_s:
-            pauses = f" Pauses, which free KV blocks, cost the paused requests {significant(lost_s)} request-seconds."
+            pauses = (
+                f" {self.words.pauses.capitalize()}, which free KV blocks, cost the {self.words.paused} requests "
+                f"{significant(lost_s)} request-seconds."
+            )
         if not total:
             return f"No request waited for a limit.{pauses}"
         shares = [f"{percent(spent / total)} for {self._named(limit)}" for limit, spent in self.waiting_s.items()]
@@ -116,11 +120,11 @@ class Findings:
 
     def _named(self, limit: str) -> str:
         """What a request that `limit` holds waits for, with the value of the limit."""
-        setting, blocks = setting_of(limit), self.run.data.run.get("num_kv_blocks")
+        words, blocks = self.words.waits_for(limit), self.run.data.run.get("num_kv_blocks")
         if limit == "kv_blocks" and blocks:
-            return f"{waits_for(limit)} ({count(blocks)} in all)"
-        value = self.run.config.get(setting)
-        return waits_for(limit) if value is None else f"{waits_for(limit)} ({setting} {value})"
+            return f"{words} ({count(blocks)} in all)"
+        value = self.run.config.get(setting_of(limit))
+        return words if value is None else f"{words} ({self.words.setting_name(limit)} {value})"
 
     def as_dict(self, slowest: int) -> dict[str, Any]:
         """For JSON."""
@@ -151,7 +155,9 @@ class Findings:
 def _slow_request(life: RequestLife) -> SlowRequest:
     spent: dict[str, float] = {}
     for stretch in life.stretches:
-        cause = f"waiting for {waits_for(stretch.limit)}" if stretch.limit else stretch.phase
+        cause = (
+            f"waiting for {life.words.waits_for(stretch.limit)}" if stretch.limit else life.words.phase(stretch.phase)
+        )
         spent[cause] = spent.get(cause, 0.0) + stretch.duration_s
     # A run may be killed between writing the request and its spans.
     cause, longest_s = max(spent.items(), key=lambda item: item[1], default=("not recorded", 0.0))

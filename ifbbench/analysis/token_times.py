@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +55,7 @@ class IterationClock:
         return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.delivered_s))
 
 
+@once_a_run
 def span_ends(run: RunData) -> pd.Series[float]:
     """When each of `run.spans` ends: when the next one of its request begins, if that is in the next iteration; else
     with its last iteration. An engine without requests may wait long between the two."""
@@ -80,14 +82,16 @@ def token_iterations(run: RunData) -> dict[str, Integers]:
 
 @dataclass(frozen=True)
 class TokenGaps:
-    """Every gap between consecutive output tokens of a request, of all requests pooled.
+    """The gaps between consecutive output tokens of a request, of all requests pooled.
 
-    end_s: when the later token came. over_pause: whether the request was paused in it.
+    end_s: when the later token came. over_pause: whether the request was paused in it. count: requests that have it;
+    those that generate in the same two iterations have the same gap.
     """
 
     seconds: Floats
     end_s: Floats
     over_pause: NDArray[np.bool_]
+    count: Integers
 
     @classmethod
     @once_a_run
@@ -99,22 +103,27 @@ class TokenGaps:
                 np.concatenate([np.empty(0), *parts])
                 for parts in ([np.diff(one) for one in times], [one[1:] for one in times])
             )
-            return cls(gaps, ends_s, np.zeros(len(gaps), bool))
-        spans, clock = producing_spans(run), IterationClock.of(run)
-        counts = spans["produced"].to_numpy(dtype=np.int64)
-        last = spans["last_iteration"].to_numpy(dtype=np.int64)
-        ends = np.cumsum(counts)
-        total = int(ends[-1]) if len(ends) else 0
-        iterations = np.repeat(last, counts) - run.num_micro_batches * (np.repeat(ends - 1, counts) - np.arange(total))
-        times_s = clock.tokens(iterations)
-        import pandas as pd
+            return cls(gaps, ends_s, np.zeros(len(gaps), bool), np.ones(len(gaps), np.int64))
+        spans, clock, every = producing_spans(run), IterationClock.of(run), run.num_micro_batches
+        last, produced = spans["last_iteration"], spans["produced"].astype(np.int64)
+        first = last - (produced - 1) * every
+        # Within spans, by the iteration of the later token; then between two spans of a request.
+        inner = produced > 1
+        counts = covering(first[inner] + every, last[inner], int(last.max()) if len(last) else 0, every)
+        later = np.flatnonzero(counts)
+        begins = (spans["request_id"] == spans["request_id"].shift()).to_numpy(dtype=bool)
+        before = np.concatenate([later - every, last.shift(fill_value=0)[begins]])
+        after = np.concatenate([later, first[begins]])
+        end_s = clock.tokens(after)
+        over_pause = np.concatenate([np.zeros(len(later), bool), spans["phase"][begins] == "recompute"])
+        count = np.concatenate([counts[later], np.ones(len(after) - len(later))]).astype(np.int64)
+        return cls(end_s - clock.tokens(before), end_s, over_pause, count)
 
-        request = np.repeat(pd.factorize(spans["request_id"])[0], counts)
-        begins = np.zeros(total, bool)
-        begins[(ends - counts)[counts > 0]] = True
-        recomputes = np.repeat((spans["phase"] == "recompute").to_numpy(), counts) & begins
-        same = request[1:] == request[:-1]
-        return cls(np.diff(times_s)[same], times_s[1:][same], recomputes[1:][same])
+    @cached_property
+    def ascending(self) -> Floats:
+        """Every gap, the shortest first."""
+        order = np.argsort(self.seconds)
+        return np.repeat(self.seconds[order], self.count[order])
 
 
 def token_times(run: RunData) -> dict[str, Floats]:
@@ -127,8 +136,8 @@ def token_times(run: RunData) -> dict[str, Floats]:
 
 
 def inter_token_gaps(run: RunData) -> Floats:
-    """Every gap between consecutive output tokens of a request, of all requests pooled, in seconds."""
-    return TokenGaps.of(run).seconds
+    """Every gap between consecutive output tokens of a request, of all requests pooled, in seconds, in order."""
+    return TokenGaps.of(run).ascending
 
 
 def output_tokens(run: RunData) -> Floats:

@@ -14,7 +14,7 @@ from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.interfaces import Executor, WarmingExecutor
+from ifbbench.engine.interfaces import NO_LIMIT, Executor, WarmingExecutor
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
@@ -386,8 +386,8 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: i
     outputs: dict[int, IntArray] = {}
 
     def get_requests(count: int) -> list[Request]:
-        taken = waiting[:count]
-        del waiting[:count]
+        taken = waiting[:] if count == NO_LIMIT else waiting[:count]
+        del waiting[: len(taken)]
         return taken
 
     def send_response(response: Response) -> None:

@@ -36,9 +36,7 @@ NOT_IN_VLLM: Mapping[str, str] = {
     "num_loras": "LoRA adapters are not built for this engine",
     "lora_dir": "LoRA adapters are not built for this engine",
     "lora_device_mem_fraction": "LoRA adapters are not built for this engine",
-    "draft_model": "draft tokens are not built for this engine",
-    "draft_ngram": "draft tokens are not built for this engine",
-    "acceptance_rate": "draft tokens are not built for this engine",
+    "draft_model": "draft models are not built for this engine; --draft_ngram is",
 }
 
 
@@ -131,7 +129,11 @@ def as_engine_needs(config: RunConfig, on_cpu: bool) -> RunConfig:
     """The settings of vLLM that have another name here too. config: checked by `check_engine`."""
     if config.engine != VLLM:
         return config
-    is_async = not on_cpu if config.async_scheduling is None else config.async_scheduling
+    is_async = not (on_cpu or config.has_drafts) if config.async_scheduling is None else config.async_scheduling
+    if is_async and config.has_drafts:
+        raise InputError(
+            "--async_scheduling: n-gram drafts continue tokens that are not known yet; leave out one of the two."
+        )
     values: dict[str, Any] = {
         "async_scheduling": is_async,
         "overlap": Overlap.ASYNC.value if is_async else None,
@@ -142,8 +144,14 @@ def as_engine_needs(config: RunConfig, on_cpu: bool) -> RunConfig:
     return config.with_values(**values)
 
 
-def check_prompts_fit(config: RunConfig, max_seq_len: int) -> None:
-    """InputError where vLLM does not cut prompts, and an iteration has fewer tokens than the longest prompt."""
+def check_requests_of_vllm(config: RunConfig, max_seq_len: int) -> None:
+    """InputError for a trace with beams, and where vLLM does not cut prompts and an iteration has fewer tokens than the
+    longest prompt."""
+    if (config.max_beam_width or 1) > 1:
+        raise InputError(
+            f"--engine vllm: the trace has requests with {config.max_beam_width} beams, which are no part of vLLM's "
+            "scheduler; add --beam_width 1, or choose another engine."
+        )
     if config.enable_chunked_context is False and (config.max_num_tokens or 0) < max_seq_len:
         raise InputError(
             f"--enable_chunked_context: without it vLLM needs the {max_seq_len} tokens of --max_seq_len "

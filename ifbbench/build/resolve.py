@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ifbbench.build.adapters import resolve_lora
 from ifbbench.build.drafts import as_drafts_need, draft_settings, load_draft_config
-from ifbbench.build.engines import VLLM, as_engine_needs, check_engine, check_prompts_fit, vllm_rules
+from ifbbench.build.engines import VLLM, as_engine_needs, check_engine, check_requests_of_vllm, vllm_rules
 from ifbbench.engine.drafts import NO_DRAFTS
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import LoraConfig
@@ -70,7 +70,7 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
         )
     longest = max_seq_len - 1
     if config.engine == VLLM:
-        check_prompts_fit(config, max_seq_len)
+        check_requests_of_vllm(config, max_seq_len)
     elif not (config.enable_chunked_context or config.max_num_tokens is None or config.type == BatchingType.V1):
         # A prompt runs in one piece, and so does that of a resumed request, generated tokens included.
         longest = min(longest, config.max_num_tokens)
@@ -189,6 +189,16 @@ def _check_settings(config: RunConfig) -> None:
                     f"--{name}: needs the record of each iteration, which --recording summary leaves out; "
                     "choose --recording full."
                 )
+    if config.iteration_stats_format == "vllm":
+        if config.engine != "vllm":
+            raise InputError(
+                "--iteration_stats_format vllm: writes the log of a vLLM server; add --engine vllm, or choose another."
+            )
+        if config.recording == "summary" or config.iteration_stats_every > 1:
+            raise InputError(
+                "--iteration_stats_format vllm: needs the record of each iteration; leave out --recording summary and "
+                "--iteration_stats_every."
+            )
     for name in ("return_log_probs", "return_context_logits", "return_generation_logits"):
         if config.makes_no_tokens and getattr(config, name):
             raise InputError(f"--{name}: --device {config.device} makes no tokens; leave one of them out.")

@@ -171,7 +171,7 @@ def _lists(options: Mapping[str, Any]) -> dict[str, str]:
         if not isinstance(value, str) or "," not in value:
             continue
         try:
-            is_one = name != "policy" and setting(name).check(value) is not None
+            is_one = name not in ("policy", "engine") and setting(name).check(value) is not None
         except InputError:
             is_one = False
         if not is_one:
@@ -183,14 +183,15 @@ def _run_all(
     paths: Sequence[str], over: Sequence[str], config_file: Path | None, options: Mapping[str, Any], quiet: bool
 ) -> list[Path]:
     """Run the trace at each point, below results/ or --output; returns the run directories."""
-    from ifbbench.cli.run import run_points, swept_names
+    from ifbbench.cli.run import engine_configs, run_points, swept_names
 
     if len(paths) > 1:
         raise click.UsageError("give one trace to compare several values of a setting.")
     names = {one.name for one in settings()} - set(_lists(options))
     single = {name: value for name, value in options.items() if name in names}
     config = given_config(config_file, single, swept=swept_names(over))
-    return run_points(paths[0] if paths else None, config, over, quiet=quiet or config.quiet)
+    config_of = engine_configs(config_file, single, over)
+    return run_points(paths[0] if paths else None, config, over, quiet or config.quiet, config_of)
 
 
 def _simulate_again(
@@ -420,6 +421,8 @@ def _print_divergence(comparison: "Comparison", name: str, console: "Console") -
         more = f"; and {len(decisions) - DECISIONS_SHOWN} more" if len(decisions) > DECISIONS_SHOWN else ""
         what = "; ".join(decisions[:DECISIONS_SHOWN]) + more or "nothing beside what both did"
         console.print(f"  {side} ({when}): {what}. It had {state}.", soft_wrap=True)
+    for text in divergence.parted:
+        console.print(f"  {text[0].upper()}{text[1:]}.", soft_wrap=True)
     console.print()
 
 

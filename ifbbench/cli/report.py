@@ -1,9 +1,11 @@
 """`ifbbench report`, `plot`, `export` and `schema`: tables, charts and files of what was run."""
 
+import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,15 +95,19 @@ def report_repeats(directory: Path, as_json: bool = False, known: Mapping[str, A
         click.echo(json.dumps(known, indent=2))
         return
 
+    from ifbbench.analysis.words import words_of
     from ifbbench.cli.console import report_console
     from ifbbench.report.repeats import print_repeats
 
-    print_repeats(directory.name, known, report_console())
+    runs = sorted(directory.glob("repeat-*/run.json"))[:1]
+    words = words_of(*(json.loads(path.read_bytes()).get("config") or {} for path in runs))
+    print_repeats(directory.name, known, words, report_console())
 
 
 def write_run_outputs(directory: Path, config: RunConfig) -> None:
     """Write the files for other tools that `config` asks for."""
-    if config.result_format or any(getattr(config, name) for name in REPORT_FILES):
+    is_logged = config.iteration_stats_format == "vllm"
+    if config.result_format or is_logged or any(getattr(config, name) for name in REPORT_FILES):
         from ifbbench.report.outputs import write_outputs
         from ifbbench.rundir.reader import load_run
 
@@ -145,6 +151,17 @@ def print_run(run: "RunData", with_lines: bool | None, steady_state: bool = Fals
         click.echo(line)
 
 
+@contextmanager
+def _libraries() -> Iterator[None]:
+    """Import libraries without collections in between, and keep their objects out of later ones."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
 @click.command(cls=Command)
 @click.argument("run", type=DIRECTORY)
 @click.option(
@@ -170,7 +187,8 @@ def export(run: Path, export_format: str) -> None:
         click.echo(write_trace(recorded, recorded.data.path / "export"))
         return
 
-    from ifbbench.report.export import export_tables, load_run
+    with _libraries():
+        from ifbbench.report.export import export_tables, load_run
 
     for file in export_tables(load_run(run), export_format):
         click.echo(file)
@@ -239,7 +257,9 @@ def plot(
         check_new_directory(output, "--output")
 
     from ifbbench.cli.console import progress_line
-    from ifbbench.report.charts import Output
+
+    with _libraries():
+        from ifbbench.report.charts import Output
 
     names = _names("--only", only, _chart_names(overlay)) if only else ()
     kinds = _names("--format", formats, FORMATS)

@@ -15,7 +15,7 @@ from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, engine_defaults
 from ifbbench.cli.report import benchmark_lines_option, json_option, print_result, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
-from ifbbench.files import lost
+from ifbbench.files import OutputError, lost
 from ifbbench.rundir.run_directory import REPEATS_FILE, is_lost
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import boolean, choice, integer, located
@@ -149,7 +149,7 @@ def sweep(
     }
     asked = _sweep_of({name: value for name, value in given.items() if value is not None}, config_file)
     config = given_config(config_file, options, swept=swept_names(asked.over))
-    result = _sweep(asked, config, config.quiet)
+    result = _sweep(asked, config, config.quiet, engine_configs(config_file, options, asked.over))
     _report_sweep(result, as_json)
     if result.failed:
         click.echo(f"{result.failed} of {len(result.rows)} points failed or had failed requests.", err=True)
@@ -218,16 +218,45 @@ def swept_names(over: Sequence[str]) -> set[str]:
     return {text.partition("=")[0].strip().lstrip("-") for text in over}
 
 
-def run_points(trace: str | None, config: RunConfig, over: Sequence[str], quiet: bool) -> list[Path]:
+def engine_configs(
+    config_file: Path | None, options: Mapping[str, Any], over: Sequence[str]
+) -> Callable[[Mapping[str, Any]], RunConfig] | None:
+    """The settings of each point of a sweep over engines, each with its engine's defaults; None of other sweeps."""
+    from ifbbench.studies.grid import TRACE
+
+    swept = swept_names(over)
+    if not swept & {"engine", "engine_overhead"}:
+        return None
+
+    def config_of(point: Mapping[str, Any]) -> RunConfig:
+        own = {name: value for name, value in point.items() if name != TRACE}
+        others = {name: value for name, value in options.items() if name not in own}
+        return given_config(config_file, others | own, is_noted=False)
+
+    return config_of
+
+
+def run_points(
+    trace: str | None,
+    config: RunConfig,
+    over: Sequence[str],
+    quiet: bool,
+    config_of: Callable[[Mapping[str, Any]], RunConfig] | None = None,
+) -> list[Path]:
     """Run a sweep; returns the run directories in its order. InputError if a point failed."""
-    result = _sweep(SweepKeys(trace, over, keep="run"), config, quiet)
+    result = _sweep(SweepKeys(trace, over, keep="run"), config, quiet, config_of)
     for row in result.rows:
         if row["error"]:
             raise InputError(f"{row['output']}: {row['error']}")
     return [Path(str(row["output"])) for row in result.rows]
 
 
-def _sweep(asked: SweepKeys, config: RunConfig, quiet: bool) -> "SweepResult":
+def _sweep(
+    asked: SweepKeys,
+    config: RunConfig,
+    quiet: bool,
+    config_of: Callable[[Mapping[str, Any]], RunConfig] | None = None,
+) -> "SweepResult":
     from ifbbench.cli.console import progress_line
     from ifbbench.studies.grid import grid, parse_axes
     from ifbbench.studies.sweep import Executor, LocalProcesses, run_sweep
@@ -249,6 +278,7 @@ def _sweep(asked: SweepKeys, config: RunConfig, quiet: bool) -> "SweepResult":
             executor=where,
             progress=progress,
             described=asked.described(config),
+            config_of=config_of,
         )
 
 
@@ -309,6 +339,11 @@ def _report_sweep(result: "SweepResult", as_json: bool) -> None:
         if result.resumed:
             click.echo(f"{result.resumed} runs had ended before and were not repeated; --overwrite repeats them.")
         click.echo(f"Results are in {result.directory}; {result.directory / SWEEP_FILE} has all figures.")
+    if result.was_removed:
+        raise OutputError(
+            f"{result.directory}: was removed, or files in it, during the sweep. Its tables are written there again; "
+            "the same command repeats the runs that are lost."
+        )
 
 
 def replay(trace: str | None, config: RunConfig, label: str) -> "RunResult":

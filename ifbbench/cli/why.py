@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ifbbench.analysis.client_side import ClientFindings
     from ifbbench.analysis.explain import IterationFacts, RequestLife, Stretch
     from ifbbench.analysis.findings import Findings
+    from ifbbench.analysis.words import Words
 
 IDS_SHOWN = 12
 PAUSES_SHOWN = 10
@@ -102,7 +103,6 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def _print_findings(findings: "Findings", slowest: int, console: "Console") -> None:
-    from ifbbench.analysis.limits import limit_name
     from ifbbench.analysis.number_texts import percent, significant
     from ifbbench.report import bar, plain_table
     from ifbbench.report.tables import settings_line
@@ -121,7 +121,13 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
         share = waited.get(name, 0.0) / total if total else 0.0
         waiting = "" if name == "none" else percent(share)
         by_time, by_iterations = findings.by_time.get(name), findings.by_iterations.get(name)
-        table.add_row(limit_name(name), percent(by_time), percent(by_iterations), waiting, f"[cyan]{bar(share)}[/cyan]")
+        table.add_row(
+            findings.words.limit_name(name),
+            percent(by_time),
+            percent(by_iterations),
+            waiting,
+            f"[cyan]{bar(share)}[/cyan]",
+        )
     console.print(table)
     console.print()
     if blockers := findings.heads.blockers[:slowest]:
@@ -129,7 +135,7 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
         for blocker in blockers:
             table.add_row(
                 str(blocker.request_id),
-                limit_name(blocker.limit),
+                findings.words.limit_name(blocker.limit),
                 significant(blocker.waited_s),
                 f"{blocker.max_behind:,} requests",
                 f"{blocker.first:,} – {blocker.last:,}",
@@ -190,25 +196,25 @@ def _print_ledger(findings: "Findings", console: "Console") -> None:
     from ifbbench.analysis.number_texts import count, significant
     from ifbbench.report import plain_table, print_fitting
 
-    ledger = findings.ledger
+    ledger, words = findings.ledger, findings.words
     if not ledger.entries:
         return
     lost_s = sum(entry.lost_s for entry in ledger.entries)
     gained_s = sum(entry.gained_s for entry in ledger.entries)
     console.print(
-        f"{count(len(ledger.entries))} pauses: {count(ledger.tokens_recomputed)} tokens computed again, "
+        f"{count(len(ledger.entries))} {words.pauses}: {count(ledger.tokens_recomputed)} tokens computed again, "
         f"{significant(lost_s)} s lost by the victims, {significant(gained_s)} s gained by the beneficiaries.",
         soft_wrap=True,
     )
     if thrashing := ledger.thrashing():
         named = ", ".join(f"{request_id} ({times} times)" for request_id, times in thrashing[:5])
         more = f" and {len(thrashing) - 5:,} more" if len(thrashing) > 5 else ""
-        console.print(f"Paused again and again: {named}{more}.", soft_wrap=True)
+        console.print(f"{words.paused.capitalize()} again and again: {named}{more}.", soft_wrap=True)
     if chains := ledger.chains():
-        longest = ", which was paused for ".join(map(str, chains[0]))
-        console.print(f"{count(len(chains))} chains of pauses; the longest: {longest}.", soft_wrap=True)
+        longest = f", which was {words.paused} for ".join(map(str, chains[0]))
+        console.print(f"{count(len(chains))} chains of {words.pauses}; the longest: {longest}.", soft_wrap=True)
     numbers = ["blocks freed", "tokens again", "lost s", "gained s"]
-    table = plain_table("Costliest pauses", "iteration", "victim", "made room for", numbers=numbers)
+    table = plain_table(f"Costliest {words.pauses}", "iteration", "victim", "made room for", numbers=numbers)
     for entry in ledger.costliest()[:PAUSES_SHOWN]:
         table.add_row(
             f"{entry.time_s:,.3f} s",
@@ -231,21 +237,21 @@ def _print_lower_bound(bound: "LowerBound | str", console: "Console") -> None:
     if isinstance(bound, str):
         console.print(f"No lower bound of the duration: {bound}\n", soft_wrap=True, markup=False)
         return
-    from ifbbench.analysis.bounds import PART_NAMES
+    from ifbbench.analysis.bounds import part_names
 
+    names = part_names(bound.words)
     table = plain_table("Where the time went", numbers=["s", "share"])
     table.add_column("")
     for name, spent in bound.parts_s.items():
         share = spent / bound.duration_s if bound.duration_s else 0.0
         if spent > 0:
-            table.add_row(PART_NAMES[name], significant(spent), percent(share), f"[cyan]{bar(share)}[/cyan]")
+            table.add_row(names[name], significant(spent), percent(share), f"[cyan]{bar(share)}[/cyan]")
     table.add_row("[bold]in all[/bold]", significant(bound.duration_s), "", "")
     console.print(table)
     console.print(f"{bound.sentence}\n", soft_wrap=True, markup=False)
 
 
 def _print_life(life: "RequestLife", console: "Console") -> None:
-    from ifbbench.analysis.limits import part_name
     from ifbbench.analysis.number_texts import percent, significant
     from ifbbench.report import plain_table
 
@@ -256,7 +262,7 @@ def _print_life(life: "RequestLife", console: "Console") -> None:
         first, last = stretches[0], stretches[-1]
         spent_s = sum(one.duration_s for one in stretches)
         iterations = f"{first.first:,}" if first.first == last.last else f"{first.first:,} – {last.last:,}"
-        table.add_row(f"{first.start_s:,.3f}", f"{spent_s:,.4f}", iterations, _in_words(stretches))
+        table.add_row(f"{first.start_s:,.3f}", f"{spent_s:,.4f}", iterations, _in_words(stretches, life.words))
     console.print(table)
     if not life.attribution_s:
         return
@@ -264,7 +270,7 @@ def _print_life(life: "RequestLife", console: "Console") -> None:
     console.print()
     table = plain_table("End-to-end time", numbers=["s", "share"])
     for name, spent in sorted(life.attribution_s.items(), key=lambda item: -item[1]):
-        table.add_row(part_name(name), significant(spent), percent(spent / e2e_s if e2e_s else None))
+        table.add_row(life.words.part_name(name), significant(spent), percent(spent / e2e_s if e2e_s else None))
     table.add_row("[bold]in all[/bold]", significant(e2e_s), "")
     console.print(table)
 
@@ -282,22 +288,20 @@ def _grouped(stretches: "list[Stretch]") -> "list[list[Stretch]]":
     return groups
 
 
-def _in_words(stretches: "list[Stretch]") -> str:
-    from ifbbench.analysis.limits import waits_for
-
+def _in_words(stretches: "list[Stretch]", words: "Words") -> str:
     first = stretches[0]
     behind = list(dict.fromkeys(one.behind for one in stretches))
     if len(behind) < 2:
-        return first.reason
+        return first.reason(words)
     return (
         f"waits behind {len(behind):,} requests in turn, {behind[0]} to {behind[-1]}, each of which waits for "
-        f"{waits_for(first.limit)}"
+        f"{words.waits_for(first.limit)}"
     )
 
 
 def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
-    from ifbbench.analysis.limits import limit_name, window_name
     from ifbbench.analysis.number_texts import percent
+    from ifbbench.analysis.words import window_name
     from ifbbench.report import bar, plain_table
 
     console.print(
@@ -313,7 +317,7 @@ def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
         share = used / available if available else 0.0
         of_window = f", {window_name(facts.window)}" if name == "kv_blocks" and facts.window else ""
         table.add_row(
-            limit_name(name) + of_window,
+            facts.words.limit_name(name) + of_window,
             f"{used:,}",
             f"{available:,}" if available else "no limit",
             f"[cyan]{bar(share)}[/cyan] {percent(share)}" if available else "",
@@ -325,10 +329,10 @@ def _print_iteration(facts: "IterationFacts", console: "Console") -> None:
     else:
         request_id, limit = facts.left_out
         missing = "" if facts.missing is None else f"; it missed by {facts.missing:,.0f} {UNITS.get(limit, '')}"
-        console.print(f"First left out: request {request_id}, for {limit_name(limit)}{missing}.")
+        console.print(f"First left out: request {request_id}, for {facts.words.limit_name(limit)}{missing}.")
     for victim, beneficiary in facts.paused:
         whom = "itself" if victim == beneficiary else f"request {beneficiary}"
-        console.print(f"Request {victim} was paused to make room for {whom}.")
+        console.print(f"Request {victim} was {facts.words.paused} to make room for {whom}.")
     for title, chunks in (("Context chunks", facts.contexts), ("Recomputed", facts.recomputes)):
         if chunks:
             console.print(f"{title}: {_some([f'{one} ({tokens:,} tokens)' for one, tokens in chunks])}", soft_wrap=True)

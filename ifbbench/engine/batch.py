@@ -45,8 +45,8 @@ class CopyKind(StrEnum):
 class BlockCopy:
     """Keys and values that an executor copies before its batch runs, in the order of the list.
 
-    source, destination: places in device memory; in host memory the source of ONBOARD and the destination of OFFLOAD.
-    num_tokens: how many of the block's first places are needed. window: index of the attention window.
+    source, destination: indices in device memory; in host memory the source of ONBOARD and the destination of OFFLOAD.
+    num_tokens: how many of the block's first cache positions are needed. window: index of the attention window.
     """
 
     kind: CopyKind

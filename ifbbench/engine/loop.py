@@ -117,9 +117,9 @@ class TokenGenerationLoop:
         ExecutorFailed after the requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
         scheduler, in_flight = self.scheduler, self._in_flight
         start_s = self._clock.now()
-        if start_s >= self._quiet_until_s and (activated := self._admit(start_s)):
-            self._activated += activated
-            start_s = self._clock.now()  # in real time, they may have arrived since the step began
+        if start_s >= self._quiet_until_s:
+            self._activated += self._admit(start_s)
+            start_s = self._clock.now()  # in real time, requests may have arrived since the step began
         if not self._table.requests and not scheduler.waiting:
             # Turns of micro batches without requests since the last one ended did not happen.
             self.iteration -= forget_empty_turns(in_flight)

@@ -29,15 +29,15 @@ class AttentionWindow:
     their own positions. (StreamingLLM, Xiao et al., arXiv:2309.17453, counts positions anew within the window;
     TensorRT-LLM does not, nor do models with a sliding window, which are the case `sink` = 0.)
 
-    Storage. Sink tokens fill whole blocks: `bubble` unused places follow them. Position p is registered as number
-    c = p if p < `sink`, else p + `bubble`. It is stored at place c of the sequence's blocks if c < `capacity`, else at
-    S + (c - S) mod (`capacity` - S) with S = `sink` + `bubble`, where it overwrites an older position. A window that
-    is not cyclic (the linear mode of later versions of TensorRT-LLM) has a place for each position of the longest
-    sequence, and limits only what queries see.
+    Storage. Sink tokens fill whole blocks: `bubble` unused cache positions follow them. Position p is registered as
+    number c = p if p < `sink`, else p + `bubble`. It is stored at cache position c of the sequence's blocks if
+    c < `capacity`, else at S + (c - S) mod (`capacity` - S) with S = `sink` + `bubble`, where it overwrites an older
+    position. A window that is not cyclic (the linear mode of later versions of TensorRT-LLM) has a cache position for
+    each position of the longest sequence, and limits only what queries see.
 
     max_seq_len: of the longest sequence. max_beam_width: with several beams a cyclic window has one spare block, so
-        that a block is overwritten only when no query sees any of it. temporary: places beyond the capacity that
-        prompts may use. pads_sink: whether sink tokens fill whole blocks.
+        that a block is overwritten only when no query sees any of it. temporary: cache positions beyond the
+        capacity that prompts may use. pads_sink: whether sink tokens fill whole blocks.
     Raises ValueError if the sink tokens fill the window.
     """
 
@@ -60,7 +60,7 @@ class AttentionWindow:
 
     @cached_property
     def bubble(self) -> int:
-        """Unused places between the sink tokens and the next block."""
+        """Unused cache positions between the sink tokens and the next block."""
         return -self.sink % self.tokens_per_block if self.pads_sink else 0
 
     @cached_property
@@ -75,12 +75,12 @@ class AttentionWindow:
 
     @cached_property
     def kept_tokens(self) -> int:
-        """Tokens of a sequence that have a place of their own for certain."""
+        """Tokens of a sequence that have a cache position of their own for certain."""
         return self.size if self.is_cyclic else max(self.size, self.max_seq_len)
 
     @cached_property
     def capacity(self) -> int:
-        """Places of a sequence, bubble included."""
+        """Cache positions of a sequence, bubble included."""
         spare = self.tokens_per_block if self.max_seq_len > self.kept_tokens and self.max_beam_width > 1 else 0
         return self.kept_tokens + self.bubble + spare
 
@@ -96,13 +96,13 @@ class AttentionWindow:
         return (positions < self.sink) | (positions > query_positions - (self.size - self.sink))
 
     def is_straight(self, lengths: Int64Array) -> Bools:
-        """Whether sequences of `lengths` are seen whole and stored in order, position p at place p."""
+        """Whether sequences of `lengths` are seen whole and stored in order, position p at cache position p."""
         return (lengths <= self.size) & (self.bubble == 0)
 
     # Where positions are stored.
 
     def wrapped(self, registered: Positions) -> Positions:
-        """The places of registered tokens, the bubble counted.
+        """The cache positions of registered tokens, the bubble counted.
 
         This is the only definition of the wrap in Python. The Triton kernels restate it in
         `torch.kernels.launch.cache_offsets`, because they cannot call Python."""
@@ -111,8 +111,8 @@ class AttentionWindow:
             registered < self.capacity, registered, first + (registered - first) % (self.capacity - first)
         )
 
-    def places(self, positions: Int64Array) -> Int64Array:
-        """The place of each position in its sequence's blocks."""
+    def cache_positions(self, positions: Int64Array) -> Int64Array:
+        """The cache position of each position in its sequence's blocks."""
         registered = positions + self.bubble * (positions >= self.sink) if self.bubble else positions
         return self.wrapped(registered) if self.wraps else registered
 
@@ -121,9 +121,9 @@ class AttentionWindow:
 
         tables: [sequences, blocks]. table_rows: rows of `tables`, of a shape that broadcasts to that of `positions`.
         """
-        places = self.places(positions)
-        blocks = tables[table_rows, places // self.tokens_per_block].astype(np.int64)
-        return blocks * self.tokens_per_block + places % self.tokens_per_block
+        stored = self.cache_positions(positions)
+        blocks = tables[table_rows, stored // self.tokens_per_block].astype(np.int64)
+        return blocks * self.tokens_per_block + stored % self.tokens_per_block
 
     def outlives(self, positions: Int64Array, ends: Int64Array | np.int64) -> Bools:
         """Whether no later position before `ends` overwrites each position."""
@@ -167,7 +167,9 @@ class AttentionWindow:
         if new_tokens >= self.capacity - first_wrapped:
             own.update(range(min(registered, first_wrapped) // size, count))
         elif new_tokens:
-            first, last = (int(place) for place in self.wrapped(np.array([registered, registered + new_tokens - 1])))
+            first, last = (
+                int(position) for position in self.wrapped(np.array([registered, registered + new_tokens - 1]))
+            )
             own.update(range(first // size, count if last < first else last // size + 1))
             if last < first:
                 own.update(range(first_wrapped // size, last // size + 1))

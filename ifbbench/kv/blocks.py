@@ -1,4 +1,4 @@
-"""The blocks of one attention window: reference counts, contents, memory places, and which is taken next."""
+"""The blocks of one attention window: reference counts, contents, memory indices, and which is taken next."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Blocks:
     """Blocks with reuse and host memory. Block ids 0 to `num_primary` - 1 start in device memory, the `num_secondary`
     behind them in host memory. A block that moves between the two keeps its id and its node in the reuse tree.
 
-    references: [blocks], number of sequences (and beams) that hold each. memory: [blocks], place in the memory that
+    references: [blocks], number of sequences (and beams) that hold each. memory: [blocks], index in the memory that
     it is in. copies: what the executor must copy, until `KvCacheManager.take_copies`.
     """
 
@@ -129,7 +129,7 @@ class Blocks:
         """A new block with the first `num_tokens` tokens of `source`, and its priority."""
         if self.is_on_device(source) or not self.eviction.is_free(source):
             return self._copied(source, num_tokens, references)
-        # The device block that is evicted for the copy must not be offloaded to the place of the source.
+        # The device block that is evicted for the copy must not be offloaded to the memory of the source.
         self.eviction.claim(source)
         block = self._copied(source, num_tokens, references)
         self.eviction.release(source)
@@ -137,11 +137,11 @@ class Blocks:
 
     def _copied(self, source: int, num_tokens: int, references: int) -> int:
         kind = CopyKind.DEVICE if self.is_on_device(source) else CopyKind.ONBOARD
-        place = self.memory[source]
+        index = self.memory[source]
         block = self.take(references, self.eviction.priority(source))
         # If the source itself was evicted, the new block has its memory and its content.
-        if kind is CopyKind.ONBOARD or self.memory[block] != place:
-            self.copies.append(BlockCopy(kind, place, self.memory[block], num_tokens))
+        if kind is CopyKind.ONBOARD or self.memory[block] != index:
+            self.copies.append(BlockCopy(kind, index, self.memory[block], num_tokens))
         return block
 
     def onboard(self, block: int) -> None:
@@ -161,10 +161,10 @@ class Blocks:
         return other
 
     def _move(self, kind: CopyKind, block: int, other: int) -> None:
-        """Copy `block` to the memory of `other`, and exchange their memory places."""
-        places = self.memory[block], self.memory[other]
-        self.copies.append(BlockCopy(kind, *places, self.tokens_per_block))
-        self.memory[other], self.memory[block] = places
+        """Copy `block` to the memory of `other`, and exchange their memory indices."""
+        indices = self.memory[block], self.memory[other]
+        self.copies.append(BlockCopy(kind, *indices, self.tokens_per_block))
+        self.memory[other], self.memory[block] = indices
         self.eviction.swap_levels(block, other)
 
     def check_consistency(self, held: dict[int, int]) -> None:
@@ -174,8 +174,8 @@ class Blocks:
         assert len(free) == len(set(free)), "a block is free twice"
         assert set(free).isdisjoint(held), "a block is both free and held"
         assert len(free) + len(held) == len(self.memory), "a block is neither free nor held"
-        places = {(self.eviction.level(block), place) for block, place in enumerate(self.memory)}
-        assert len(places) == len(self.memory), "two blocks have the same memory"
+        indices = {(self.eviction.level(block), index) for block, index in enumerate(self.memory)}
+        assert len(indices) == len(self.memory), "two blocks have the same memory"
         assert all(self.is_on_device(block) for block in held), "a held block is in host memory"
         self.tree.check_consistency()
 

@@ -20,15 +20,15 @@ class ContiguousCache(KvCache):
         self.attention_window, self.num_blocks = attention_window, 0
         self.registered = np.zeros(slots, np.int64)
         self.block_tables = np.zeros((slots, attention_window.max_beam_width, 1), np.int32)
-        self.places = slots * attention_window.max_beam_width * attention_window.max_seq_len
+        self.num_positions = slots * attention_window.max_beam_width * attention_window.max_seq_len
         self._beams: dict[int, int] = {}
 
     @property
-    def held_places(self) -> int:
+    def held_positions(self) -> int:
         return sum(self._beams.values()) * self.attention_window.max_seq_len
 
     @property
-    def filled_places(self) -> int:
+    def filled_positions(self) -> int:
         return int(self.registered.sum())
 
     def first_chunk_need(self, request: Request) -> int:

@@ -252,11 +252,11 @@ class CountedCache(PagedCache):
         return self._counters
 
     @property
-    def held_places(self) -> int:
+    def held_positions(self) -> int:
         return self.num_used * self._size
 
     @property
-    def filled_places(self) -> int:
+    def filled_positions(self) -> int:
         return self._filled
 
     def held_blocks(self, slot: int) -> int:
@@ -277,7 +277,7 @@ class CountedCache(PagedCache):
         slots = list(self._all_blocks)
         assert self.num_used == sum(self.held_blocks(slot) for slot in slots), "the number of free blocks is wrong"
         filled = np.minimum(self.registered[slots], self._capacity).sum()
-        assert self._filled == filled, "the number of filled places disagrees with the sequences"
+        assert self._filled == filled, "the number of filled cache positions disagrees with the sequences"
         assert self.count == len(self._group_of), "the number of sequences in generation is wrong"
         assert self._reserved == sum(self._blocks_to_come(slot) for slot in self._group_of), "reserved blocks are wrong"
         for group in self.groups:

@@ -28,9 +28,9 @@ class KvCache(ABC):
 
     attention_window: where layers differ, that of the first; block size and sink tokens are equal in all.
     registered: [slots], tokens in each sequence, the sink bubble included.
-    block_tables: [slots, beams, blocks per sequence], places in device memory, of the first attention window.
+    block_tables: [slots, beams, blocks per sequence], indices in device memory, of the first attention window.
     window_tables: the same for each further attention window.
-    num_blocks: device blocks. places: tokens that the device memory has room for.
+    num_blocks: device blocks. num_positions: tokens that the device memory has room for.
     looks_ahead: whether `step_needs` counts two steps, the second of which another micro batch would have to leave room
         for (`twoStepsLookAhead` of TensorRT-LLM's `getNeededBlocksOneStep`).
     """
@@ -40,7 +40,7 @@ class KvCache(ABC):
     block_tables: IntArray
     window_tables: tuple[IntArray, ...] = ()
     num_blocks: int
-    places: int
+    num_positions: int
     reuse: ReuseRules = NO_REUSE
     looks_ahead: bool = False
 
@@ -187,19 +187,21 @@ class KvCache(ABC):
 
     @property
     @abstractmethod
-    def held_places(self) -> int:
-        """Places in memory that requests hold, with or without a token."""
+    def held_positions(self) -> int:
+        """Cache positions that requests hold, with or without a token."""
 
     @property
     @abstractmethod
-    def filled_places(self) -> int:
-        """Places with a token; a token that several sequences share counts for each."""
+    def filled_positions(self) -> int:
+        """Cache positions with a token; a token that several sequences share counts for each."""
 
     def state(self) -> CacheState:
         """The cache now, as records hold it."""
         blocks = self.num_blocks
         if not blocks:
-            return CacheState(None, None, None, None, None, None, self.places, self.held_places, self.filled_places)
+            return CacheState(
+                None, None, None, None, None, None, self.num_positions, self.held_positions, self.filled_positions
+            )
         counters, used, size = self.counters, self.num_used, self.attention_window.tokens_per_block
         windows: Sequence[WindowBlocks] = ()
         if len(self.window_tables):
@@ -216,7 +218,7 @@ class KvCache(ABC):
             counters.reused,
             blocks * size,
             used * size,
-            self.filled_places,
+            self.filled_positions,
             counters.missed,
             windows,
         )

@@ -127,7 +127,7 @@ class KvCacheManager(PagedCache):
     def add_tokens(self, rows: Rows) -> Rows:
         """Beyond the window's capacity tokens overwrite the oldest ones."""
         window, registered = self.attention_window, self.registered[rows]
-        starts_block, within = self._places_in_block(registered) == 0, len(rows)
+        starts_block, within = self._positions_in_block(registered) == 0, len(rows)
         if window.wraps:
             is_within = registered < window.capacity
             starts_block, within = starts_block & is_within, int(is_within.sum())
@@ -145,7 +145,7 @@ class KvCacheManager(PagedCache):
         taken = self._sequences.grow(slots)
         self.blocks_held[rows] = indices + 1
         if self.attention_window.max_beam_width == 1:
-            self.block_tables[rows, 0, indices] = self._places(taken)
+            self.block_tables[rows, 0, indices] = self._memory_indices(taken)
             return
         for slot, index in zip(slots, indices.tolist(), strict=True):
             self._set_table_entry(slot, index)
@@ -160,9 +160,9 @@ class KvCacheManager(PagedCache):
         self._filled -= int((before - registered).sum())
         self.registered[rows] = registered
         emptied = -(-before // size) - -(-registered // size)
-        for place in np.flatnonzero(emptied).tolist():
-            for _ in range(int(emptied[place])):
-                self._shrink(int(rows[place]))
+        for index in np.flatnonzero(emptied).tolist():
+            for _ in range(int(emptied[index])):
+                self._shrink(int(rows[index]))
 
     def _shrink(self, slot: int) -> None:
         """Release the last block of each beam."""
@@ -200,11 +200,11 @@ class KvCacheManager(PagedCache):
     # For records and tests.
 
     @property
-    def held_places(self) -> int:
+    def held_positions(self) -> int:
         return self.num_used * self.attention_window.tokens_per_block
 
     @property
-    def filled_places(self) -> int:
+    def filled_positions(self) -> int:
         return self._filled
 
     def check_consistency(self) -> None:
@@ -214,11 +214,11 @@ class KvCacheManager(PagedCache):
             held.update(sequence.references())
         self.blocks.check_consistency(dict(held))
         filled = np.minimum(self.registered[list(self.sequences)], self.attention_window.capacity).sum()
-        assert self._filled == filled, "the number of filled places disagrees with the sequences"
+        assert self._filled == filled, "the number of filled cache positions disagrees with the sequences"
         for slot, sequence in self.sequences.items():
             for beam, table in zip(sequence.beams, self.block_tables[slot], strict=False):
-                places = [self.blocks.memory[block] for block in beam]
-                assert table[: len(beam)].tolist() == places, f"the block table of slot {slot} is out of date"
+                indices = [self.blocks.memory[block] for block in beam]
+                assert table[: len(beam)].tolist() == indices, f"the block table of slot {slot} is out of date"
 
     def _forget_waiting(self, slot: int) -> None:
         self._searches.pop(slot, None)
@@ -227,12 +227,12 @@ class KvCacheManager(PagedCache):
     def _set_tables(self, slot: int, beam_width: int) -> None:
         beams = self.sequences[slot].beams
         for number, beam in enumerate(beams):
-            self.block_tables[slot, number, : len(beam)] = self._places(beam)
+            self.block_tables[slot, number, : len(beam)] = self._memory_indices(beam)
         self.blocks_held[slot] = len(beams[0])
         self._beam_width[slot] = beam_width
 
-    def _places(self, blocks: list[int]) -> list[int]:
-        """The places of device blocks in memory: their ids, unless they may have moved to host memory and back."""
+    def _memory_indices(self, blocks: list[int]) -> list[int]:
+        """The indices of device blocks in memory: their ids, unless they may have moved to host memory and back."""
         if not self.blocks.num_secondary:
             return blocks
         return [self.blocks.memory[block] for block in blocks]
@@ -244,9 +244,9 @@ class KvCacheManager(PagedCache):
     def _wrap(self, rows: Rows, registered: Rows) -> None:
         """Prepare blocks that the next tokens of sequences beyond the capacity overwrite."""
         window = self.attention_window
-        places, size = window.wrapped(registered), window.tokens_per_block
-        starts_block = (registered >= window.capacity) & (places % size == 0)
-        for slot, index in zip(rows[starts_block].tolist(), (places[starts_block] // size).tolist(), strict=True):
+        positions, size = window.wrapped(registered), window.tokens_per_block
+        starts_block = (registered >= window.capacity) & (positions % size == 0)
+        for slot, index in zip(rows[starts_block].tolist(), (positions[starts_block] // size).tolist(), strict=True):
             if taken := self._sequences.overwrite(slot, index):
                 self._all_blocks[slot] -= taken
                 self._set_table_entry(slot, index)

@@ -26,7 +26,7 @@ class PagedCache(KvCache):
         self.attention_window = attention_window
         self.reuse = reuse
         self.num_blocks = num_blocks
-        self.places = num_blocks * attention_window.tokens_per_block
+        self.num_positions = num_blocks * attention_window.tokens_per_block
         self.registered = np.zeros(slots, np.int64)
         # The maximum number of tokens that the request in each slot may register.
         self._limit = np.zeros(slots, np.int64)
@@ -53,7 +53,7 @@ class PagedCache(KvCache):
         window, registered, limit = self.attention_window, self.registered[rows], self._limit[rows]
         if window.max_beam_width == 1 and isinstance(draft_tokens, int) and draft_tokens == 0:
             size, may_register = window.tokens_per_block, np.minimum(limit, window.capacity)
-            needs: Rows = ((self._places_in_block(registered) == 0) & (registered < may_register)).astype(np.int64)
+            needs: Rows = ((self._positions_in_block(registered) == 0) & (registered < may_register)).astype(np.int64)
             if self.looks_ahead:
                 needs += ((registered + 1) % size == 0) & (registered + 1 < may_register)
             return needs
@@ -95,7 +95,7 @@ class PagedCache(KvCache):
     def of_windows(self) -> "tuple[PagedCache, ...]":
         return (self,)
 
-    def _places_in_block(self, registered: Rows) -> Rows:
+    def _positions_in_block(self, registered: Rows) -> Rows:
         size = self.attention_window.tokens_per_block
         # A remainder of integers takes several times as long.
         return registered & (size - 1) if size & (size - 1) == 0 else registered % size

@@ -93,7 +93,7 @@ class VariableWindowCache(KvCache):
         self.block_tables = first.block_tables
         self.window_tables = tuple(window.block_tables for window in self.windows[1:])
         self.num_blocks = sum(window.num_blocks for window in self.windows)
-        self.places = sum(window.places for window in self.windows)
+        self.num_positions = sum(window.num_positions for window in self.windows)
 
     @property
     def free_blocks(self) -> BlockCounts:
@@ -182,12 +182,12 @@ class VariableWindowCache(KvCache):
         )
 
     @property
-    def held_places(self) -> int:
-        return sum(window.held_places for window in self.windows)
+    def held_positions(self) -> int:
+        return sum(window.held_positions for window in self.windows)
 
     @property
-    def filled_places(self) -> int:
-        return sum(window.filled_places for window in self.windows)
+    def filled_positions(self) -> int:
+        return sum(window.filled_positions for window in self.windows)
 
     def check_consistency(self) -> None:
         for window in self.windows:

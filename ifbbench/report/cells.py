@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
-from ifbbench.analysis.limits import LIMITS, limit_name, setting_of, window_name
+from ifbbench.analysis.words import Words, window_name, words_of
 from ifbbench.errors import InputError
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PHASE_COLOURS, REQUEST_COLOURS
 from ifbbench.report.style import LIMIT_DASHES, heading, is_near, legend_above, limit_of, round_ticks
-from ifbbench.rundir.reader import RunData
+from ifbbench.rundir.reader import RunData, once_a_run
 from ifbbench.rundir.run_directory import find_lines
 
 MAX_ROWS, MAX_COLUMNS = 16, 64
@@ -34,6 +34,7 @@ KEY = {
 }
 
 
+@once_a_run
 def request_order(run: RunData) -> list[str]:
     """Every request of the run, a row each: by index in the trace, then those that ran when it was killed."""
     first_seen = run.spans.sort_values("first_iteration", kind="stable")["request_id"]
@@ -112,7 +113,7 @@ def draw_cells(run: RunData, exact: bool = False) -> Figure:
     figure = Figure(figsize=(max(7.5, columns * cell_width + 1.6), sum(heights) + 1.7))
     panels = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights})
     grid, tokens = panels[:2]
-    _cells(grid, cells, requests, letter_size=7 if columns > WIDE else 8.5)
+    _cells(grid, cells, requests, words_of(run.config), letter_size=7 if columns > WIDE else 8.5)
     _request_labels(grid, requests, run)
     _tokens_by_iteration(tokens, run, columns)
     if with_cache:
@@ -120,20 +121,20 @@ def draw_cells(run: RunData, exact: bool = False) -> Figure:
     panels[-1].set(xlim=(first - 0.5, last + 0.5), xlabel="iteration")
     round_ticks(panels[-1].xaxis, min(columns, 24), whole=True)
     heading(grid, "Scheduler timeline", run)
-    figure.supxlabel(_key(cells, figure.get_figwidth()), fontsize=8, color=MUTED)
+    figure.supxlabel(_key(cells, words_of(run.config), figure.get_figwidth()), fontsize=8, color=MUTED)
     figure.align_ylabels()
     return figure
 
 
-def _key(cells: pd.DataFrame, width: float) -> str:
+def _key(cells: pd.DataFrame, words: Words, width: float) -> str:
     """What the letters in the cells mean, in lines that fit the figure."""
     seen = set(cells["phase"])
     parts = [KEY[phase] for phase in KEY if phase in seen]
     paused = cells.loc[cells["phase"] == "paused", "cause"]
     if "paused" in seen:
-        parts.append("P→3: paused to make room for 3" if paused.notna().any() else "P: paused")
+        parts.append(f"P→3: {words.paused} to make room for 3" if paused.notna().any() else f"P: {words.paused}")
     causes = dict.fromkeys(cells.loc[cells["phase"] == "waiting", "cause"].dropna())
-    names = [f"{_short(one)}: {limit_name(one)}" for one in causes]
+    names = [f"{words.short(one)}: {words.limit_name(one)}" for one in causes]
     if names:
         parts.append("waiting for  " + " · ".join(names))
     elif "waiting" in seen:
@@ -146,11 +147,7 @@ def _key(cells: pd.DataFrame, width: float) -> str:
     return "\n".join(lines)
 
 
-def _short(cause: str) -> str:
-    return LIMITS[cause].short if cause in LIMITS else cause[:4]
-
-
-def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: float) -> None:
+def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], words: Words, letter_size: float) -> None:
     rows = {request: row for row, request in enumerate(requests)}
     for request, iteration, label, phase, cause in cells.itertuples(index=False):
         row = rows[request]
@@ -169,7 +166,7 @@ def _cells(axes: Axes, cells: pd.DataFrame, requests: list[str], letter_size: fl
         )
         size, weight = letter_size, "bold" if phase in ("context", "recompute", "paused") else "normal"
         if phase == "waiting" and isinstance(cause, str):
-            label, size, ink = _short(cause), letter_size - 1.5, MUTED
+            label, size, ink = words.short(cause), letter_size - 1.5, MUTED
         elif phase == "paused" and cause is not None and cause == cause and len(str(cause)) <= LONGEST_ID:
             label = f"P→{cause}"
         halo = [withStroke(linewidth=3, foreground="white")] if hatch else None
@@ -229,7 +226,7 @@ def _tokens_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
     axes.bar(where, used - context, width=0.94, color=PHASE_COLOURS["generation"], label="generation")
     axes.bar(where, context, bottom=used - context, width=0.94, color=PHASE_COLOURS["context"], label="context")
     _numbers(axes, where, used, columns)
-    _limit(axes, setting_of("num_tokens"), limit_of(run, "num_tokens"), float(used.max()))
+    _limit(axes, words_of(run.config).setting_name("num_tokens"), limit_of(run, "num_tokens"), float(used.max()))
     axes.set_ylabel("tokens\nin the batch")
     round_ticks(axes.yaxis, 4, whole=True)
     legend_above(axes, 2)

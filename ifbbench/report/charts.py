@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ifbbench.analysis.limits import BINDING, limit_name, window_name
 from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.token_times import output_tokens
+from ifbbench.analysis.words import BINDING, window_name, words_of
 from ifbbench.errors import InputError
 from ifbbench.report.cells import draw_cells, tint
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
@@ -37,6 +37,7 @@ from ifbbench.report.style import (
     retitle,
     round_ticks,
     save,
+    steps,
     styled,
 )
 from ifbbench.report.timeline import draw_timeline
@@ -60,7 +61,10 @@ NOT_DRAWN = frozenset(
         "reused_kv_cache_blocks",
         "microbatch_id",
         "paused_requests",
+        "host_ms",
+        "device_ms",
         "queued",
+        "paused",
         "missed_blocks",
         "first_left_out",
         "first_left_out_request",
@@ -151,7 +155,8 @@ def draw_throughput(run: RunData) -> Figure:
     _rate(context, bins, iterations["total_context_tokens"].to_numpy(dtype=float), "context", "context tokens/s")
     total = bins.means(iterations["scheduled_requests"].to_numpy(dtype=float))
     generation = np.maximum(total - bins.means(iterations["context_requests"].to_numpy(dtype=float)), 0.0)
-    batch.stairs(
+    steps(
+        batch,
         total,
         bins.edges,
         baseline=generation,
@@ -160,8 +165,14 @@ def draw_throughput(run: RunData) -> Figure:
         linewidth=0,
         label="in context phase",
     )
-    batch.stairs(
-        generation, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0, label="in generation phase"
+    steps(
+        batch,
+        generation,
+        bins.edges,
+        fill=True,
+        color=PHASE_COLOURS["generation"],
+        linewidth=0,
+        label="in generation phase",
     )
     batch.set_ylabel("requests in the batch")
     draw_limit(batch, run, "batch_size", float(total.max()))
@@ -183,14 +194,15 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
         if above.max() > below.max() or shares.get(limit):
             # In a killed run, no request that waited for this limit may have completed.
             share = f" ({percent(shares.get(limit, 0.0) / sum(shares.values()))})" if sum(shares.values()) else ""
-            axes.stairs(
+            steps(
+                axes,
                 above,
                 bins.edges,
                 baseline=below,
                 fill=True,
                 color=colour,
                 linewidth=0,
-                label=f"{limit_name(limit)}{share}",
+                label=f"{words_of(run.config).limit_name(limit)}{share}",
             )
         below = above
     axes.set_ylabel("requests waiting")
@@ -202,7 +214,7 @@ def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
 
 def _rate(axes: Axes, bins: TimeBins, tokens: Floats, phase: str, label: str) -> None:
     rates = bins.rates(tokens)
-    axes.stairs(rates, bins.edges, fill=True, color=PHASE_COLOURS[phase], linewidth=0)
+    steps(axes, rates, bins.edges, fill=True, color=PHASE_COLOURS[phase], linewidth=0)
     mean = tokens[tokens == tokens].sum() / (bins.edges_s[-1] - bins.edges_s[0])
     axes.axhline(mean, color=INK, linewidth=0.8, linestyle=":")
     label_mean(axes, mean)
@@ -217,16 +229,15 @@ def draw_kv_cache(run: RunData) -> Figure:
     blocks, pauses = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
     bins, iterations = TimeBins.of(run), run.iterations
     (_windows_used if run.windows else _blocks_used)(blocks, bins, run)
-    paused = iterations["pauses"].to_numpy(dtype=float)
+    paused, words = iterations["pauses"].to_numpy(dtype=float), words_of(run.config)
     counts, _ = np.histogram(bins.clock.start_s, bins.edges_s, weights=paused)
-    pauses.stairs(counts, bins.edges, fill=True, color=PAUSE, linewidth=0)
-    pauses.set_ylabel(f"pauses{bins.per_bin}")
+    steps(pauses, counts, bins.edges, fill=True, color=PAUSE, linewidth=0)
+    pauses.set_ylabel(f"{words.pauses}{bins.per_bin}")
     pauses.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
     round_ticks(pauses.yaxis, 2, whole=True)
     if not paused.any():
-        pauses.text(
-            0.5, 0.5, "no request was paused", transform=pauses.transAxes, ha="center", va="center", color=MUTED
-        )
+        text = f"no request was {words.paused}"
+        pauses.text(0.5, 0.5, text, transform=pauses.transAxes, ha="center", va="center", color=MUTED)
     bins.label(pauses)
     heading(blocks, "KV cache", run, legend=bool(run.windows))
     figure.align_ylabels()
@@ -239,7 +250,7 @@ def _windows_used(axes: Axes, bins: TimeBins, run: RunData) -> None:
     for size, how in zip(run.windows, line_styles(len(run.windows), colours), strict=True):
         used, pool = run.window_blocks(size)
         label = f"{window_name(size)}: {pool:,} blocks"
-        axes.stairs(bins.peaks(used) / max(pool, 1), bins.edges, baseline=None, label=label, **how)
+        steps(axes, bins.peaks(used) / max(pool, 1), bins.edges, baseline=None, label=label, **how)
     axes.axhline(1, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
     axes.set(ylabel="KV blocks used\n(share of the window's)", ylim=(0, 1.08))
     round_ticks(axes.yaxis, text=in_percent)
@@ -252,8 +263,8 @@ def _blocks_used(blocks: Axes, bins: TimeBins, run: RunData) -> None:
     pool, size = (iterations[name].max() for name in ("max_kv_cache_blocks", "tokens_per_kv_cache_block"))
     used = bins.peaks(iterations["used_kv_cache_blocks"].to_numpy(dtype=float))
     colour = LIMIT_COLOURS["kv_blocks"]
-    blocks.stairs(used, bins.edges, fill=True, color=colour, alpha=0.25, linewidth=0)
-    blocks.stairs(used, bins.edges, baseline=None, color=colour, linewidth=1.2)
+    steps(blocks, used, bins.edges, fill=True, color=colour, alpha=0.25, linewidth=0)
+    steps(blocks, used, bins.edges, baseline=None, color=colour, linewidth=1.2)
     # What uses little of the pool is drawn larger, with the size of the pool in words.
     near = pool <= NEAR * used.max()
     words = f"pool: {pool:,.0f} blocks of {size:.0f} tokens" + ("" if near else " (above this scale)")

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from ifbbench.analysis.token_times import token_times
 from ifbbench.errors import InputError
 from ifbbench.report.colours import MUTED, PHASE_COLOURS, SERIES
-from ifbbench.report.style import WIDTH, TimeBins, heading, legend_above, round_ticks
+from ifbbench.report.style import WIDTH, TimeBins, heading, legend_above, round_ticks, steps
 from ifbbench.report.timeline import draw_population, phase_handles
 from ifbbench.rundir.client_figures import load_gauges
 from ifbbench.rundir.reader import RunData
@@ -27,7 +27,7 @@ def draw_client_throughput(run: RunData) -> Figure:
     active.set_ylabel("requests in flight")
     times_s = np.concatenate([np.empty(0), *token_times(run).values()])
     rates = np.histogram(times_s, bins.edges_s)[0] / np.diff(bins.edges_s)
-    output.stairs(rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
+    steps(output, rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
     output.set(ylabel="output tokens/s", ylim=(0, float(rates.max(initial=0)) * 1.1 or 1.0))
     round_ticks(output.yaxis)
     done, failed = run.completed, run.requests[run.requests["outcome"] != "completed"]

@@ -9,8 +9,6 @@ and a lighter context phase.
 import json
 from collections.abc import Iterable
 
-from ifbbench.analysis.limits import LIMITS
-
 INK, MUTED, GRID, FAINT = "#222222", "#6B6B6B", "#E3E3E3", "#BBBBBB"
 # Lines at the value of a limit, and what failed.
 LIMIT = "#B3202A"
@@ -20,6 +18,8 @@ LIMIT_COLOURS = {
     "batch_size": "#0072B2",
     "num_tokens": "#D55E00",
     "kv_blocks": "#009E73",
+    "watermark": "#5FBF9F",
+    "full_prompt": "#00543D",
     "none": "#C4C4C4",
     "head_of_line": "#A89F91",
     "paused": "#F0C000",
@@ -70,6 +70,6 @@ def page_script() -> str:
 def limit_colours(limits: Iterable[str]) -> dict[str, str]:
     """A colour for each of `limits`, the known ones first."""
     found = set(limits)
-    known = {name: LIMIT_COLOURS[name] for name in LIMITS if name in LIMIT_COLOURS and name in found}
+    known = {name: LIMIT_COLOURS[name] for name in LIMIT_COLOURS if name in found}
     others = sorted(found - known.keys())
     return known | {name: OTHER_LIMITS[index % len(OTHER_LIMITS)] for index, name in enumerate(others)}

@@ -1,10 +1,9 @@
 """Run directories as pandas data frames, and these tables as files."""
 
-import csv
 import importlib.util
 import json
+import re
 from functools import cached_property
-from io import TextIOWrapper
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -15,6 +14,7 @@ import pandas as pd
 from ifbbench.errors import InputError
 from ifbbench.files import new_file
 from ifbbench.rundir.figures import figures
+from ifbbench.rundir.lines import encode
 from ifbbench.rundir.reader import RunData, read_lines
 from ifbbench.rundir.reader import load_run as read_run
 from ifbbench.rundir.run_directory import find_lines
@@ -24,6 +24,8 @@ TRACE_FIELDS = ("request_id", "arrival_s")
 # Columns with values of several types.
 MIXED = ("cause",)
 ROWS_AT_ONCE = 10_000
+_NEEDS_QUOTES = re.compile('[,"\\r\\n]')
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Run(RunData):
@@ -65,13 +67,11 @@ def export_tables(run: Run, file_format: str) -> list[Path]:
 def _write(table: pd.DataFrame, path: Path) -> Path:
     if path.suffix == ".csv":
         with new_file(path, overwrite=True) as file:
-            text = TextIOWrapper(cast(BinaryIO, file), "utf-8", newline="")
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(table)
+            file.write((",".join(map(_cell, table)) + "\n").encode())
             for start in range(0, len(table), ROWS_AT_ONCE):
                 rows = table.iloc[start : start + ROWS_AT_ONCE]
-                writer.writerows(zip(*(_cells(rows[name]) for name in rows), strict=True))
-            text.detach()  # which writes the rest, and leaves the file open
+                lines = map(",".join, zip(*(_cells(rows[name]) for name in rows), strict=True))
+                file.write(("\n".join(lines) + "\n").encode())
     else:
         texts = {name: table[name].map(str, na_action="ignore") for name in MIXED if name in table}
         with new_file(path, overwrite=True) as file:
@@ -79,16 +79,31 @@ def _write(table: pd.DataFrame, path: Path) -> Path:
     return path
 
 
-def _cells(column: "pd.Series[Any]") -> list[Any]:
-    """The values of a column as the writer of CSV takes them: lists as JSON, and None, an empty cell, where there is
-    none."""
-    if column.dtype == np.int64 and len(column) and (low := column.min()) > column.max() - len(column):
-        # Few different numbers: each becomes a text once.
-        texts = np.array([str(number) for number in range(low, column.max() + 1)], object)
-        cells: list[Any] = texts[column.to_numpy() - low].tolist()
-        return cells
-    values: list[Any] = column.tolist()
-    encode = json.JSONEncoder(separators=(",", ":")).encode
+def _cells(column: "pd.Series[Any]") -> list[str]:
+    """The cells of a column in CSV: lists as JSON, empty where there is no value."""
     if column.dtype == object:
-        values = [(encode(value) if value else "[]") if isinstance(value, list) else value for value in values]
-    return [None if value != value else value for value in values] if column.hasnans else values
+        return ["" if value is None else _cell(value) for value in column.tolist()]
+    if column.dtype == np.float64 and ((column >= 1e-4) & (column < 1e16) | (column == 0) & ~np.signbit(column)).all():
+        return encode(column.tolist())[1:-1].decode().split(",")  # as `repr` writes them: see `number`
+    numbers = column.to_numpy() if column.dtype in (np.int64, np.float64) else None
+    # Few different values: each becomes a text once; -0.0 would become that of 0.0.
+    if numbers is None or not np.signbit(numbers).any():
+        codes, values = pd.factorize(column)
+        cells: list[str] = np.array([*map(_cell, values.tolist()), ""], object)[codes].tolist()
+        return cells
+    return list(map(_cell, numbers.tolist()))
+
+
+def _cell(value: Any) -> str:
+    """A value as `csv.writer` writes it, and a list as JSON."""
+    if type(value) is float:
+        return "" if value != value else repr(value)
+    if type(value) is int:
+        return str(value)
+    if isinstance(value, list):
+        return _quoted(_encode(value)) if value else "[]"
+    return "" if value is None or value != value else _quoted(str(value))
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"' if _NEEDS_QUOTES.search(text) else text

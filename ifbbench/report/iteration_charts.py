@@ -4,9 +4,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ifbbench.analysis.limits import limit_name, setting_of
 from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.token_times import span_ends
+from ifbbench.analysis.words import Words, words_of
 from ifbbench.report.cells import tint
 from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS, limit_colours
 from ifbbench.report.style import (
@@ -22,9 +22,10 @@ from ifbbench.report.style import (
     limit_of,
     round_ticks,
     stack,
+    steps,
 )
-from ifbbench.report.timeline import PHASE_NAMES
-from ifbbench.rundir.reader import Floats, RunData
+from ifbbench.report.timeline import phase_names
+from ifbbench.rundir.reader import Floats, RunData, once_a_run
 
 HISTOGRAM_BINS = 40
 # Prefix of the cause of requests that stand behind another one, which a limit held.
@@ -57,10 +58,10 @@ def draw_budget(run: RunData) -> Figure:
     )
     for (axes, shares), (label, name, values, layers) in zip(grid, panels, strict=True):
         means = {name: bins.means(layer) for name, layer in layers.items() if layer.any()}
-        stack(axes, bins.edges, means, PHASE_COLOURS, PHASE_NAMES)
-        axes.stairs(bins.highest(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
+        stack(axes, bins.edges, means, PHASE_COLOURS, phase_names(run))
+        steps(axes, bins.highest(values), bins.edges, baseline=None, color=INK, linewidth=0.9, label="maximum")
         limit = limit_of(run, name)
-        _axis_to_limit(axes, setting_of(name), limit, float(values.max()))
+        _axis_to_limit(axes, words_of(run.config).setting_name(name), limit, float(values.max()))
         axes.set_ylabel(label)
         latency = iterations["latency_ms"].to_numpy(dtype=float)
         _time_at(shares, values, latency, float(axes.get_ylim()[1]), limit)
@@ -113,7 +114,9 @@ def draw_queue(run: RunData) -> Figure:
     widths = np.diff(bins.edges_s)
     waited_s = {cause: float((values * widths).sum()) for cause, values in layers.items()}
     total_s = sum(waited_s.values()) or 1.0
-    names = {cause: f"{_cause_name(cause)} ({percent(waited_s[cause] / total_s)})" for cause in layers}
+    names = {
+        cause: f"{_cause_name(cause, words_of(run.config))} ({percent(waited_s[cause] / total_s)})" for cause in layers
+    }
     total = stack(axes, bins.edges, {cause: layers[cause] for cause in colours}, colours, names)
     axes.set_ylabel("requests that wait")
     axes.set_ylim(0, max(1.0, float(total.max()) * 1.1))
@@ -130,9 +133,9 @@ def draw_queue(run: RunData) -> Figure:
     return figure
 
 
-def _cause_name(cause: str) -> str:
+def _cause_name(cause: str, words: Words) -> str:
     limit = cause.removeprefix(BEHIND)
-    name = limit_name(limit)
+    name = words.limit_name(limit)
     return name if limit == cause else f"behind one that waits for {name}"
 
 
@@ -140,8 +143,7 @@ def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[st
     """`layers` with the requests behind another one by the limit that held that one, the limit of the iteration.
 
     A request that is not active yet waits for a batch slot only if no other limit bound the iteration."""
-    bound = run.iterations["bound_by"].fillna("none").astype(str)
-    times = {limit: bins.means((bound == limit).to_numpy(dtype=float)) for limit in bound.unique()}
+    times = _bound_times(run)
     whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
     slots = times.get("batch_size", 0.0) + times.get("none", 0.0)
     queued, behind = (layers.pop(name, np.zeros(len(whole))) for name in ("batch_size", "head_of_line"))
@@ -155,6 +157,13 @@ def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[st
     return {cause: values for cause, values in layers.items() if values.any()}
 
 
+@once_a_run
+def _bound_times(run: RunData) -> dict[str, Floats]:
+    """The share of each bin in which iterations were bound by each limit."""
+    bound = run.iterations["bound_by"].fillna("none").astype(str)
+    return {limit: TimeBins.of(run).means((bound == limit).to_numpy(dtype=float)) for limit in bound.unique()}
+
+
 def draw_bound(run: RunData) -> Figure:
     """What bound each stretch of time: the limit that bound most of it as a strip, and the share of each limit."""
     figure = Figure(figsize=(WIDTH, 3.6))
@@ -162,13 +171,13 @@ def draw_bound(run: RunData) -> Figure:
     bins, iterations = TimeBins.of(run), run.iterations
     found = iterations["bound_by"].fillna("none").astype(str)
     colours = limit_colours(found.unique())
-    ones = np.ones(len(found))
-    times = {limit: bins.means(np.where(found == limit, ones, 0.0)) for limit in colours}
+    times = {limit: _bound_times(run)[limit] for limit in colours}
     whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
     latency_ms = iterations["latency_ms"].to_numpy(dtype=float)
     total_ms = float(latency_ms.sum()) or 1.0
+    words = words_of(run.config)
     names = {
-        limit: f"{limit_name(limit)} ({percent(float(latency_ms[found == limit].sum()) / total_ms)})"
+        limit: f"{words.limit_name(limit)} ({percent(float(latency_ms[found == limit].sum()) / total_ms)})"
         for limit in colours
     }
     # Stretches without an iteration stay white.
@@ -182,7 +191,7 @@ def draw_bound(run: RunData) -> Figure:
     winner = np.argmax(np.array(list(times.values())), axis=0)
     for index, (_, colour) in enumerate(colours.items()):
         chosen = np.where((winner == index) & (whole > 1e-9), 1.0, 0.0)
-        strip.stairs(chosen, bins.edges, fill=True, color=colour, linewidth=0)
+        steps(strip, chosen, bins.edges, fill=True, color=colour, linewidth=0)
     strip.set(ylim=(0, 1), yticks=[], ylabel="most of\nthe time")
     strip.grid(visible=False)
     strip.spines[["left", "bottom"]].set_visible(False)

@@ -3,14 +3,15 @@
 from heapq import heappop, heappush
 
 import numpy as np
-from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba, to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ifbbench.analysis.token_times import span_ends
 from ifbbench.report.cells import request_order, tint
 from ifbbench.report.colours import FAINT, INK, MUTED, PHASE_COLOURS, REQUEST_COLOURS
-from ifbbench.report.style import WIDTH, TimeBins, heading, legend_above, round_ticks
+from ifbbench.report.style import WIDTH, TimeBins, boxes, heading, legend_above, round_ticks
+from ifbbench.report.timeline import phase_names
 from ifbbench.rundir.reader import Floats, RunData
 
 MAX_OUTLINES = 4000
@@ -32,21 +33,14 @@ def draw_lanes(run: RunData) -> Figure:
     paused_again = (running["phase"] == "recompute").to_numpy()
     height = 0.8 if count <= 80 else 1.0
     x0, x1, top = bins.scaled(left), bins.scaled(right), lanes - height / 2
-    corners = [(x0, top), (x1, top), (x1, top + height), (x0, top + height)]
-    outlines = np.stack([np.column_stack(corner) for corner in corners], axis=1)
     faces = [[tint(colour, 0.55) for colour in REQUEST_COLOURS], [tint(colour, -0.2) for colour in REQUEST_COLOURS]]
-    colours = np.array(faces)[is_context.astype(int), rows].astype(object)
-    colours[paused_again] = PHASE_COLOURS["recompute"]
+    colours = np.array([to_rgba_array(names) for names in faces])[is_context.astype(int), rows]
+    colours[paused_again] = to_rgba(PHASE_COLOURS["recompute"])
     drawing = np.argsort(is_context, kind="stable")  # contexts on top: they are short
-    faces_drawn, widths = list(colours[drawing]), np.where(is_context[drawing], 0.4, 0)
-    axes.add_collection(
-        PolyCollection(
-            list(outlines[drawing]),
-            facecolors=faces_drawn,
-            edgecolors=faces_drawn,
-            linewidths=widths,
-            rasterized=len(running) > MAX_OUTLINES,
-        )
+    widths = np.where(is_context[drawing], 0.4, 0)
+    is_large = len(running) > MAX_OUTLINES
+    boxes(
+        axes, x0[drawing], x1[drawing], top[drawing], height, colours[drawing], linewidths=widths, rasterized=is_large
     )
     if count <= MAX_NAMED_LANES:
         long_enough = (right - left) > NAME_FROM_SHARE * (bins.edges_s[-1] - bins.edges_s[0])
@@ -64,7 +58,7 @@ def draw_lanes(run: RunData) -> Figure:
     round_ticks(axes.yaxis, 8, whole=True)
     axes.grid(visible=False)
     names = {"context (dark)": MUTED, "generation (light)": FAINT}
-    names |= {"recompute after a pause": PHASE_COLOURS["recompute"]} if paused_again.any() else {}
+    names |= {phase_names(run)["recompute"]: PHASE_COLOURS["recompute"]} if paused_again.any() else {}
     handles = [Patch(color=colour, label=name) for name, colour in names.items()]
     legend_above(axes, 3, handles)
     bins.label(axes)

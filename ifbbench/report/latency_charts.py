@@ -6,11 +6,11 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
-from ifbbench.analysis.limits import limit_name
 from ifbbench.analysis.number_texts import percent, significant, time_unit
 from ifbbench.analysis.token_times import TokenGaps, inter_token_gaps
+from ifbbench.analysis.words import Words, words_of
 from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES, limit_colours
-from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks
+from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks, steps
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.reader import Floats, RunData
@@ -66,7 +66,8 @@ def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted
     # More bins for more values; even ones, and on a logarithmic axis evenly growing ones.
     bins = int(np.clip(np.sqrt(values.size), 6, 60))
     edges = (np.geomspace if logarithmic else np.linspace)(low, high, bins + 1)
-    counts, *_ = shape.hist(values, bins=list(edges), color=colour)
+    counts = np.diff(np.append(values.searchsorted(edges[:-1]), len(values)))
+    shape.hist(edges[:-1], bins=list(edges), weights=counts, color=colour)
     if np.max(counts) > RARE_RATIO * len(values) / bins:
         # A few long stalls among many short gaps are visible on a logarithmic axis only.
         shape.set_yscale("log")
@@ -110,7 +111,7 @@ def draw_ttft(run: RunData) -> Figure:
     for cause, colour in reversed(colours.items()):
         chosen = causes == cause
         computing = "computing" if run.endpoint is None else "in the server"
-        name = computing if cause == "none" else limit_name(cause)
+        name = computing if cause == "none" else words_of(run.config).limit_name(cause)
         axes.scatter(
             lengths[chosen],
             ttft_s[chosen] * scale,
@@ -192,13 +193,14 @@ def draw_itl(run: RunData) -> Figure:
     if not len(gaps.seconds):
         shares.text(0.5, 0.5, "no request has two tokens", transform=shares.transAxes, ha="center", color=MUTED)
         return figure
-    median = float(np.median(gaps.seconds))
+    median = float(np.median(gaps.ascending))
     unit, scale = time_unit([median])
     indices = np.clip(np.searchsorted(bins.edges_s, gaps.end_s, side="left") - 1, 0, len(bins.edges_s) - 2)
     # By bin, then by length: the stable sort of small integers takes one pass.
-    by_length = np.argsort(gaps.seconds)
-    ordered = gaps.seconds[by_length[np.argsort(indices[by_length].astype(np.int16), kind="stable")]]
-    counts = np.bincount(indices, minlength=len(bins.edges_s) - 1)
+    order = np.argsort(gaps.seconds)
+    order = order[np.argsort(indices[order].astype(np.int16), kind="stable")]
+    ordered = np.repeat(gaps.seconds[order], gaps.count[order])
+    counts = np.bincount(indices, gaps.count, len(bins.edges_s) - 1).astype(np.int64)
     firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
     highest = 0.0
     # Where both are equal, the wide line is seen behind the narrow one.
@@ -206,22 +208,22 @@ def draw_itl(run: RunData) -> Figure:
         positions = np.minimum(firsts + ((counts - 1) * mark // 100).clip(min=0), len(ordered) - 1)
         values = np.where(counts > 0, ordered[positions] * scale, np.nan)
         highest = max(highest, float(np.nanmax(values)))
-        shares.stairs(values, bins.edges, baseline=None, color=colour, linewidth=width, label=name)
+        steps(shares, values, bins.edges, baseline=None, color=colour, linewidth=width, label=name)
     shares.set_ylabel(f"ITL ({unit})")
     shares.set_ylim(0, highest * 1.12 or 1.0)
     round_ticks(shares.yaxis)
     legend_above(shares, 2)
-    _stalls(figure, bins, gaps, median)
+    _stalls(figure, bins, gaps, median, words_of(run.config))
     bins.label(stalls)
     figure.align_ylabels()
     return figure
 
 
-def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> None:
+def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float, words: Words) -> None:
     """The gaps of more than STALL_RATIO medians, those over a pause in a colour of their own."""
     axes = figure.axes[1]
-    is_stall = gaps.seconds > STALL_RATIO * median
-    chosen = np.flatnonzero(is_stall)
+    chosen = np.flatnonzero(gaps.seconds > STALL_RATIO * median)
+    chosen = np.repeat(chosen, gaps.count[chosen])
     if not len(chosen):
         axes.text(
             0.5,
@@ -242,7 +244,10 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
     drawn = chosen[order[np.arange(total) - np.searchsorted(ordered_bins, ordered_bins) < POINTS_OF_A_BIN]]
     few = "" if len(drawn) == total else f"\n({POINTS_OF_A_BIN} longest of each bin)"
     unit, scale = time_unit([float(np.median(gaps.seconds[drawn]))])
-    for over_pause, colour, name in ((False, SERIES[0], "while the request ran"), (True, PAUSE, "over a pause")):
+    for over_pause, colour, name in (
+        (False, SERIES[0], "while the request ran"),
+        (True, PAUSE, f"over a {words.pause}"),
+    ):
         points = drawn[gaps.over_pause[drawn] == over_pause]
         count = int((gaps.over_pause[chosen] == over_pause).sum())
         if count:
@@ -265,7 +270,7 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float) -> N
     round_ticks(axes.yaxis)
     longest = time_unit([float(gaps.seconds.max())])
     axes.set_title(
-        f"{total:,} gaps ({percent(total / len(gaps.seconds))}) exceed {STALL_RATIO:.0f} × the median; "
+        f"{total:,} gaps ({percent(total / len(gaps.ascending))}) exceed {STALL_RATIO:.0f} × the median; "
         f"the longest is {significant(float(gaps.seconds.max()), longest[1])} {longest[0]}",
         fontsize=8.5,
         color=MUTED,

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ifbbench.errors import IfbbenchError
-from ifbbench.report.compat import trtllm_bench, vllm_bench
+from ifbbench.report.compat import trtllm_bench, vllm_bench, vllm_log
 from ifbbench.report.compat.gpt_manager_benchmark import write_benchmark_csv
 from ifbbench.rundir.reader import RunData
-from ifbbench.rundir.run_directory import RESULT
+from ifbbench.rundir.run_directory import RESULT, VLLM_LOG
 from ifbbench.settings.config import RunConfig
 
 Write = Callable[[RunData, Path], None]
@@ -30,6 +30,8 @@ def write_outputs(run: RunData, config: RunConfig) -> None:
     if config.result_json or config.result_format:
         path = Path(config.result_json) if config.result_json else run.path / RESULT
         wanted.append((path, partial(vllm_bench.write_result, detailed=config.save_detailed)))
+    if config.iteration_stats_format == "vllm":
+        wanted.append((run.path / VLLM_LOG, vllm_log.write_log))
     errors: list[IfbbenchError] = []
     for path, write in wanted:
         try:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from ifbbench.analysis.number_texts import significant, time_unit
 from ifbbench.analysis.token_times import inter_token_gaps, output_tokens, span_ends
+from ifbbench.analysis.words import words_of
 from ifbbench.report.cells import request_order
 from ifbbench.report.charts import Output
 from ifbbench.report.colours import INK, LIMIT_COLOURS, MUTED, PAUSE
@@ -22,6 +23,7 @@ from ifbbench.report.style import (
     retitle,
     round_ticks,
     save,
+    steps,
     styled,
     title,
 )
@@ -100,7 +102,7 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
         ended = own.edges_s[:-1] >= own.clock.end_s.max()
         for axes, values in zip(over_time, series, strict=True):
             if values is not None:
-                axes.stairs(np.where(ended, np.nan, values), own.edges, baseline=None, label=label, **style)
+                steps(axes, np.where(ended, np.nan, values), own.edges, baseline=None, label=label, **style)
         values_s = (
             run.completed["ttft_s"].dropna().to_numpy(dtype=float),
             np.empty(0) if run.recorded_every > 1 else inter_token_gaps(run),
@@ -182,8 +184,8 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
             seen += run.spans["phase"].unique().tolist()
         else:
             seen += draw_population(upper, own, run, population)
-        lower.stairs(batch, own.edges, fill=True, color=colour, alpha=0.35, linewidth=0)
-        lower.stairs(batch, own.edges, baseline=None, color=colour, linewidth=1)
+        steps(lower, batch, own.edges, fill=True, color=colour, alpha=0.35, linewidth=0)
+        steps(lower, batch, own.edges, baseline=None, color=colour, linewidth=1)
         lower.set(ylim=(0, highest * 1.25), ylabel="requests in\nthe batch")
         _pause_marks(lower, own, run)
         upper.annotate(
@@ -209,7 +211,7 @@ def draw_schedules(runs: Sequence[RunData]) -> Figure:
     bins[0].label(panels[-1])
     handles = phase_handles(runs[0], seen, counts=False)
     if as_rows and "paused" in seen:
-        handles.append(pause_handle())
+        handles.append(pause_handle(runs[0]))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     _title(panels[0], "Requests over time", runs[0], room=15)
     figure.align_ylabels()
@@ -231,7 +233,7 @@ def _pause_marks(axes: Axes, bins: TimeBins, run: RunData) -> None:
             markeredgewidth=0.8,
         )
         axes.annotate(
-            "pauses",
+            words_of(run.config).pauses,
             (1, 0.94),
             xycoords="axes fraction",
             xytext=(4, 0),
@@ -248,7 +250,8 @@ def _facts(run: RunData) -> str:
     ttft_s = (known.get("ttft_s") or {}).get("p50")
     unit, scale = time_unit([ttft_s])
     return (
-        f"{int(run.iterations['pauses'].sum()):,} pauses · up to {int(batch.max()):,} requests in the batch · "
+        f"{int(run.iterations['pauses'].sum()):,} {words_of(run.config).pauses} · "
+        f"up to {int(batch.max()):,} requests in the batch · "
         f"{significant(known.get('output_throughput_tokens_per_s'))} output tokens/s · "
         f"TTFT p50 {significant(ttft_s, scale)} {unit}"
     )

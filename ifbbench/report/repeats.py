@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.analysis.number_texts import NOTHING, count, significant
+from ifbbench.analysis.words import Words
 from ifbbench.report import plain_table, print_fitting
 from ifbbench.report.tables import LATENCIES, STATISTICS, common_unit
 
@@ -16,13 +17,13 @@ THROUGHPUTS = {
     "output_throughput_tokens_per_s": ("Output throughput", "tokens/s"),
     "total_throughput_tokens_per_s": ("Total throughput", "tokens/s"),
     "duration_s": ("Duration", "s"),
-    "pauses": ("Pauses", ""),
+    "pauses": ("", ""),
 }
 
 
-def print_repeats(name: str, known: Mapping[str, Any], console: Console) -> None:
+def print_repeats(name: str, known: Mapping[str, Any], words: Words, console: Console) -> None:
     """Print throughput and latencies of repeats called `name`, as mean ± half of the 95 % confidence interval. known:
-    their summary."""
+    their summary. words: of their engine."""
     intervals = known["confidence_interval_95"]
     completed, total = (known["repeats"][name] for name in ("completed", "total"))
     console.print()
@@ -32,6 +33,7 @@ def print_repeats(name: str, known: Mapping[str, Any], console: Console) -> None
     console.print()
     table = Table.grid(padding=(0, 3))
     for key, (title, unit) in THROUGHPUTS.items():
+        title = title or words.pauses.capitalize()
         table.add_row(f"[dim]{title}[/dim]", f"{with_half_width(known.get(key), intervals.get(key))} {unit}")
     console.print(table)
     console.print()

@@ -13,14 +13,16 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
-from ifbbench.analysis.limits import SIZES, setting_of
 from ifbbench.analysis.number_texts import significant, time_unit
 from ifbbench.analysis.token_times import IterationClock
+from ifbbench.analysis.words import SIZES, setting_of, words_of
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
 from ifbbench.report.colours import GRID, INK, LIMIT, MUTED, SERIES
@@ -93,10 +95,11 @@ def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int 
 
     legend: there is a legend above the axes, of `rows` rows."""
     config, trace, model = run.config, run.run.get("trace") or {}, run.run.get("model") or {}
+    words = words_of(config)
     where = " on ".join(str(name) for name in (model.get("name"), model.get("device")) if name)
-    limits = {setting_of(limit): limit_of(run, limit) for limit in SIZES}
+    limits = {words.setting_name(limit): limit_of(run, limit) for limit in SIZES}
     parts = [run.decided_by, *(f"{name} {limit}" for name, limit in limits.items() if limit)]
-    parts += ["chunked context"] if config.get("enable_chunked_context") else []
+    parts += [words.chunked] if config.get("enable_chunked_context") else []
     parts += ["V1 static batches"] if config.get("type") == "v1" else []
     parts += ["partial run"] if run.partial else []
     parts += [f"one of {run.recorded_every} iterations recorded"] if run.recorded_every > 1 else []
@@ -160,7 +163,8 @@ def stack(
     """Draw `layers`, values of each bin, one upon the other; returns their sums."""
     below = np.zeros(len(edges) - 1)
     for name, values in layers.items():
-        axes.stairs(
+        steps(
+            axes,
             below + values,
             edges,
             baseline=below,
@@ -173,6 +177,28 @@ def stack(
     return below
 
 
+def steps(
+    axes: Axes, values: Floats, edges: Floats, baseline: Any = 0, fill: bool = False, color: str = INK, **how: Any
+) -> None:
+    """Draw `axes.stairs(...)`, which takes most of its time to look for the extrema of each corner, as of a curve."""
+    how["facecolor" if fill else "edgecolor"] = color
+    patch = StepPatch(values, edges, baseline=baseline, fill=fill, **how)
+    axes.add_artist(patch)
+    axes.update_datalim(patch.get_path().vertices)
+    if baseline is not None:
+        patch.sticky_edges.y.append(np.min(baseline))
+    axes.autoscale_view()
+
+
+def boxes(axes: Axes, left: Any, right: Any, top: Any, height: float, colours: Any, **how: Any) -> None:
+    """Draw a box for each stretch of time, in the given or the one colour. how: as of PolyCollection. The limits of
+    the axes stay as they are."""
+    corners = [(left, top), (right, top), (right, top + height), (left, top + height)]
+    outlines: Any = np.stack([np.column_stack(corner) for corner in corners], axis=1)
+    drawn = PolyCollection(outlines, facecolors=colours, edgecolors=colours, **how)
+    axes.add_collection(drawn, autolim=False)
+
+
 def draw_limit(axes: Axes, run: RunData, limit: str, highest: float) -> None:
     """Scale the y-axis for values up to `highest`; draw the setting of `limit` as a line if it is near, else in
     words."""
@@ -180,7 +206,12 @@ def draw_limit(axes: Axes, run: RunData, limit: str, highest: float) -> None:
     near = is_near(size, highest)
     axes.set_ylim(0, max(highest * 1.3, (size or 0) * 1.3 if near else 0.0, 1.0))
     if size is not None:
-        label_limit(axes, f"{setting_of(limit)} {size:,}" + ("" if near else " (above this scale)"), size, near)
+        label_limit(
+            axes,
+            f"{words_of(run.config).setting_name(limit)} {size:,}" + ("" if near else " (above this scale)"),
+            size,
+            near,
+        )
 
 
 def is_near(limit: float | None, highest: float) -> bool:
@@ -237,10 +268,15 @@ class RoundTicks(Locator):
 
     def __init__(self, axis: Axis, most: int, whole: bool, text: Callable[[float], str]) -> None:
         self._axis, self._most, self._whole, self._text = axis, most, whole, text
+        self._found: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self) -> Any:
         low, high = sorted(self._axis.get_view_interval())
-        return self.tick_values(float(low), float(high))
+        # A layout and a drawing ask a dozen times for the ticks of the same axis.
+        asked = (low, high, self._axis.get_scale(), *self._axis.axes.bbox.size, self._axis.axes.figure.dpi)
+        if asked not in self._found:
+            self._found[asked] = self.tick_values(float(low), float(high))
+        return self._found[asked]
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
         """The ticks of an axis from `vmin` to `vmax`."""
@@ -382,9 +418,8 @@ class TimeBins:
     def rates(self, amounts: Floats) -> Floats:
         """Per-iteration amounts (tokens) as amount per second in each bin, an iteration's spread over its time."""
         total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(amounts))])
-        times = np.column_stack(self._alone).ravel()
-        known = np.column_stack([total[:-1], total[1:]]).ravel()
-        gathered: Floats = np.diff(np.interp(self.edges_s, times, known)) / np.diff(self.edges_s)
+        known = np.repeat(total, 2)[1:-1]
+        gathered: Floats = np.diff(np.interp(self.edges_s, self._bounds, known)) / np.diff(self.edges_s)
         return gathered
 
     def means(self, values: Floats) -> Floats:
@@ -397,6 +432,11 @@ class TimeBins:
         """Begin and end of each iteration. With overlap, one begins when the one before has ended."""
         end_s = np.maximum.accumulate(self.clock.end_s)
         return np.maximum(self.clock.start_s, np.concatenate([[-np.inf], end_s[:-1]])), end_s
+
+    @cached_property
+    def _bounds(self) -> Floats:
+        """Begin and end of the first iteration, of the second one, and so on."""
+        return np.column_stack(self._alone).ravel()
 
     def covered(self, spans: pd.DataFrame, ends_s: "pd.Series[float]") -> Floats:
         """How many of `spans` cover a moment of each bin, on average. ends_s: of these spans and any others."""

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ifbbench.analysis.limits import limit_name
 from ifbbench.analysis.number_texts import significant
+from ifbbench.analysis.words import words_of
 from ifbbench.errors import InputError
 from ifbbench.report.colours import FAINT, INK, MUTED
 from ifbbench.report.style import LIMIT_DASHES, chosen_ticks, in_percent, line_styles, round_ticks, save, styled, title
@@ -252,7 +252,7 @@ def _draw_shares(axes: Axes, positions: Sequence[float], rows: Sequence[SweepRow
             bottom=below,
             align="edge",
             color=colour_of(limit),
-            label=limit_name(limit),
+            label=words_of(*rows).limit_name(limit),
         )
         below += values
     axes.set(ylabel="bound by, of time", ylim=(0, 1))

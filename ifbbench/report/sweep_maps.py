@@ -14,8 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
-from ifbbench.analysis.limits import limit_name
 from ifbbench.analysis.number_texts import significant, time_unit
+from ifbbench.analysis.words import words_of
 from ifbbench.report.colours import INK
 from ifbbench.report.style import in_percent, round_ticks, title
 from ifbbench.report.sweep_metrics import (
@@ -32,7 +32,7 @@ from ifbbench.report.sweep_metrics import (
     text_of,
     ticks_of,
 )
-from ifbbench.report.sweep_table import SHORT_NAMES, SweepRow, meets_objectives, number_in
+from ifbbench.report.sweep_table import SweepRow, meets_objectives, number_in
 from ifbbench.rundir.reader import Floats
 
 # The metrics of heat maps, and the latencies that throughput is drawn against.
@@ -77,7 +77,7 @@ def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
             axes.text(
                 x,
                 y,
-                SHORT_NAMES.get(limit, limit),
+                words_of(*rows).column(limit),
                 ha="center",
                 va="center",
                 fontsize=7,
@@ -164,7 +164,14 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     round_ticks(panels[0].yaxis)
     limits = dict.fromkeys(main_limit(row) or "none" for row in complete)
     handles = [
-        Line2D([], [], color=colour_of(limit), marker="o", linestyle="", label=f"bound by {limit_name(limit)}")
+        Line2D(
+            [],
+            [],
+            color=colour_of(limit),
+            marker="o",
+            linestyle="",
+            label=f"bound by {words_of(*rows).limit_name(limit)}",
+        )
         for limit in limits
     ]
     handles.append(Line2D([], [], color=INK, linewidth=1.2, label="Pareto front"))
@@ -257,7 +264,7 @@ def draw_limits(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
     axes = figure.subplots()
     left = np.zeros(len(shown))
     for limit, values in shares_by_limit(shown).items():
-        axes.barh(range(len(shown)), values, left=left, color=colour_of(limit), label=limit_name(limit))
+        axes.barh(range(len(shown)), values, left=left, color=colour_of(limit), label=words_of(*rows).limit_name(limit))
         left += values
     names = [", ".join(text_of(row[name]) for name in varied) for row in shown]
     axes.set_yticks(range(len(shown)), names, fontsize=font_size)

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ifbbench.analysis.number_texts import NOTHING, count, percent, significant, time_unit
+from ifbbench.analysis.words import words_of
 from ifbbench.report import plain_table, print_fitting
 from ifbbench.settings.fields import as_text
 
@@ -31,15 +32,6 @@ SWEEP_COLUMNS: dict[str, tuple[str, Callable[[float | None], str] | None, Callab
 }
 # The limit with the largest share of the time, and of the waiting: prefix of the keys, and heading.
 SHARES = {"bound_by_time": "bound by\n(time)", "waiting_by_limit": "waits for\n(request-s)"}
-SHORT_NAMES = {
-    "batch_size": "batch",
-    "num_tokens": "tokens",
-    "kv_blocks": "KV",
-    "lora_pages": "LoRA",
-    "static_batch": "static",
-    "reuse_delay": "prefix",
-    "beam_width": "beams",
-}
 # Columns that are left out where no point has any.
 WHERE_ANY = ("goodput_requests_per_s", "goodput_share", "prefix_hit_rate", "pauses", GROWTH, "requests.failed")
 MAX_REASONS = 5
@@ -68,7 +60,8 @@ def print_sweep(
         table.add_column("meets\nobjectives")
         cells.append([NOTHING if one is None else "[bold green]yes[/bold green]" if one else "no" for one in met])
     is_complete = [not number_in(row, "requests.failed") for row in rows]
-    for key, (heading, text, best_of) in SWEEP_COLUMNS.items():
+    for key, (_, text, best_of) in SWEEP_COLUMNS.items():
+        heading = heading_of(key, rows)
         values = [number_in(row, key) for row in rows]
         if key in WHERE_ANY and not any(values):
             continue
@@ -101,6 +94,11 @@ def print_sweep(
     for sentence in objectives_in_words(rows, over):
         console.print(sentence, highlight=False, soft_wrap=True, markup=False)
     _print_reasons(rows, over, console, warnings or {})
+
+
+def heading_of(key: str, rows: Sequence[SweepRow]) -> str:
+    """The heading of a column, in the words of the engine of these points."""
+    return words_of(*rows).pauses if key == "pauses" else SWEEP_COLUMNS[key][0]
 
 
 def _print_reasons(
@@ -181,7 +179,7 @@ def largest_share(row: SweepRow, key: str) -> str:
     largest = max((name for name in amounts if name != "none"), key=amounts.__getitem__, default=None)
     if largest is None or not amounts[largest]:
         return NOTHING
-    return f"{escape(SHORT_NAMES.get(largest, largest))} {percent(amounts[largest] / sum(amounts.values()))}"
+    return f"{escape(words_of(row).column(largest))} {percent(amounts[largest] / sum(amounts.values()))}"
 
 
 def shares(row: SweepRow, key: str) -> dict[str, float]:

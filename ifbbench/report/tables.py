@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.analysis.limits import BINDING, LIMITS, SIZES, limit_name, setting_of, waits_for
 from ifbbench.analysis.number_texts import NOTHING, count, percent, significant, time_unit
+from ifbbench.analysis.words import BINDING, SIZES, Words, setting_of, words_of
 from ifbbench.report import bar, plain_table, print_fitting
 from ifbbench.report.profile import print_profile
 from ifbbench.rundir.figures import figures
@@ -69,9 +69,10 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
     for warning in cautions:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False, soft_wrap=True)
     console.print()
+    words = words_of(run.config)
     forms: list[tuple[Table | None, ...]] = [
-        (_throughput_table(known), _throughput_table(known, pairs=1)),
-        (_bound_table(known), _bound_table(known, with_bars=False)),
+        (_throughput_table(known, words), _throughput_table(known, words, pairs=1)),
+        (_bound_table(known, words), _bound_table(known, words, with_bars=False)),
         (_latency_table(known),),
         (_slo_table(known),),
         *((_group_table(known, title),) for title in ("by_class", "by_priority")),
@@ -127,8 +128,9 @@ def _replay_causes(differs: dict[str, Any]) -> list[str]:
 def settings_line(run: RunData) -> str:
     """The settings of a run in one line: trace, policy and limits, model and device."""
     config, trace = run.config, run.run.get("trace") or {}
-    chunking = "chunked context" if config.get("enable_chunked_context") else None
-    sizes = [f"{name} {config[name]}" for name in map(setting_of, SIZES) if config.get(name)]
+    words = words_of(config)
+    chunking = words.chunked if config.get("enable_chunked_context") else None
+    sizes = [f"{words.setting_name(limit)} {size}" for limit in SIZES if (size := config.get(setting_of(limit)))]
     types = [name for name, applies in BATCHING_TYPES.items() if applies(config)]
     where = " on ".join(str(config[name]) for name in ("model", "device", "endpoint") if config.get(name))
     engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
@@ -205,9 +207,11 @@ def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) ->
     if name == "lora_pages":
         pages = f" ({count(known['lora']['device_pages'])} pages)" if known.get("lora") else ""
         return f"the cache of LoRA adapters{pages}"
-    if not (setting := setting_of(name)):
-        return f"waiting for {waits_for(name)}" if name in LIMITS else name
-    return f"{setting} ({config[setting]})" if config.get(setting) else setting
+    words, setting = words_of(config), setting_of(name)
+    if not setting:
+        return f"waiting for {words.waits_for(name)}" if name in words.limits else name
+    size = f" ({config[setting]})" if config.get(setting) else ""
+    return words.setting_name(name) + size
 
 
 def peak_blocks(known: dict[str, Any]) -> tuple[int | None, int | None, str]:
@@ -221,7 +225,7 @@ def peak_blocks(known: dict[str, Any]) -> tuple[int | None, int | None, str]:
     return blocks.get("peak_used"), blocks.get("max"), ""
 
 
-def _throughput_table(known: dict[str, Any], pairs: int = 2) -> Table:
+def _throughput_table(known: dict[str, Any], words: Words, pairs: int = 2) -> Table:
     """pairs: of a name and a figure in each row."""
     requests, (peak, pool, of_window) = known["requests"], peak_blocks(known)
     completed = f"{count(requests['completed'])} of {count(requests['total'])}"
@@ -232,7 +236,7 @@ def _throughput_table(known: dict[str, Any], pairs: int = 2) -> Table:
         table.add_column(style=style)
     rows = [
         ("Requests completed", completed, "Iterations", count(known["iterations"])),
-        ("Duration", f"{significant(known['duration_s'])} s", "Pauses", count(known["pauses"])),
+        ("Duration", f"{significant(known['duration_s'])} s", words.pauses.capitalize(), count(known["pauses"])),
         (
             "Request throughput",
             f"{significant(known['request_throughput_per_s'])} requests/s",
@@ -301,7 +305,7 @@ def common_unit(groups: Iterable[dict[str, Any]]) -> tuple[str, float]:
     return (unit, scale) if unit == "µs" else ("ms", 1e3)
 
 
-def _bound_table(known: dict[str, Any], with_bars: bool = True) -> Table | None:
+def _bound_table(known: dict[str, Any], words: Words, with_bars: bool = True) -> Table | None:
     """The share of each limit in the time, the waiting and the iterations; None where they are unknown."""
     shares = {key: values for key in LIMIT_SHARES if (values := known.get(key))}
     if not shares:
@@ -315,7 +319,7 @@ def _bound_table(known: dict[str, Any], with_bars: bool = True) -> Table | None:
     names = dict.fromkeys((*BINDING, *(name for values in shares.values() for name in values)))
     del names["none"]
     for name in (*names, "none"):
-        row = [escape(limit_name(name))]  # reasons of a user policy have their own names
+        row = [escape(words.limit_name(name))]  # reasons of a user policy have their own names
         for key, values in shares.items():
             share, cells = values.get(name, 0.0) / (sum(values.values()) or 1.0), LIMIT_SHARES[key][1]
             if cells and with_bars:

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -15,23 +14,12 @@ from matplotlib.patches import Patch
 
 from ifbbench.analysis.number_texts import time_unit
 from ifbbench.analysis.token_times import IterationClock, span_ends, token_times
+from ifbbench.analysis.words import words_of
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
-from ifbbench.report.style import WIDTH, TimeBins, draw_limit, heading, legend_above, round_ticks, stack
+from ifbbench.report.style import WIDTH, TimeBins, boxes, draw_limit, heading, legend_above, round_ticks, stack, steps
 from ifbbench.rundir.reader import Floats, RunData
 
-PHASE_NAMES = {
-    "context": "context",
-    "generation": "generation",
-    "recompute": "recompute after a pause",
-    "paused": "paused",
-    "waiting": "waiting",
-    "skipped": "generation skipped",
-}
-# In a static batch a request that does not run is complete, and its slot is empty.
-# A client cannot tell the queue of a server from its context phase.
-CLIENT_PHASE_NAMES = PHASE_NAMES | {"waiting": "not sent yet", "context": "until the first token"}
-STATIC_PHASE_NAMES = PHASE_NAMES | {"skipped": "empty slot"}
 # Later ones are drawn over earlier ones, so that the common and long phases do not hide the rare and short.
 DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recompute")
 # From the axis up: what a request holds resources for, then what it does not.
@@ -78,21 +66,35 @@ def _is_large(run: RunData, requests: int) -> bool:
     return bool(lives < HAIRLINE_SHARE * (clock.end_s[-1] - clock.start_s[0]))
 
 
-def pause_handle() -> Line2D:
+def phase_names(run: RunData) -> dict[str, str]:
+    """The phases in a legend, in its order."""
+    words = words_of(run.config)
+    names = {
+        "context": "context",
+        "generation": "generation",
+        "recompute": f"recompute after a {words.pause}",
+        "paused": words.paused,
+        "waiting": "waiting",
+        "skipped": "generation skipped",
+    }
+    if run.endpoint:  # a client cannot tell the queue of a server from its context phase
+        return names | {"waiting": "not sent yet", "context": "until the first token"}
+    # In a static batch a request that does not run is complete, and its slot is empty.
+    return names | ({"skipped": "empty slot"} if run.config.get("type") == "v1" else {})
+
+
+def pause_handle(run: RunData) -> Line2D:
     """The key of the mark of a pause."""
-    return Line2D([], [], linestyle="", label="pause", **PAUSE_MARK)
+    return Line2D([], [], linestyle="", label=words_of(run.config).pause, **PAUSE_MARK)
 
 
 def phase_handles(run: RunData, seen: Collection[str], counts: bool = True) -> list[Artist]:
     """The key of the phases. counts: with the number of pauses."""
-    names = STATIC_PHASE_NAMES if run.config.get("type") == "v1" else PHASE_NAMES
-    if run.endpoint:
-        names = CLIENT_PHASE_NAMES
     pauses = int(run.iterations["pauses"].sum())
     times = {"paused": f" ({pauses:,} time{'s' if pauses > 1 else ''})"} if pauses and counts else {}
     return [
         Patch(color=PHASE_COLOURS[phase], label=name + times.get(phase, ""))
-        for phase, name in names.items()
+        for phase, name in phase_names(run).items()
         if phase in seen
     ]
 
@@ -113,14 +115,14 @@ def _tokens(axes: Axes, bins: TimeBins, run: RunData) -> None:
     if run.endpoint:
         times_s = np.concatenate([np.empty(0), *token_times(run).values()])
         rates = np.histogram(times_s, bins.edges_s)[0] / np.diff(bins.edges_s)
-        axes.stairs(rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
+        steps(axes, rates, bins.edges, fill=True, color=PHASE_COLOURS["generation"], linewidth=0)
         axes.set(ylabel="output tokens/s", ylim=(0, float(rates.max()) * 1.1 or 1.0))
         round_ticks(axes.yaxis)
         return
     used = run.iterations["budget_used"].to_numpy(dtype=float)
     context = np.minimum(run.iterations["total_context_tokens"].to_numpy(dtype=float), used)
     layers = {"generation": bins.means(used - context), "context": bins.means(context)}
-    total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
+    total = stack(axes, bins.edges, layers, PHASE_COLOURS, phase_names(run))
     draw_limit(axes, run, "num_tokens", float(total.max()))
     axes.set_ylabel("tokens in the batch,\nmean over time")
     round_ticks(axes.yaxis, 4, whole=True)
@@ -136,20 +138,10 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
         left = bins.scaled(bins.clock.starts(spans["first_iteration"]))
         right = bins.scaled(bins.clock.ends(spans["last_iteration"]))
         top = spans["request_id"].map(rows).to_numpy(dtype=float) - height / 2
-        corners = [(left, top), (right, top), (right, top + height), (left, top + height)]
-        outlines = np.stack([np.column_stack(corner) for corner in corners], axis=1)
-        colour = PHASE_COLOURS[phase]
         # A hairline in the bar's own colour keeps a context of one short iteration visible.
         width = 0.5 if phase in ("context", "recompute", "paused") else 0.0
-        axes.add_collection(
-            PolyCollection(
-                list(outlines),
-                facecolors=colour,
-                edgecolors=colour,
-                linewidths=width,
-                rasterized=len(run.spans) > MAX_SPANS_AS_OUTLINES,
-            )
-        )
+        is_large = len(run.spans) > MAX_SPANS_AS_OUTLINES
+        boxes(axes, left, right, top, height, PHASE_COLOURS[phase], linewidths=width, rasterized=is_large)
     if "paused" in seen and len(requests) <= MAX_ROWS_WITH_MARKS:
         paused = run.spans[run.spans["phase"] == "paused"]
         axes.plot(
@@ -169,7 +161,7 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
     if legend:
         handles = phase_handles(run, seen)
         if axes.lines:
-            handles.append(pause_handle())
+            handles.append(pause_handle(run))
         legend_above(axes, len(handles), handles)
 
 
@@ -199,7 +191,7 @@ def draw_population(axes: Axes, bins: TimeBins, run: RunData, highest: float | N
     ends_s = span_ends(run)
     layers = {phase: bins.covered(run.spans[run.spans["phase"] == phase], ends_s) for phase in STACKING_ORDER}
     layers = {phase: values for phase, values in layers.items() if values.any()}
-    total = stack(axes, bins.edges, layers, PHASE_COLOURS, PHASE_NAMES)
+    total = stack(axes, bins.edges, layers, PHASE_COLOURS, phase_names(run))
     axes.set_ylabel("requests in\nthe system")
     axes.set_ylim(0, (highest or float(total.max()) or 1.0) * 1.06)
     round_ticks(axes.yaxis, 5, whole=True)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.report.colours import INK, MUTED, SERIES
-from ifbbench.report.style import in_percent, label_mean, round_ticks, save, styled, title
+from ifbbench.report.style import in_percent, label_mean, round_ticks, save, steps, styled, title
 from ifbbench.workload.reuse import reuse_distances
 from ifbbench.workload.statistics import TraceStatistics
 from ifbbench.workload.trace import RequestColumns, Trace, columns_of
@@ -84,7 +84,7 @@ def draw_arrivals(name: str, columns: RequestColumns, statistics: TraceStatistic
     )
     for axes, weights, label, colour in panels:
         amounts, _ = np.histogram(arrivals_s, edges_s, weights=None if weights is None else np.asarray(weights))
-        axes.stairs(amounts / width_s, edges_s / per_unit, fill=True, color=colour, linewidth=0)
+        steps(axes, amounts / width_s, edges_s / per_unit, fill=True, color=colour, linewidth=0)
         mean = float(amounts.sum() / statistics.span_s)
         axes.axhline(mean, color=INK, linewidth=0.8, linestyle=":")
         label_mean(axes, mean)

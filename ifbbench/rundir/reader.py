@@ -11,20 +11,21 @@ from functools import cached_property, wraps
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType, to_builtins
 from msgspec.structs import fields
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from ifbbench.compressed import MAX_RATIO, DamagedFile, content_path, is_compressed, large_pieces
+from ifbbench.compressed import MAX_RATIO, content_path, is_compressed
 from ifbbench.errors import InputError
 from ifbbench.files import is_part
 from ifbbench.rundir.checking import ExactLines, as_object, check_line, read_object
 from ifbbench.rundir.drafts import stretches_of
 from ifbbench.rundir.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
 from ifbbench.rundir.metrics import fullest_window
+from ifbbench.rundir.rows import pieces_of_lines
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.settings.config import ENGINES
 from ifbbench.settings.modes import BatchingType, Overlap
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prin
 Floats = NDArray[np.float64]
 
 ITERATION_FIELDS = {"batch_manager": ("Iteration Counter", "ifbbench"), "trtllm": ("iter", "ifbbench")}
+ITERATION_FIELDS["vllm"] = ITERATION_FIELDS["batch_manager"]
 SPAN_FIELDS = ("request_id", "phase", "first_iteration", "last_iteration", "tokens")
 REQUEST_FIELDS = ("request_id", "outcome")
 # Columns that are in the tables of all runs; further ones where the lines have them.
@@ -90,6 +92,7 @@ UNKNOWN_WHERE_THINNED = (
 SHORTEST_ITERATION_BYTES = 100
 MAX_UNRECORDED = 1_000_000
 Parsed = TypeVar("Parsed")
+Asked = ParamSpec("Asked")
 # Integers and, from the first other number on, floats take eight bytes each; anything else is an object.
 _Column: TypeAlias = "list[Any] | array[Any]"
 
@@ -242,15 +245,15 @@ class RunData:
         return self.requests[self.requests["outcome"] == "completed"]
 
 
-def once_a_run(compute: Callable[[Any, RunData], Parsed]) -> Callable[[Any, RunData], Parsed]:
-    """A method of a class that makes something of a run, which keeps it as it keeps its tables: several charts need
-    the same."""
+def once_a_run(compute: Callable[Asked, Parsed]) -> Callable[Asked, Parsed]:
+    """A function or a method that makes something of a run, its last argument, which keeps it as it keeps its tables:
+    several charts need the same."""
 
     @wraps(compute)
-    def known(owner: Any, run: RunData) -> Parsed:
-        kept, name = vars(run), compute.__qualname__
+    def known(*args: Asked.args, **named: Asked.kwargs) -> Parsed:
+        kept, name = vars(args[-1]), compute.__qualname__
         if name not in kept:
-            kept[name] = compute(owner, run)
+            kept[name] = compute(*args, **named)
         found: Parsed = kept[name]
         return found
 
@@ -275,6 +278,7 @@ def check_lines(path: Path, last: int, lines: int, recorded_every: int) -> None:
         )
 
 
+@once_a_run
 def producing_spans(run: RunData) -> pd.DataFrame:
     """The spans that produced output tokens, by request and in order of time: one in each of their last iterations.
 
@@ -347,32 +351,11 @@ def parsed_lines(path: Path, parse: Callable[[int, bytes], Parsed]) -> Iterator[
     rest of a compressed file that was cut off. Every other bad line raises it. A missing file is an empty one: the run
     was killed before it wrote to it.
     """
-    for line_number, lines, is_cut in _pieces_of_lines(path):
+    for line_number, lines, is_cut in pieces_of_lines(path):
         with suppress(InputError) if is_cut else nullcontext():
             for number, line in enumerate(bytes(lines).split(b"\n"), start=line_number):
                 if line.strip():
                     yield parse(number, line)
-
-
-def _pieces_of_lines(path: Path) -> Iterator[tuple[int, memoryview, bool]]:
-    """Consecutive lines of `path`: the number of the first, their text, and whether it is one without its line end."""
-    if not path.exists():
-        return
-    line_number, rest = 1, b""
-    try:
-        for piece in large_pieces(path):
-            piece = rest + piece
-            end = piece.rfind(b"\n") + 1
-            rest = piece[end:]
-            if end:
-                yield line_number, memoryview(piece)[:end], False
-                line_number += piece.count(b"\n")
-    except EOFError:
-        pass  # cut off behind the last whole line
-    except DamagedFile as error:
-        raise InputError(f"{path}: {error}. Restore the file, or remove it to continue without it.") from error
-    if rest.strip():
-        yield line_number, memoryview(rest), True
 
 
 def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
@@ -399,7 +382,7 @@ Columns: TypeAlias = dict[str, list[Any]]
 def _column_pieces(path: Path, required: Sequence[str], without: Collection[str] = ()) -> Iterator[Columns]:
     """The fields of the lines of `path`, which are checked as by `read_lines`, those `without` included."""
     exact = ExactLines(content_path(path).name)
-    for line_number, lines, is_cut in _pieces_of_lines(path):
+    for line_number, lines, is_cut in pieces_of_lines(path):
         try:
             rows = exact.decode(lines)
         except (ValueError, RecursionError):
@@ -437,7 +420,7 @@ def _columns_below(values: Sequence[Any] | None, prefix: str = "", without: Coll
 
 def _flat_iterations(lines: Columns, without: Collection[str]) -> Columns:
     """Documented fields in snake_case, whatever their form, and those of each nested object; none that is `without`."""
-    details = _columns_below(lines["ifbbench"], without=without)
+    details = _columns_below(lines["ifbbench"], without={*without} - {"paused"})
     groups = {name: _columns_below(values) for name, values in lines.items() if name.endswith("BatchingStats")}
     if "kvCacheStats" in lines:
         groups["kvCacheStats"] = _columns_below(lines["kvCacheStats"])
@@ -490,16 +473,19 @@ def _table_of(pieces: Iterable[Columns], columns: Sequence[str]) -> pd.DataFrame
     padded = ((name, _padded(column, count)) for name, column in table.items())
     import pandas as pd
 
-    return pd.DataFrame({name: column if isinstance(column, list) else np.asarray(column) for name, column in padded})
+    values = {name: column if isinstance(column, list) else np.asarray(column) for name, column in padded}
+    return pd.DataFrame(values, copy=False)
 
 
 def _extended(column: _Column, values: list[Any], texts: dict[str, str]) -> _Column:
     """`column` with `values` below it, which may need another type. texts: those that are there already, so that equal
     ones are one object."""
     if isinstance(column, list):
-        if UNSET in values:
+        if {*map(type, values)} == {str}:
+            column.extend(map(texts.setdefault, values, values))
+        else:
             values = [None if value is UNSET else value for value in values]
-        column += [texts.setdefault(value, value) if type(value) is str else value for value in values]
+            column += [texts.setdefault(value, value) if type(value) is str else value for value in values]
         return column
     try:
         column += array(column.typecode, values)
@@ -565,16 +551,16 @@ def _context(spans: pd.DataFrame, last: int, every: int) -> tuple[Floats, Floats
     return requests, tokens
 
 
-def covering(first: pd.Series, last: pd.Series, end: int, every: int = 1) -> Floats:
+def covering(first: ArrayLike, last: ArrayLike, end: int, every: int = 1) -> Floats:
     """How many of the stretches contain each iteration up to `end`: every so many iterations from `first` to `last`."""
     steps = np.zeros(end + 1 + every)
-    np.add.at(steps, first.to_numpy(dtype=np.int64), 1)
-    np.add.at(steps, last.to_numpy(dtype=np.int64) + every, -1)
+    np.add.at(steps, np.asarray(first, np.int64), 1)
+    np.add.at(steps, np.asarray(last, np.int64) + every, -1)
     return np.asarray(cumulated(steps, every)[: end + 1], dtype=float)
 
 
 def cumulated(changes: NDArray[Any], every: int) -> NDArray[Any]:
-    """The sum of `changes` at each place and at every so many places before it."""
+    """The sum of `changes` at each position and at every so many positions before it."""
     if every == 1:
         return changes.cumsum()
     whole = np.zeros(-(-len(changes) // every) * every, changes.dtype)

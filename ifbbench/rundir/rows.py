@@ -6,6 +6,7 @@ from os import SEEK_END
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from msgspec import DecodeError as NotJson
 from msgspec import Meta, Struct, ValidationError, field
 from msgspec.json import Decoder
@@ -24,6 +25,7 @@ Seconds = Annotated[float, Meta(ge=-9e9, le=9e9)]
 Milliseconds = Annotated[float, Meta(ge=-9e12, le=9e12)]
 """Times which 64 bits hold in nanoseconds."""
 SCANNED_BYTES = 1 << 15
+LINE_END = ord("\n")
 
 
 class _LeftOut(Struct, gc=False):
@@ -144,27 +146,39 @@ def iteration_decoder(path: Path) -> "Decoder[Any]":
     return Decoder(ExecutorRow if b'"numActiveRequests"' in first else IterationRow)
 
 
-def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
-    """The rows of a file of JSON lines, in lists of consecutive ones. A last line that was cut off is left out; a
-    missing file is an empty one. InputError names the line that is not as `ifbbench run` writes it."""
+def pieces_of_lines(path: Path) -> Iterator[tuple[int, memoryview, bool]]:
+    """Consecutive lines of `path`: the number of the first, their text, and whether it is one without its line end."""
     if not path.exists():
         return
-    rest, line_number = b"", 1
+    line_number, rest = 1, b""
     try:
         for piece in large_pieces(path):
             piece = rest + piece
             end = piece.rfind(b"\n") + 1
             rest = piece[end:]
-            try:
-                rows = decoder.decode_lines(memoryview(piece)[:end])
-            except UNREADABLE:
-                raise bad_line(path, piece[:end], line_number, decoder) from None
-            yield rows
-            line_number += len(rows)
+            if end:
+                yield line_number, memoryview(piece)[:end], False
+                # In a quarter of the time of `piece.count`, which looks at one byte after the other.
+                line_number += int(np.count_nonzero(np.frombuffer(piece, np.uint8) == LINE_END))
     except EOFError:
         pass  # cut off behind the last whole line
     except DamagedFile as error:
-        raise InputError(f"{path}: {error}. Restore the file, or run again.") from error
+        raise InputError(f"{path}: {error}. Restore the file, or remove it to continue without it.") from error
+    if rest.strip():
+        yield line_number, memoryview(rest), True
+
+
+def read_rows(path: Path, decoder: "Decoder[Row]") -> Iterator[list[Row]]:
+    """The rows of a file of JSON lines, in lists of consecutive ones. A last line that was cut off is left out; a
+    missing file is an empty one. InputError names the line that is not as `ifbbench run` writes it."""
+    for line_number, lines, is_cut in pieces_of_lines(path):
+        if is_cut:
+            return
+        try:
+            rows = decoder.decode_lines(lines)
+        except UNREADABLE:
+            raise bad_line(path, bytes(lines), line_number, decoder) from None
+        yield rows
 
 
 def bad_line(path: Path, lines: bytes, line_number: int, decoder: "Decoder[Row]") -> InputError:

@@ -40,6 +40,8 @@ WriteStart = Callable[[Path, str], None]
 OPEN_SPANS = "open_spans.jsonl"
 # The result of `--result_format` without a file of its own.
 RESULT = "result.json"
+# The log of `--iteration_stats_format vllm`.
+VLLM_LOG = "vllm.log"
 # The steps of static batches (V1), which `iterations` reports as a whole: iterations of the token generation loop.
 STEPS = "steps"
 # Metrics of the server of a run against an endpoint.
@@ -205,7 +207,7 @@ def _refill(path: Path, overwrite: bool, write_start: WriteStart, stack: ExitSta
 
 def _results(directory: Path) -> Iterator[Path]:
     """The files in which a run has results, whether they are there or not, and those that were made of them."""
-    yield from (directory / name for name in ("summary.json", OPEN_SPANS, RESULT, "report.html"))
+    yield from (directory / name for name in ("summary.json", OPEN_SPANS, RESULT, VLLM_LOG, "report.html"))
     yield from (file for name in LINE_FILES if name != "trace" for file in _line_files(directory, name))
     yield from (file for name in RESULT_DIRECTORIES for file in (directory / name).rglob("*") if file.is_file())
 

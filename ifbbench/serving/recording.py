@@ -44,6 +44,7 @@ class TrafficRecording(Observer):
         self._open = ExitStack()  # until the end, no other process records there
         self.directory = self._open.enter_context(run_directory.begun([directory], overwrite, self._begin))
         self._trace = JsonLinesWriter(self._trace_path)
+        self._has_vllm_log = config.iteration_stats_format == "vllm"
         self._recorder = Recorder(
             directory,
             self._description,
@@ -103,7 +104,13 @@ class TrafficRecording(Observer):
                 "host_delay_s": clock.skipped_ns / NANOSECONDS,
             }
         with self._open:
-            return self._recorder.close(partial, lambda _: more)
+            summary = self._recorder.close(partial, lambda _: more)
+        if self._has_vllm_log:
+            from ifbbench.report.compat.vllm_log import write_log
+            from ifbbench.rundir.reader import load_run
+
+            write_log(load_run(self.directory), self.directory / run_directory.VLLM_LOG)
+        return summary
 
     def _arrival_s(self, request: Request) -> float:
         return self._arrivals_s[request.request_id]

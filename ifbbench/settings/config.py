@@ -49,7 +49,7 @@ TRACE_FORMATS = (
 TRACE_FORMAT_ALIASES = {"genai-perf": "aiperf", "vidur": "lengths", "gptManagerBenchmark": "gptmanager"}
 RECORDINGS = ("full", "summary")
 RECORDING_FORMATS = ("jsonl", "jsonl.gz")
-ITERATION_STATS_FORMATS = ("batch_manager", "trtllm")
+ITERATION_STATS_FORMATS = ("batch_manager", "trtllm", "vllm")
 RESULT_FORMATS = ("vllm",)
 # Settings that name a file outside of the run directory, and those of them that are written from it.
 REPORT_FILES = ("output_csv", "report_json", "request_json", "iteration_log", "result_json")
@@ -538,7 +538,9 @@ class RunConfig:
         choices=QUEUE_ORDERS,
     )
     async_scheduling: bool | None = _vllm(
-        None, "Schedule an iteration before the tokens of the one before are known. Default: on, but on a CPU."
+        None,
+        "Schedule an iteration before the tokens of the one before are known. Default: on, but not on a CPU or with "
+        "drafts.",
     )
     max_num_scheduled_tokens: int | None = _vllm(
         None,
@@ -858,7 +860,8 @@ class RunConfig:
     recording_format: str = _recording("jsonl", "Lines of JSON, plain or compressed.", choices=RECORDING_FORMATS)
     iteration_stats_format: str = _recording(
         ITERATION_STATS_FORMATS[0],
-        "Names in iterations.jsonl: those of the batch manager, or of TensorRT-LLM's executor.",
+        "Names in iterations.jsonl: those of the batch manager, or of TensorRT-LLM's executor. vllm (with --engine "
+        "vllm): the batch manager's, and the log lines of a vLLM server beside them, in vllm.log.",
         choices=ITERATION_STATS_FORMATS,
         value_aliases={"executor": "trtllm"},
     )

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ifbbench.analysis.limits import limit_name
 from ifbbench.analysis.number_texts import NOTHING, count, significant
+from ifbbench.analysis.words import TENSORRT_LLM
 from ifbbench.engine.plan import Limit
 from ifbbench.report import plain_table
 from ifbbench.settings.fields import memory_size
@@ -128,10 +128,10 @@ def _fit_table(study: Study) -> Table:
             count(found.by_limit[Limit.KV_BLOCKS]),
             f"[bold]{count(found.at_once)}[/bold]",
             *([count(found.first)] if is_trace else []),
-            limit_name(found.bound_by),
+            TENSORRT_LLM.limit_name(found.bound_by),
         )
     contiguous = study.contiguous
-    bound = "memory" if contiguous.fit <= study.limits.max_batch_size else limit_name("batch_size")
+    bound = "memory" if contiguous.fit <= study.limits.max_batch_size else TENSORRT_LLM.limit_name("batch_size")
     first = [NOTHING] if is_trace else []
     table.add_row("contiguous cache", NOTHING, count(contiguous.fit), count(contiguous.at_once), *first, bound)
     return table

@@ -39,6 +39,8 @@ VLLM_SUMMARY = re.compile(
     r"Running: (\d+) reqs.*?GPU KV cache usage: ([\d.]+)%"
 )
 VLLM_ENGINE = re.compile(r"(?:EngineCore_DP|Engine )(\d+)")
+# What vLLM prints with draft tokens.
+VLLM_DRAFTS = re.compile(r"SpecDecoding metrics|speculative_config=(?!None)")
 VLLM_CACHE_SIZE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 # Facts of the line in which vLLM prints its settings.
 VLLM_FACTS = {
@@ -287,11 +289,13 @@ def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None
         contexts, tokens, generating, generated = map(int, match.groups()[:4])
         if "(dummy)" in match[7] or not contexts + generating:
             continue
-        if generated > generating:
+        if generated > generating and VLLM_DRAFTS.search(text):
             raise InputError(
                 f"{log.path}, line {line_number}: {generated} tokens of {generating} generation requests: "
                 "speculative decoding is not simulated."
             )
+        if generated > generating:  # a resumed request computes its tokens again, which vLLM counts as generation
+            contexts, tokens, generating = contexts + 1, tokens + generated - generating + 1, generating - 1
         kv_tokens = None
         if match[6] and cache_tokens:
             kv_tokens = max(round(float(match[6]) / 100 * cache_tokens) - tokens, generating)

@@ -51,6 +51,9 @@ MAX_KEPT_RUNS = 16
 # While points end, the table is written at most so often, and for at most this share of the time.
 TABLE_INTERVAL_S, MAX_TABLE_SHARE = 1.0, 0.02
 
+ConfigOf = Callable[[Point], RunConfig]
+"""The settings of a point."""
+
 OnPoint = Callable[[int, int, str, str], None]
 """Called after each run: number of runs that have ended, number of all, the label of the run, and its error or ''."""
 
@@ -60,7 +63,7 @@ def record(trace: Trace, config: RunConfig, progress: Progress) -> tuple[dict[st
     remove_runs([Path(str(config.output))])
 
     def write(directory: Path) -> None:
-        if config.result_format is not None:
+        if config.result_format is not None or config.iteration_stats_format == "vllm":
             write_outputs(load_run(directory), config)
 
     return run_trace(trace, config, progress, owns_process=True, on_recorded=write).summary, None
@@ -111,13 +114,14 @@ class LocalProcesses:
 @dataclass(frozen=True, slots=True)
 class SweepResult:
     """resumed: runs that had ended before. failed: points with an error or with failed requests. rows: of all points.
-    warnings: of points, by label."""
+    warnings: of points, by label. was_removed: whether the directory was removed meanwhile, or `points.jsonl`."""
 
     directory: Path
     rows: Sequence[Row]
     failed: int
     resumed: int = 0
     warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    was_removed: bool = False
 
 
 def run_sweep(
@@ -131,17 +135,20 @@ def run_sweep(
     executor: Executor | None = None,
     progress: Progress = NO_PROGRESS,
     described: str = "",
+    config_of: ConfigOf | None = None,
 ) -> SweepResult:
     """Run every point, with the other settings from `base`, and write the table.
 
     repeats: runs of each point, with the seeds `seed`, `seed` + 1, …; its row has the means. keep: of KEEP; what
-    MAX_KEPT_RUNS says if None. described: content of `sweep.yaml`. The table is written while points end; a point that
+    MAX_KEPT_RUNS says if None. described: content of `sweep.yaml`. config_of: where other settings of a point than its
+    own depend on it. The table is written while points end; a point that
     failed is in it with its error. InputError, before anything is run, if a trace cannot be read, results would be
     overwritten, no point can be run or all would write the same file.
     """
     _check_settings(source, base, points, repeats)
     keep = keep or ("run" if len(points) * repeats <= MAX_KEPT_RUNS else "summary")
-    runs, executor = _runs(source, base, points, repeats, progress), executor or LocalProcesses()
+    configs = list(map(config_of or partial(_with_point, base), points))
+    runs, executor = _runs(source, configs, points, repeats, progress), executor or LocalProcesses()
     executor.check(runs)
     identity = hashlib.sha256(" ".join(run.key for run in runs).encode()).hexdigest()
     directory = _directory(base, list(points[0]), identity)
@@ -198,9 +205,10 @@ def run_sweep(
             interrupt.add_note(f"{kept}; the same command goes on there.")
             raise
         finally:
+            ended.restore()
             table = write()
         failed = sum(bool(row["error"] or row.get("requests.failed")) for row in table)
-        return SweepResult(directory, table, failed, resumed, ended.warnings(runs))
+        return SweepResult(directory, table, failed, resumed, ended.warnings(runs), ended.was_removed)
 
 
 def _check_settings(source: str | None, base: RunConfig, points: Sequence[Point], repeats: int) -> None:
@@ -213,12 +221,18 @@ def _check_settings(source: str | None, base: RunConfig, points: Sequence[Point]
             raise InputError(f"--over {name} and {other} exclude each other; leave out one of them.")
 
 
-def _runs(source: str | None, base: RunConfig, points: Sequence[Point], repeats: int, progress: Progress) -> list[Run]:
-    """The runs of all points, each trace read once."""
+def _with_point(base: RunConfig, point: Point) -> RunConfig:
+    return base.with_values(**{name: value for name, value in point.items() if name != TRACE})
+
+
+def _runs(
+    source: str | None, configs: Sequence[RunConfig], points: Sequence[Point], repeats: int, progress: Progress
+) -> list[Run]:
+    """The runs of all points, each trace read once. configs: of each point."""
     traces: dict[tuple[Any, ...], Trace] = {}
     runs = []
-    for point in points:
-        config = base.with_values(**{name: value for name, value in point.items() if name != TRACE}, output=None)
+    for point, of_point in zip(points, configs, strict=True):
+        config = of_point.with_values(output=None)
         for repeat in range(repeats):
             one, name = config.with_values(seed=config.seed + repeat), point.get(TRACE, source)
             reading = reading_of(name, one)
@@ -287,12 +301,15 @@ class Ended:
     for each run.
 
     Opening it makes the directory ready: what a sweep of another identity, or with `overwrite` any sweep, left there is
-    deleted. InputError if that is not allowed. summaries: by the key of the run."""
+    deleted. InputError if that is not allowed. summaries: by the key of the run. was_removed: whether the file was
+    removed since, and is written again."""
 
     def __init__(self, directory: Path, identity: str, labels: Sequence[str], overwrite: bool) -> None:
         self.summaries: dict[str, dict[str, Any]] = {}
         self._warnings: dict[str, list[str]] = {}
         self._path = directory / POINTS_FILE
+        self.was_removed = False
+        self._lines: list[Mapping[str, Any]] = [{"sweep": identity, "version": __version__, "points": labels}]
         if overwrite or identity_in(directory) != identity:
             check_free(directory, overwrite)
             begun = _begun_in(directory)
@@ -302,10 +319,10 @@ class Ended:
             remove_runs(directory / name for name in names if "=" in name)
             for name in (POINTS_FILE, SWEEP_FILE, SWEEP_JSON):
                 (directory / name).unlink(missing_ok=True)
-            replace_file(self._path, json.dumps({"sweep": identity, "version": __version__, "points": labels}) + "\n")
+            self._write()
             return
-        first, *lines = read_lines(self._path, ())
-        for number, line in enumerate(lines, start=2):
+        self._lines = list(read_lines(self._path, ()))
+        for number, line in enumerate(self._lines[1:], start=2):
             try:
                 found = convert(line, _EndedRun)
                 check_summary(found.summary)
@@ -315,8 +332,7 @@ class Ended:
                     "Remove the line to repeat the run, or add --overwrite."
                 ) from None
             self.summaries[found.key], self._warnings[found.key] = found.summary, found.warnings
-        # A line that was cut off is removed, so that the next one begins on a line of its own.
-        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in (first, *lines)))
+        self._write()  # without a line that was cut off, so that the next one begins on a line of its own
 
     def has(self, run: Run, is_recorded: bool) -> bool:
         """Whether a run has ended. is_recorded: and its run directory is there."""
@@ -332,9 +348,20 @@ class Ended:
         """The warnings of runs, by their labels."""
         return {run.label: found for run in runs if (found := self._warnings.get(run.key))}
 
+    def restore(self) -> None:
+        """Write the file again if it was removed."""
+        if not self._path.exists():
+            self.was_removed = True
+            self._write()
+
     def _append(self, line: Mapping[str, Any]) -> None:
+        self.restore()
+        self._lines.append(line)
         with writing(self._path), self._path.open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
+
+    def _write(self) -> None:
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in self._lines))
 
 
 class _Begun(Struct):

@@ -237,7 +237,7 @@ class ModelExecutor:
         self, logits: Tensor, slots: Int64Array, positions: Int64Array, accept: AcceptDrafts | None = None
     ) -> tuple[Tensor, Tensor]:
         """The next tokens of the requests in `slots`, int64 [rows], and the processed logits that they were chosen
-        from. accept: may put accepted drafts in their places."""
+        from. accept: may put accepted drafts at their positions."""
         processed = self._processors.apply(logits, slots, positions)
         tokens = self._sampler.choose(processed, slots, positions)
         if accept is not None:

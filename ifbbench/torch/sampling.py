@@ -190,8 +190,8 @@ def _best(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     largest = values.topk(count, dim=-1)
     # topk defines neither which of several equal values are last in the result, nor the order of equal values.
     least = largest.values[:, -1:]
-    all_places = torch.arange(values.shape[1], device=values.device)
-    ties = torch.where(values == least, all_places, len(all_places) - 1).topk(count, dim=-1, largest=False).values
+    all_positions = torch.arange(values.shape[1], device=values.device)
+    ties = torch.where(values == least, all_positions, len(all_positions) - 1).topk(count, dim=-1, largest=False).values
     num_above = (largest.values > least).sum(dim=-1, keepdim=True)
     ranks = torch.arange(count, device=values.device)
     nth_tie = ties.gather(1, (ranks - num_above).clamp(min=0))

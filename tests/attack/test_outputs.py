@@ -33,14 +33,16 @@ from ifbbench.rundir.reader import load_run
 from ifbbench.rundir.recorder import Recorder
 from ifbbench.rundir.run_directory import OPEN_SPANS, REPEATS_FILE, SWEEP_CONFIG
 from ifbbench.settings.config import SIDE_OUTPUTS
-from ifbbench.studies.point_table import SWEEP_FILE, SWEEP_JSON
+from ifbbench.studies import sweep as sweep_module
+from ifbbench.studies.point_table import SWEEP_FILE, SWEEP_JSON, read_sweep
 from ifbbench.studies.sweep import POINTS_FILE
 from ifbbench.studies.tune import Tuner
 from ifbbench.studies.tune_files import ANSWER, SERVER_FILES
 from tests.attack.file_layer import ended, forked, in_fork, status_of
 from tests.attack.readers import read_by_every_command
 
-NULL = ("--device", "null", "--time_scale", "0", "--quiet")
+# With few blocks, because those of the default take longer to make than the rest of the run.
+NULL = ("--device", "null", "--time_scale", "0", "--max_tokens_in_paged_kvcache", "4096", "--quiet")
 RUN = ("run", "documentation", *NULL)
 # Runs of a model, which have tokens to write.
 REAL = (
@@ -54,6 +56,8 @@ REAL = (
     "1",
     "--max_prompt_len",
     "8",
+    "--max_tokens_in_paged_kvcache",
+    "4096",
     "--quiet",
 )
 SYNTH = ("dataset", "synth", "fixed", "--num-requests", "3", "--input-len", "5", "--output-len", "5", "-o")
@@ -275,7 +279,7 @@ def test_standard_output_on_a_full_device(finished: Path, tmp_path: Path, argume
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_standard_streams_that_are_closed(closed: tuple[int, ...], tmp_path: Path) -> None:
     for words, status in (
-        (["run", "documentation", "--device", "null", "--time_scale", "0", "--output", "run"], 0),
+        (["run", "documentation", *NULL[:-1], "--output", "run"], 0),
         (["run", "-", *NULL], 2),
         (["report", "nothing"], 2),
         (["--version"], 0),
@@ -427,6 +431,33 @@ def test_a_bench_that_is_removed_when_its_results_are_complete_has_the_figures_t
     assert "Issue Rate" not in done.stdout
     assert "Latency" in done.stdout
     assert "was removed, or files in it, after the run had ended" in done.stderr
+
+
+@pytest.mark.parametrize("keep", ["run", "summary"])
+def test_a_sweep_that_is_removed_ends_with_its_tables_and_one_error(
+    keep: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, execute = tmp_path / "sweep", sweep_module.LocalProcesses.execute
+
+    def remove_once(self: Any, *arguments: Any) -> Iterator[Any]:
+        for number, found in enumerate(execute(self, *arguments)):
+            if number == 1:
+                shutil.rmtree(directory)
+            yield found
+
+    monkeypatch.setattr("ifbbench.report.sweep_charts.plot_sweep", lambda *_: [])
+    monkeypatch.setattr(sweep_module.LocalProcesses, "execute", remove_once)
+    points = ("--over", "max_batch_size=1,2,3", "--keep", keep, "--output", str(directory))
+    done = invoke("sweep", "documentation", *NULL, *points)
+    assert done.exit_code == 1
+    assert done.stderr.count(f"{directory}: was removed, or files in it, during the sweep") == 1
+    assert "Traceback" not in done.stderr
+    assert f"Results are in {directory}" in done.stdout
+    assert [row["max_batch_size"] for row in read_sweep(directory).finished] == [1, 2, 3]
+    monkeypatch.setattr(sweep_module.LocalProcesses, "execute", execute)
+    again = invoke("sweep", "documentation", *NULL, *points)
+    assert again.exit_code == 0, again.output
+    assert f"{1 if keep == 'run' else 3} runs had ended before" in again.stdout
 
 
 def test_a_run_in_the_place_of_a_removed_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from ifbbench.settings.config import settings
 from ifbbench.settings.names import from_mapping
 from ifbbench.settings.yaml_text import parse_yaml
 
+pytestmark = pytest.mark.usefixtures("undrawn_sweeps")
+
 SIMULATED = ["--device", "h100-sxm", "--model", "llama-3.1-8b", "--max_num_samples", "12", "--request_rate", "20"]
 SWEEP = """
 trace: chat

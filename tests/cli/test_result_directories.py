@@ -7,6 +7,8 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("undrawn_sweeps")
+
 SIMULATED = ("--model", "llama-3.1-8b", "--device", "sim:h100-sxm", "--max_num_samples", "5")
 COMMANDS = {
     "chat": ("run", "chat", *SIMULATED),

@@ -91,7 +91,7 @@ class Replay:
             self.requests[given["id"]] = request
             self._names[request] = given["id"]
             self._outputs[request] = given["outputs"]
-            self.scheduler.admit(RequestSource(partial(_one, request), self._refused))
+            self.scheduler.admit(RequestSource(partial(_once, [request]), self._refused))
         while self._aborts and self._aborts[0][0] <= step:
             request = self.requests[self._aborts.popleft()[1]]
             if not request.has_left:
@@ -166,8 +166,10 @@ class Replay:
         raise Mismatch(f"request {self._names[request]} was refused: {error}")
 
 
-def _one(request: Request, count: int) -> list[Request]:
-    return [request]
+def _once(requests: list[Request], count: int) -> list[Request]:
+    given = requests[:]
+    requests.clear()
+    return given
 
 
 def replay(case: Case) -> None:

@@ -138,6 +138,8 @@ def fake_endpoint(
         loop, stop = loops[0]
         loop.call_soon_threadsafe(stop.set)
         thread.join(60)
+        # An answer that never yields to the loop would cost all later tests of this process half of their time.
+        assert not thread.is_alive(), "the answers of a server end when it is stopped"
 
 
 def token(text: str = " a", **fields: Any) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_an_exception_of_a_users_scheduler_ends_the_run_with_its_line(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("trtlm", "is not an engine; expected a built-in one (trtllm)"),
+        ("trtlm", "is not an engine; expected a built-in one (trtllm, vllm)"),
         (f"{HERE}:Absent", "has no 'Absent'"),
         (f"{HERE}:A_FUNCTION", "not a class"),
         (f"{HERE}:Records", "has no method 'admit'"),

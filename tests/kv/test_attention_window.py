@@ -1,4 +1,4 @@
-"""Attention windows: places of positions and their survival, checked token by token."""
+"""Attention windows: cache positions of tokens and their survival, checked token by token."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,13 @@ from ifbbench.kv.attention_window import AttentionWindow
 
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize(("size", "sink", "tokens_per_block"), [(8, 0, 4), (9, 3, 4), (13, 5, 8), (6, 2, 1)])
-def test_cyclic_places(size: int, sink: int, tokens_per_block: int, beams: int) -> None:
+def test_cyclic_positions(size: int, sink: int, tokens_per_block: int, beams: int) -> None:
     window = AttentionWindow(tokens_per_block, size, 60, sink, beams)
     positions = np.arange(60)
     lying: dict[int, int] = {}
-    for position, place in enumerate(window.places(positions).tolist()):
-        assert place < window.capacity
-        lying[place] = position
+    for position, stored in enumerate(window.cache_positions(positions).tolist()):
+        assert stored < window.capacity
+        lying[stored] = position
         visible = np.flatnonzero(window.sees(positions[: position + 1], np.int64(position)))
         assert set(visible.tolist()) <= set(lying.values())
         assert len(visible) == min(size, position + 1)
@@ -24,8 +24,8 @@ def test_cyclic_places(size: int, sink: int, tokens_per_block: int, beams: int) 
 
 def test_linear_places_leave_the_bubble_out() -> None:
     window = AttentionWindow(4, 8, 20, 3, is_cyclic=False)
-    assert window.places(np.arange(6)).tolist() == [0, 1, 2, 4, 5, 6]
-    assert window.places(np.array([19])).tolist() == [20]
+    assert window.cache_positions(np.arange(6)).tolist() == [0, 1, 2, 4, 5, 6]
+    assert window.cache_positions(np.array([19])).tolist() == [20]
     assert window.outlives(np.arange(6), np.int64(20)).all()
 
 
@@ -45,7 +45,7 @@ def test_rows_follow_the_block_table() -> None:
 
 def test_a_contiguous_cache_has_a_place_for_each_position_and_no_bubble() -> None:
     window = AttentionWindow(4, 8, 20, 3).contiguous()
-    assert window.places(np.arange(20)).tolist() == list(range(20))
+    assert window.cache_positions(np.arange(20)).tolist() == list(range(20))
     assert (window.tokens_per_block, window.size, window.sink, window.wraps) == (20, 8, 3, False)
 
 

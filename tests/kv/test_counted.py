@@ -108,12 +108,18 @@ def _length(request: Request) -> int:
 
 def _step(cache: KvCacheManager, rows: np.ndarray) -> tuple[int, int]:
     cache.add_tokens(rows)
-    return cache.counters.allocated_total, cache.filled_places
+    return cache.counters.allocated_total, cache.filled_positions
 
 
 def state_of(cache: PagedCache) -> tuple[int, ...]:
     counters = cache.counters
-    return cache.free_blocks, cache.held_places, cache.filled_places, counters.allocated_total, counters.allocated_new
+    return (
+        cache.free_blocks,
+        cache.held_positions,
+        cache.filled_positions,
+        counters.allocated_total,
+        counters.allocated_new,
+    )
 
 
 def check_equal(

@@ -95,7 +95,7 @@ def test_a_prompt_that_fills_its_window_neither_finds_nor_stores_anything():
 
 
 def test_beams_take_private_blocks_when_they_overwrite_shared_ones():
-    # Beams have a spare block: 12 places for a window of 8.
+    # Beams have a spare block: 12 cache positions for a window of 8.
     cache = cache_of(window=8, beams=2)
     cache.add_sequence(0, 6, beam_width=2)
     grow(cache, 0, 6)

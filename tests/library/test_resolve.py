@@ -229,4 +229,4 @@ def test_a_contiguous_cache():
     assert limits.pools == ()
     cache = limits.make_cache()
     assert isinstance(cache, ContiguousCache)
-    assert (limits.num_slots, cache.num_blocks, cache.places) == (3, 0, 3 * 2 * 256)
+    assert (limits.num_slots, cache.num_blocks, cache.num_positions) == (3, 0, 3 * 2 * 256)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.build.engines import NOT_IN_VLLM
 from ifbbench.cli.main import main
 from ifbbench.cli.options import PLACES
 from ifbbench.compressed import read_pieces
@@ -32,6 +33,7 @@ from ifbbench.rundir.line_types import documented_fields
 from ifbbench.rundir.metrics import distribution
 from ifbbench.rundir.reader import load_run, micro_batches_of
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from ifbbench.settings.config import (
     CHUNKING_POLICIES,
     EARLY_STOPPING,
@@ -45,7 +47,6 @@ from ifbbench.settings.config import (
 )
 from ifbbench.studies.repeat import run_repeats
 from tests.attack.readers import copied, cut_off, read_by_every_command
-from tests.engine.engine import scheduler_of
 
 LIMIT_S = 60
 SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
@@ -117,7 +118,7 @@ DRAWS: dict[str, Draw] = {
     "slo": sometimes(0.2, "ttft=2ms", "tpot=50us,e2e=1s", "ttft=1ms,ttft.p99=10ms,itl.max=1s"),
     # A server that is not ours: see test_endpoint.py.
     **dict.fromkeys([one.name for one in settings() if one.group == "endpoint"], sometimes(0.0)),
-    "engine": sometimes(0.0),
+    "engine": sometimes(0.25, "vllm"),
     "type": sometimes(0.35, "v1", "inflight_unfused"),
     "policy": sometimes(0.6, *POLICIES),
     "max_batch_size": sometimes(0.8, 1, 2, 3, 4, 8),
@@ -136,11 +137,19 @@ DRAWS: dict[str, Draw] = {
     "overlap": sometimes(0.2, *OVERLAPS),
     "static_emulated_batch_size": sometimes(0.15, 1, 2, 5),
     "static_emulated_timeout": lambda draw: draw.choice([0, 1, 2]),
-    **dict.fromkeys([one.name for one in settings() if one.group == "vllm"], sometimes(0.0)),
+    "scheduling_policy": sometimes(0.4, "priority"),
+    "async_scheduling": sometimes(0.4, True, False),
+    "max_num_scheduled_tokens": sometimes(0.2, 3, 9, 20),
+    "max_num_active_seqs": sometimes(0.2, 1, 3),
+    "long_prefill_token_threshold": sometimes(0.3, 2, 7),
+    "long_prefill_token_threshold_adaptive": on_or_off(0.3),
+    "scheduler_reserve_full_isl": sometimes(0.3, False),
+    "watermark": sometimes(0.3, 0.01, 0.2),
+    "num_gpu_blocks_override": sometimes(0.3, 20, 40),
     "tokens_per_block": lambda draw: draw.choice([1, 2, 4, 8, 8, 16, 32]),
     "max_tokens_in_paged_kvcache": sometimes(0.95, 20, 40, 64, 128, 300, 2_000),
     "kv_cache_free_gpu_mem_fraction": sometimes(0.1, 0.05, 0.5),
-    "gpu_memory_utilization": sometimes(0.0),
+    "gpu_memory_utilization": sometimes(0.05, 0.8),
     "enable_kv_cache_reuse": on_or_off(0.4),
     "enable_partial_reuse": on_or_off(0.3, usual=True),
     "copy_on_partial_reuse": on_or_off(0.3, usual=True),
@@ -230,6 +239,18 @@ def fit_together(values: dict[str, Any]) -> None:
         values.setdefault("acceptance_rate", "0.6")
     if not values.keys() & {"draft_model", "draft_ngram", "acceptance_rate"}:
         values.pop("draft_len", None)
+    of_vllm = {one.name for one in settings() if one.group == "vllm"}
+    for name in NOT_IN_VLLM if values.get("engine") == "vllm" else of_vllm:
+        values.pop(name, None)
+    if values.get("engine") == "vllm":
+        values.pop("overlap", None)
+        if values.get("max_num_tokens", "none") == "none":
+            values["max_num_tokens"] = 33
+        values["max_batch_size"] = min(values.get("max_batch_size", 8), values["max_num_tokens"])
+        if values.get("enable_chunked_context") is False:
+            values.pop("enable_chunked_context")
+        if values.keys() & {"draft_ngram", "acceptance_rate"}:
+            values.pop("async_scheduling", None)
     if not values["device"].startswith("sim:h") or "static_emulated_batch_size" in values:
         values.pop("engine_overhead", None)
     if "recording" in values:
@@ -444,12 +465,12 @@ def command_line(trace: Path, values: dict[str, Any]) -> str:
 
 def check_engine(loop: TokenGenerationLoop) -> None:
     """Nothing is left in the engine; stored blocks are free to be taken."""
-    scheduler = scheduler_of(loop)
-    assert not scheduler.table.requests
-    assert scheduler.kv_cache.num_used == 0
-    scheduler.kv_cache.check_consistency()
-    if scheduler.adapters is not None:
-        scheduler.adapters.check_consistency()
+    assert not loop.scheduler.table.requests
+    cache = loop.scheduler.kv_cache  # type: ignore[attr-defined]
+    assert cache.num_used == 0
+    cache.check_consistency()
+    if isinstance(loop.scheduler, TensorRtLlmScheduler) and loop.scheduler.adapters is not None:
+        loop.scheduler.adapters.check_consistency()
 
 
 def lines(directory: Path, name: str, config: RunConfig) -> list[dict[str, Any]]:

@@ -218,7 +218,7 @@ def test_lines_that_are_equal_in_everything_are_one_with_all_names() -> None:
 
 def test_labels_of_points_cover_no_point_and_no_label() -> None:
     generator = np.random.default_rng(5)
-    for count in (2, 12, 60):
+    for count in (2, 12, 40):
         latency = np.sort(generator.lognormal(0, 0.5, count))
         rows = [row for row, _ in zip(sweep_rows() * 10, latency, strict=False)]
         rows = [

@@ -17,6 +17,7 @@ from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard
+from ifbbench.studies import calibrate_from_logs as calibrate_from_logs_module
 from ifbbench.studies.calibrate_from_logs import ALL_REDUCES, calibrate_from_logs
 from ifbbench.studies.fit import Point, Predictor
 from ifbbench.studies.log import Log
@@ -24,6 +25,8 @@ from ifbbench.studies.run_log import read_run
 from tests.studies.logged import CHUNKED, MODEL, iterations, load_tests, replayed, tensorrt_llm, true_profile, vllm
 
 GIVEN = {**MODEL, "device": "sim:h100-sxm"}
+# Of a kind of iterations, in most tests: the fit takes nearly all of their time.
+MAX_POINTS = 60
 FIGURES = (("ttft_s", "mean"), ("ttft_s", "p99"), ("itl_s", "mean"), ("itl_s", "p99"), ("e2e_s", "mean"))
 
 
@@ -47,8 +50,13 @@ def figures_of(directory: Path, profile: str) -> list[float]:
     return [summary["duration_s"], *(summary[name][key] for name, key in FIGURES)]
 
 
-def calibrated(log: Path, directory: Path, **given):
-    return calibrate_from_logs([log], {**GIVEN, **given}, directory / "fitted.toml", overwrite=True)
+def calibrated(log: Path, directory: Path, is_quick: bool = True, **given):
+    """The calibration from a log. is_quick: fewer points are fitted, and no chart is drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_quick:
+            patch.setattr(calibrate_from_logs_module, "MAX_POINTS_OF_A_KIND", MAX_POINTS)
+            patch.setattr(calibrate_from_logs_module, "write_chart", lambda found, path: None)
+        return calibrate_from_logs([log], {**GIVEN, **given}, directory / "fitted.toml", overwrite=True)
 
 
 def written(directory: Path, text: str, name: str = "server.log") -> Path:
@@ -65,7 +73,7 @@ def constants(calibration) -> dict[str, float | None]:
 
 
 def test_a_run_gives_the_constants_of_its_device(server, tmp_path):
-    found = calibrated(server / "log", tmp_path)
+    found = calibrated(server / "log", tmp_path, is_quick=False)
     fitted, true = found.found.profile, load_hardware(str(server / "true.toml"))
     for name in ("matmul", "memory", "context_attention", "generation_attention"):
         assert getattr(fitted.constants, name) == pytest.approx(getattr(true.constants, name), rel=0.02)
@@ -78,7 +86,7 @@ def test_a_run_gives_the_constants_of_its_device(server, tmp_path):
 
 
 def test_the_profile_says_where_it_comes_from(server, tmp_path):
-    calibrated(server / "log", tmp_path)
+    calibrated(server / "log", tmp_path, is_quick=False)
     about = load_hardware(str(tmp_path / "fitted.toml")).calibration
     assert about["logs"] == ["log (run of ifbbench)"]
     assert len(about["sha256"][0]) == 64
@@ -89,7 +97,7 @@ def test_the_profile_says_where_it_comes_from(server, tmp_path):
     assert "memory" in about["determined"]
     assert "launch_s" in about["kept"]
     first = (tmp_path / "fitted.toml").read_bytes(), (tmp_path / "fitted.png").read_bytes()
-    calibrated(server / "log", tmp_path)
+    calibrated(server / "log", tmp_path, is_quick=False)
     assert ((tmp_path / "fitted.toml").read_bytes(), (tmp_path / "fitted.png").read_bytes()) == first
 
 
@@ -100,7 +108,7 @@ def test_tensorrt_llm_statistics_predict_another_trace(server, tmp_path, form):
         "lines of Python": "\n".join(map(str, rows)),
         "array": json.dumps(rows[:2000]) + json.dumps(rows[2000:]),
     }.get(form, "\n".join(map(json.dumps, rows)))
-    found = calibrated(written(tmp_path, text), tmp_path)
+    found = calibrated(written(tmp_path, text), tmp_path, is_quick=form != "overlapping")
     assert largest_error(server, tmp_path / "fitted.toml") < 0.04
     assert found.logs[0].overlaps is (form == "overlapping")
     assert constants(found)["kernel_s"] is None
@@ -148,7 +156,7 @@ def test_a_run_with_pipeline_stages_is_refused(server, tmp_path):
 def test_a_run_with_overlap_is_read(server, tmp_path, overlap):
     device = f"sim:{server / 'true.toml'}"
     replayed(tmp_path / "log", device, max_num_samples=80, overlap=overlap, **CHUNKED)
-    found = calibrated(tmp_path / "log", tmp_path)
+    found = calibrated(tmp_path / "log", tmp_path, is_quick=False)
     assert found.determined.fit_error.p90 < 0.001
     assert constants(found)["host_iteration_s"] is None  # hidden behind the device
 

@@ -260,7 +260,7 @@ class Driver:
 
     def _place(self, position: int) -> int:
         """Where a position behind the sink tokens is stored."""
-        return int(self.attention_window.places(np.array(position)))
+        return int(self.attention_window.cache_positions(np.array(position)))
 
     def _chunk(self, request: FakeRequest, largest: int | None) -> int:
         left = request.prompt_len - request.computed

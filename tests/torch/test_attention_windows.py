@@ -78,9 +78,21 @@ def poison(driver: Driver) -> None:
                 storage.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("largest_chunk", [None, 30, 7, 3])
-@pytest.mark.parametrize(("size", "sink"), [(8, 0), (13, 0), (13, 3), (14, 8), (3, 1), (40, 5), (100, 3)])
-@pytest.mark.parametrize(("tokens_per_block", "is_cyclic"), [(4, True), (4, False), (16, True), (16, False), (1, True)])
+CHUNKS = (None, 30, 7, 3)
+SIZES = ((8, 0), (13, 0), (13, 3), (14, 8), (3, 1), (40, 5), (100, 3))
+BLOCKS = ((4, True), (4, False), (16, True), (16, False), (1, True))
+
+
+# All windows in all blocks, and of chunks one that meets each of both in some case; the others are slow.
+@pytest.mark.parametrize(
+    ("tokens_per_block", "is_cyclic", "size", "sink", "largest_chunk"),
+    [
+        pytest.param(*block, *size, chunk, marks=() if (index + number + place) % 4 == 0 else pytest.mark.slow)
+        for index, block in enumerate(BLOCKS)
+        for number, size in enumerate(SIZES)
+        for place, chunk in enumerate(CHUNKS)
+    ],
+)
 def test_logits_of_every_position(
     model: LlamaModel, tokens_per_block: int, is_cyclic: bool, size: int, sink: int, largest_chunk: int | None
 ) -> None:

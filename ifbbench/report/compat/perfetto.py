@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.analysis.limits import limit_name, waits_for, window_name
 from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
+from ifbbench.analysis.words import Words, window_name, words_of
 from ifbbench.files import new_file
 from ifbbench.rundir.client_figures import load_gauges
-from ifbbench.rundir.reader import cumulated
+from ifbbench.rundir.reader import covering
 from ifbbench.rundir.rows import Id, Span
 
 FILE = "trace.perfetto-trace"
@@ -67,7 +67,7 @@ def write_trace(run: RecordedRun, into: Path) -> Path:
 
 
 def _packets(run: RecordedRun) -> Iterator[bytes]:
-    yield _names()
+    yield _names(words_of(run.config))
     engine, requests = _number(1, 1) + _text(6, "engine"), _number(1, 2) + _text(6, "requests")
     yield _track(ENGINE, "", _part(3, engine))
     yield _track(REQUESTS, "", _part(3, requests) + _number(11, 3))  # children in the order of their rank
@@ -82,7 +82,7 @@ def _packets(run: RecordedRun) -> Iterator[bytes]:
 
 def _client_packets(run: RecordedRun) -> Iterator[bytes]:
     """The tracks of a run against an endpoint: requests in flight, gauges of the server, and what the client saw."""
-    yield _names()
+    yield _names(words_of(run.config))
     process = _number(1, 1) + _text(6, f"endpoint {(run.data.endpoint or {}).get('url')}")
     yield _track(ENGINE, "", _part(3, process))
     yield _track(REQUESTS, "", _part(3, _number(1, 2) + _text(6, "requests")) + _number(11, 3))
@@ -148,10 +148,10 @@ _TAIL = _SEQUENCE + _number(13, NEEDED)
 _TIME, _EVENT, _TRACK = _varint(8 << 3), _varint(11 << 3 | 2), _varint(11 << 3)
 
 
-def _names() -> bytes:
+def _names(words: Words) -> bytes:
     """The packet with the names of events and of their notes, which later ones refer to by number."""
     content = b"".join(
-        _part(field, _number(1, number) + _text(2, name))
+        _part(field, _number(1, number) + _text(2, words.phase(name)))
         for field, names in ((2, NAME_IDS), (3, NOTE_IDS))
         for name, number in names.items()
     )
@@ -193,7 +193,7 @@ def _nanoseconds(seconds: Floats) -> list[int]:
 
 def _iterations(run: RecordedRun) -> Iterator[bytes]:
     iterations, name = run.iterations, _number(10, NAME_IDS["iteration"])
-    bound = [_note("bound by", limit_name(limit)) for limit in iterations.limits]
+    bound = [_note("bound by", words_of(run.config).limit_name(limit)) for limit in iterations.limits]
     left_out = [_note("first left out", str(request)) for request, _ in iterations.left_out_pairs]
     columns = (
         _nanoseconds(iterations.start_s),
@@ -231,10 +231,9 @@ def batch_composition(run: RecordedRun) -> tuple[Integers, Integers]:
     counts = []
     for phases in (("context", "recompute"), ("generation",)):
         chosen = [span for span in spans if span.phase in phases]
-        steps, every = np.zeros(last + 1 + run.data.num_micro_batches, np.int64), run.data.num_micro_batches
-        np.add.at(steps, _integers(span.first for span in chosen), 1)
-        np.add.at(steps, _integers(span.last + every for span in chosen), -1)
-        counts.append(cumulated(steps, every)[run.iterations.number])
+        stretches = (_integers(span.first for span in chosen), _integers(span.last for span in chosen))
+        covered = covering(*stretches, last, run.data.num_micro_batches)
+        counts.append(covered[run.iterations.number].astype(np.int64))
     return counts[0], counts[1]
 
 
@@ -245,7 +244,7 @@ def _integers(values: Iterable[int]) -> NDArray[np.int64]:
 def _requests(run: RecordedRun) -> Iterator[bytes]:
     ids = list(dict.fromkeys([*run.trace, *run.spans]))
     track = {request_id: FIRST_REQUEST + index for index, request_id in enumerate(ids)}
-    pause_number = 0
+    words, pause_number = words_of(run.config), 0
     begins_s = _begins(run)
     for index, request_id in enumerate(ids):
         spans, row = run.spans.get(request_id, []), run.row_of.get(request_id, {})
@@ -260,7 +259,7 @@ def _requests(run: RecordedRun) -> Iterator[bytes]:
             if span.tokens:
                 content += _note("tokens", span.tokens)
             if span.cause is not None:
-                content += _note("for", _cause(span))
+                content += _note("for", _cause(span, words))
             if span is spans[0]:
                 content += lengths
             flow = b""
@@ -275,7 +274,7 @@ def _requests(run: RecordedRun) -> Iterator[bytes]:
                     INSTANT,
                     track[span.cause],
                     _number(10, NAME_IDS["gets the blocks"])
-                    + _note("for", f"request {request_id} is paused")
+                    + _note("for", f"request {request_id} is {words.paused}")
                     + _fixed(48, pause_number),
                 )
 
@@ -295,6 +294,6 @@ def _bounds(run: RecordedRun, begins_s: Floats, last: Span, end_s: float | None)
     return _nanoseconds(np.maximum.accumulate(np.append(begins_s, end)))
 
 
-def _cause(span: Span) -> str:
+def _cause(span: Span, words: Words) -> str:
     cause: Id | None = span.cause
-    return f"request {cause}" if span.phase == "paused" else waits_for(None if cause is None else str(cause))
+    return f"request {cause}" if span.phase == "paused" else words.waits_for(None if cause is None else str(cause))

@@ -12,8 +12,8 @@ from msgspec.json import Decoder
 from rich.table import Table
 from rich.text import Text
 
-from ifbbench.analysis.limits import limit_name, setting_of, window_name
 from ifbbench.analysis.number_texts import count, percent, significant, time_unit
+from ifbbench.analysis.words import setting_of, window_name, words_of
 from ifbbench.compressed import DamagedFile, GrowingFile
 from ifbbench.errors import InputError
 from ifbbench.report import bar
@@ -172,6 +172,7 @@ class Follower:
     def table(self, now: Snapshot) -> Table:
         """The state as lines with bars."""
         rows: list[tuple[str, float | None, str]] = []
+        words = words_of(self._config)
         if now.requests:
             done = now.completed + now.failed
             failed = f", {now.failed:,} failed" if now.failed else ""
@@ -190,13 +191,13 @@ class Follower:
             used = now.used_blocks or 0
             of_window = f" of the {window_name(now.window)}" if now.window else ""
             rows.append(("KV blocks", used / now.blocks, f"{used:,} of {now.blocks:,}{of_window}"))
-        limit = "" if now.bound_by == "none" else f", for {limit_name(now.bound_by)}"
+        limit = "" if now.bound_by == "none" else f", for {words.limit_name(now.bound_by)}"
         rows.append(("waiting", None, f"{now.waiting:,} requests{limit}"))
         ttft = "" if now.ttft_s is None else f", TTFT {in_unit(now.ttft_s)} (median of the last {len(self._recent)})"
         rows.append(("now", None, f"{count(now.tokens_per_s)} output tokens/s{ttft}"))
         rows.append(("", None, f"{now.time_s:,.1f} s on the run's clock, iteration {now.iteration:,}"))
         for number, victim, beneficiary in now.pauses:
-            rows.append(("pause", None, f"{victim} for {beneficiary}, iteration {number:,}"))
+            rows.append((words.pause, None, f"{victim} for {beneficiary}, iteration {number:,}"))
         table = Table.grid(padding=(0, 2))
         for name, filled, text in rows:
             drawn = "" if filled is None else bar(min(filled, 1.0), BAR_CELLS)

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.analysis.findings import Findings
-from ifbbench.analysis.limits import LIMITS, limit_name, part_name, waits_for
 from ifbbench.analysis.recorded import Floats, RecordedRun
+from ifbbench.analysis.words import words_of
 from ifbbench.report.colours import limit_colours
 from ifbbench.report.compat.perfetto import batch_composition
 from ifbbench.report.tables import peak_blocks, settings_line
@@ -95,7 +95,7 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
     ]
     index, data = block.encoded()
     trace, model = run.data.run.get("trace") or {}, run.data.run.get("model") or {}
-    summary = figures(run.data)
+    summary, words = figures(run.data), words_of(run.config)
     return {
         "name": run.data.name,
         "settings": settings_line(run.data),
@@ -116,6 +116,8 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
         "causes": causes,
         "head_limits": limits,
         "limits": run.iterations.limits,
+        "pause": words.pause,
+        "paused": words.paused,
         "limit_texts": _limit_texts(run, causes),
         "waited": findings.waiting_text,
         "by_time": findings.by_time,
@@ -131,8 +133,9 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
 
 def _limit_texts(run: RecordedRun, causes: list[str]) -> dict[str, tuple[str, str, str]]:
     """Name, what a request waits for, and colour of each limit and cause of waiting."""
-    colours = limit_colours((*LIMITS, *run.iterations.limits, *causes))
-    return {name: (limit_name(name), waits_for(name), colour) for name, colour in colours.items()}
+    words = words_of(run.config)
+    colours = limit_colours((*words.limits, *run.iterations.limits, *causes))
+    return {name: (words.limit_name(name), words.waits_for(name), colour) for name, colour in colours.items()}
 
 
 def _add_requests(block: Block, run: RecordedRun, ids: list[Id]) -> dict[str, Any]:
@@ -153,7 +156,7 @@ def _add_requests(block: Block, run: RecordedRun, ids: list[Id]) -> dict[str, An
             f"attribution.{part}", np.array([_number((row.get("attribution_s") or {}).get(part, 0.0)) for row in rows])
         )
     errors = {str(number): row["error"] for number, row in enumerate(rows) if row.get("error")}
-    part_names = {part: part_name(part) for part in parts}
+    part_names = {part: words_of(run.config).part_name(part) for part in parts}
     return {"outcomes": outcomes, "classes": classes, "parts": parts, "part_names": part_names, "errors": errors}
 
 

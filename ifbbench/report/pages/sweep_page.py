@@ -5,11 +5,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifbbench.analysis.limits import BINDING, limit_name
+from ifbbench.analysis.words import BINDING, words_of
 from ifbbench.report.colours import limit_colours
 from ifbbench.report.pages.page import write_html
 from ifbbench.report.sweep_metrics import BOUND_BY, METRICS, is_complete, knee_of, subject_of, ticks_of, varied_in
-from ifbbench.report.sweep_table import GROWTH, SWEEP_COLUMNS, WHERE_ANY, SweepRow, meets_objectives, number_in, shares
+from ifbbench.report.sweep_table import (
+    GROWTH,
+    SWEEP_COLUMNS,
+    WHERE_ANY,
+    SweepRow,
+    heading_of,
+    meets_objectives,
+    number_in,
+    shares,
+)
 from ifbbench.settings.config import settings
 from ifbbench.settings.fields import as_text
 
@@ -66,7 +75,7 @@ def write_sweep_page(
         "columns": _columns(rows),
         "metrics": _metrics(rows),
         "knees": {key: knee_of(rows, key) for key in varied} if len(varied) == 1 else {},
-        "limits": {limit: (limit_name(limit), colour) for limit, colour in _limits(rows).items()},
+        "limits": {limit: (words_of(*rows).limit_name(limit), colour) for limit, colour in _limits(rows).items()},
     }
     return write_html(into / FILE, "sweep", SCRIPTS, f"sweep {name}", content)
 
@@ -80,11 +89,11 @@ def _columns(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
     return [
         {
             "key": key,
-            "heading": " ".join([*heading.split(), *(["requests/s"] if key == GROWTH else [])]),
+            "heading": " ".join([*heading_of(key, rows).split(), *(["requests/s"] if key == GROWTH else [])]),
             "kind": "time" if text is None else _kind(key),
             "best": None if best is None else "high" if best is max else "low",
         }
-        for key, (heading, text, best) in SWEEP_COLUMNS.items()
+        for key, (_, text, best) in SWEEP_COLUMNS.items()
         if any(number_in(row, key) for row in rows) or key not in WHERE_ANY
     ]
 

@@ -34,6 +34,11 @@ class VllmCache:
         # Hashes of the first blocks of requests, each that of the block, its predecessors and their identity.
         self._hashes: dict[Request, list[int]] = {}
 
+    @property
+    def num_used(self) -> int:
+        """Blocks with references."""
+        return self.pool.num_blocks - self.pool.num_free
+
     def holds(self, row: int) -> bool:
         return row in self._blocks
 
@@ -136,7 +141,7 @@ class VllmCache:
 
     def state(self) -> CacheState:
         pool, size = self.pool, self.tokens_per_block
-        used, counters = pool.num_blocks - pool.num_free, pool.counters
+        used, counters = self.num_used, pool.counters
         return CacheState(
             pool.num_blocks,
             used,

@@ -8,6 +8,8 @@ from ifbbench.engine.arrays import IntArray, Rows
 from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftInputs, DraftSettings, continuation, draw_accepted
 from ifbbench.engine.request import Request, RequestTable
 
+PAD_TOKEN = 0
+
 
 class Drafts:
     """Proposes draft tokens, and gives those of an iteration. docs/engines.md, Draft tokens."""
@@ -36,8 +38,9 @@ class Drafts:
         counts = np.concatenate([np.array(of_prompts, np.int64), self._table.draft_tokens[rows]]).astype(np.int32)
         if not counts.any():
             return None
-        tokens = np.full(int(counts.sum()), UNKNOWN_TOKEN, np.int32)
-        first = sum(of_prompts)
+        tokens, first = np.full(int(counts.sum()), UNKNOWN_TOKEN, np.int32), sum(of_prompts)
+        if self.settings.max_ngram:  # a model runs them
+            tokens[:first] = PAD_TOKEN
         for row, count in zip(rows.tolist(), counts[len(completing) :].tolist(), strict=True):
             if self.settings.max_ngram:
                 tokens[first : first + count] = self._tokens[row][:count]
@@ -45,8 +48,10 @@ class Drafts:
         return DraftInputs(counts, tokens, {})
 
     def accepted(self, rows: Rows, counts: IntArray) -> IntArray:
-        """How many drafts of each of `rows` are accepted, where the executor does not know."""
-        return draw_accepted(self.settings, self._table, rows, counts)
+        """How many drafts of each of `rows` are accepted, where the executor does not know: none of those that only pad
+        the step of a prompt."""
+        pads = np.array([self._table.requests[row].num_draft_tokens > 0 for row in rows.tolist()], np.bool_)
+        return np.where(pads, 0, draw_accepted(self.settings, self._table, rows, counts)).astype(np.int32)
 
     def settle(self, rows: Rows) -> None:
         """The drafts of `rows` were verified. Blocks that were taken for rejected ones stay with their requests."""

@@ -151,23 +151,34 @@ class VllmScheduler:
         return [request for request in self.queue if request.table is None]
 
     def admit(self, source: RequestSource) -> Sequence[Request]:
-        for request in source.get(NO_LIMIT):
-            is_in_use = request.request_id in self._by_id
-            error = f"request id {request.request_id} is in use" if is_in_use else self._refusals.refusal(request)
-            if error is None and len(self.queue) >= self._max_waiting:
-                error = f"the queue is full (max_queue_size {self.limits.max_queue_size}); send the request again later"
-            if error is not None:
-                source.refuse(request, error)
-                continue
-            self._num_arrived += 1
-            number = (
-                request.order[1] or self._num_arrived
-            )  # callers may number requests, those that arrive together by fractions
-            request.order = (-request.priority if self.rules.is_priority else 0.0, number)
-            self._by_id[request.request_id] = request
-            self._num_reading += request.reads_tokens
-            self.queue.add(request)
+        num_refused = 1
+        while num_refused:  # others may have arrived then
+            num_refused = 0
+            for request in source.get(NO_LIMIT):
+                if (error := self._refusal(request)) is not None:
+                    source.refuse(request, error)
+                    num_refused += 1
+                else:
+                    self._add(request)
         return ()
+
+    def _refusal(self, request: Request) -> str | None:
+        if request.request_id in self._by_id:
+            return f"request id {request.request_id} is in use"
+        if (error := self._refusals.refusal(request)) is not None:
+            return error
+        if len(self.queue) >= self._max_waiting:
+            return f"the queue is full (max_queue_size {self.limits.max_queue_size}); send the request again later"
+        return None
+
+    def _add(self, request: Request) -> None:
+        self._num_arrived += 1
+        # Callers may number requests, those that arrive together by fractions.
+        number = request.order[1] or self._num_arrived
+        request.order = (-request.priority if self.rules.is_priority else 0.0, number)
+        self._by_id[request.request_id] = request
+        self._num_reading += request.reads_tokens
+        self.queue.add(request)
 
     @property
     def _max_waiting(self) -> int:
@@ -201,6 +212,7 @@ class VllmScheduler:
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
         step = self._step = self._new_step()
+        self._computed_of_plan = None
         self._run_running(step)
         step.has_running, step.has_running_chunks = len(step.order) > 0, len(step.chunks) > 0
         if not step.paused:

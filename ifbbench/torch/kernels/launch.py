@@ -148,7 +148,7 @@ def cache_offsets(
     table: tl.tensor,
     entry_stride: tl.tensor,
     block_stride: tl.tensor,
-    place_stride: tl.tensor,
+    position_stride: tl.tensor,
     sink: tl.tensor,
     bubble: tl.tensor,
     capacity: tl.tensor,
@@ -157,14 +157,14 @@ def cache_offsets(
 ) -> tl.tensor:
     """Offsets in the cache of the keys of `positions`, in elements (int64: a cache may have more than 2³¹).
 
-    Restates `AttentionWindow.places`, which a kernel cannot call.
+    Restates `AttentionWindow.cache_positions`, which a kernel cannot call.
     """
-    places = positions + tl.where(positions >= sink, bubble, 0)
+    stored = positions + tl.where(positions >= sink, bubble, 0)
     if IS_CYCLIC:
         first = sink + bubble
-        places = tl.where(places < capacity, places, first + (places - first) % (capacity - first))
-    blocks = tl.load(table + places // TOKENS_PER_BLOCK * entry_stride, mask=is_real, other=0).to(tl.int64)
-    return blocks * block_stride + (places % TOKENS_PER_BLOCK) * place_stride
+        stored = tl.where(stored < capacity, stored, first + (stored - first) % (capacity - first))
+    blocks = tl.load(table + stored // TOKENS_PER_BLOCK * entry_stride, mask=is_real, other=0).to(tl.int64)
+    return blocks * block_stride + (stored % TOKENS_PER_BLOCK) * position_stride
 
 
 @triton.jit
@@ -196,10 +196,10 @@ def load_keys_and_values(
     """Tiles [keys, WIDTH] of both, from the element offsets [keys]; zeros where `is_real` [keys] is false, because the
     memory may hold a NaN, which even a weight of 0 does not remove."""
     dims = tl.arange(0, WIDTH)
-    places = offsets[:, None] + dims[None, :]
+    elements = offsets[:, None] + dims[None, :]
     is_value = is_real[:, None] & (dims < HEAD_SIZE)[None, :]
-    key_tile = as_operand(tl.load(keys + places, mask=is_value, other=0.0), model_type, UPCAST)
-    value_tile = as_operand(tl.load(values + places, mask=is_value, other=0.0), model_type, UPCAST)
+    key_tile = as_operand(tl.load(keys + elements, mask=is_value, other=0.0), model_type, UPCAST)
+    value_tile = as_operand(tl.load(values + elements, mask=is_value, other=0.0), model_type, UPCAST)
     return key_tile, value_tile
 
 

@@ -66,8 +66,8 @@ def _inner_kernel(
         a = tl.load(lora_a + columns[:, None], mask=(ranks < rank)[None, :] & exists[:, None], other=0.0)
         x, a = as_operand(x, pool.dtype.element_ty, UPCAST), as_operand(a, pool.dtype.element_ty, UPCAST)
         result = tl.dot(x, a, result, input_precision="ieee")
-    place = (split * tl.num_programs(1) + module).to(tl.int64) * num_rows + first + row
-    tl.store(inner + place[:, None] * RANKS + ranks[None, :], result, mask=(row < count)[:, None])
+    result_row = (split * tl.num_programs(1) + module).to(tl.int64) * num_rows + first + row
+    tl.store(inner + result_row[:, None] * RANKS + ranks[None, :], result, mask=(row < count)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows", "layer", "num_layers"])
@@ -105,15 +105,15 @@ def _outer_kernel(
     has_row, exists = (row < count)[:, None], (columns < outputs)[None, :]
     sums = tl.zeros([ROWS, RANKS], dtype=tl.float32)
     for split in tl.static_range(SPLITS):
-        place = (split * tl.num_programs(1) + module).to(tl.int64) * num_rows + first + row
-        sums += tl.load(inner + place[:, None] * RANKS + ranks[None, :], mask=has_row, other=0.0)
+        result_row = (split * tl.num_programs(1) + module).to(tl.int64) * num_rows + first + row
+        sums += tl.load(inner + result_row[:, None] * RANKS + ranks[None, :], mask=has_row, other=0.0)
     lora_b = pool + slot * width + rank * inputs + columns[None, :].to(tl.int64) * rank
     b = tl.load(lora_b + ranks[:, None], mask=(ranks < rank)[:, None] & exists, other=0.0)
     sums, b = as_operand(sums, pool.dtype.element_ty, UPCAST), as_operand(b, pool.dtype.element_ty, UPCAST)
     added = tl.dot(sums, b, input_precision="ieee")
-    place = output + (first + row)[:, None] * output_stride + offset + columns[None, :]
-    total = tl.load(place, mask=has_row & exists, other=0.0).to(tl.float32) + added
-    tl.store(place, total.to(output.dtype.element_ty), mask=has_row & exists)
+    target = output + (first + row)[:, None] * output_stride + offset + columns[None, :]
+    total = tl.load(target, mask=has_row & exists, other=0.0).to(tl.float32) + added
+    tl.store(target, total.to(output.dtype.element_ty), mask=has_row & exists)
 
 
 def add_adapters(

@@ -188,7 +188,7 @@ def _rotary_kernel(
     value_cache: tl.tensor,
     token_stride: tl.tensor,
     block_stride: tl.tensor,
-    place_stride: tl.tensor,
+    position_stride: tl.tensor,
     cache_head_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -221,12 +221,12 @@ def _rotary_kernel(
         tl.store(heads_in + offsets + HALF, second.to(heads_in.dtype.element_ty), mask=rotated)
 
     row = tl.load(cache_rows + token).to(tl.int64)
-    place = (row // TOKENS_PER_BLOCK) * block_stride + (row % TOKENS_PER_BLOCK) * place_stride
-    key_offsets = place + (heads - NUM_HEADS)[:, None] * cache_head_stride + pairs[None, :]
+    stored_at = (row // TOKENS_PER_BLOCK) * block_stride + (row % TOKENS_PER_BLOCK) * position_stride
+    key_offsets = stored_at + (heads - NUM_HEADS)[:, None] * cache_head_stride + pairs[None, :]
     is_stored = exists & is_key[:, None] & (row >= 0)
     _store(key_cache, key_offsets, first, is_stored, LIMIT)
     _store(key_cache, key_offsets + HALF, second, is_stored, LIMIT)
-    value_offsets = place + (heads - NUM_HEADS - NUM_KV_HEADS)[:, None] * cache_head_stride + pairs[None, :]
+    value_offsets = stored_at + (heads - NUM_HEADS - NUM_KV_HEADS)[:, None] * cache_head_stride + pairs[None, :]
     is_stored = exists & is_cached_value[:, None] & (row >= 0)
     _store(value_cache, value_offsets, first, is_stored, LIMIT)
     _store(value_cache, value_offsets + HALF, second, is_stored, LIMIT)
@@ -252,7 +252,7 @@ def rotate_and_write(
 
     heads: [tokens, heads + 2 · KV heads, head size], queries, keys, values; those of a token are contiguous.
     cosines, sines: float32 [positions, head size / 2], contiguous. positions: int64 or int32 [tokens]. cache_rows:
-    int64 or int32 [tokens], block id · tokens per block + place in block, all different; negative: not stored.
+    int64 or int32 [tokens], block id · tokens per block + position in the block, all different; negative: not stored.
     key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, the values of a head
     contiguous; of any type: values beyond an eight-bit type's range become its limits. rotates: if false, heads that
     are already rotated are only stored. KernelError if it cannot be run.
@@ -355,9 +355,9 @@ def copy_rows_buffered(sources: Tensor, destinations: Tensor, moves: Tensor, byt
     device, at_once = moves.device, min(len(sources), max(1, BUFFER_BYTES // pool_bytes))
     buffer = torch.empty((at_once, pool_bytes), dtype=torch.uint8, device=device)
     buffers = buffer.data_ptr() + torch.arange(at_once, device=device) * pool_bytes
-    places = torch.arange(len(moves), device=device) * max_rows
-    reads = torch.stack([moves[:, 0], places, moves[:, 2]], 1)
-    writes = torch.stack([places, moves[:, 1], moves[:, 2]], 1)
+    buffered = torch.arange(len(moves), device=device) * max_rows
+    reads = torch.stack([moves[:, 0], buffered, moves[:, 2]], 1)
+    writes = torch.stack([buffered, moves[:, 1], moves[:, 2]], 1)
     for read, written in zip(torch.split(sources, at_once), torch.split(destinations, at_once), strict=True):
         copy_rows(read, buffers[: len(read)], reads, bytes_per_row, max_rows)
         copy_rows(buffers[: len(read)], written, writes, bytes_per_row, max_rows)

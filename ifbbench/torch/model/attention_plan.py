@@ -62,7 +62,7 @@ class AttentionGroup:
 
     query_rows: [spans · queries], packed row of each query; padding repeats the span's last.
     output_rows: [spans · queries], row of each result; padding goes to the row behind the batch's last.
-    block_ids: [spans, blocks], blocks whose first `num_block_keys` places hold the keys; a slice if each span has one
+    block_ids: [spans, blocks], blocks with the keys in their first `num_block_keys` rows; a slice if each span has one
     block and they are consecutive. None if keys are given one by one: those in the cache by `cache_rows` [spans, keys],
     followed by those of the batch itself by their packed rows `own_rows` [spans · keys]; None where there are none.
     mask: [spans, 1, queries, keys], true where a query sees a key; None if causality alone hides keys.
@@ -142,8 +142,8 @@ def plan_attention(
     returns.
 
     Whole prompts, later chunks and generation tokens have separate calls: the first read no cache and need no mask, the
-    last have one query each. is_contiguous: each sequence has one block, of which only the places of a call's longest
-    sequence are read; consecutive blocks are read as a slice. num_rows: of the packed batch.
+    last have one query each. is_contiguous: each sequence has one block, of which only the positions of a call's
+    longest sequence are read; consecutive blocks are read as a slice. num_rows: of the packed batch.
     """
     whole = (spans.starts == 0) & (spans.lengths > 1)
     single = spans.lengths == 1

@@ -1,6 +1,6 @@
 """Storage of keys and values, in blocks or as one piece of memory per sequence. The engine assigns blocks to sequences.
 
-A token's place is its cache row: block id · tokens per block + place in block.
+A token's cache row is block id · tokens per block + position in the block.
 """
 
 from collections.abc import Sequence
@@ -228,13 +228,13 @@ class ContiguousKvCache:
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `PagedKvCache.write`."""
-        places = self._places(rows)
-        self._by_position(layer, 0).index_put_(places, self._stored.packed(keys))
-        self._by_position(layer, 1).index_put_(places, self._stored.packed(values))
+        indices = self._indices(rows)
+        self._by_position(layer, 0).index_put_(indices, self._stored.packed(keys))
+        self._by_position(layer, 1).index_put_(indices, self._stored.packed(values))
 
     def copy_rows(self, sources: Tensor, destinations: Tensor) -> None:
         """As `PagedKvCache.copy_rows`."""
-        read, written = self._places(sources), self._places(destinations)
+        read, written = self._indices(sources), self._indices(destinations)
         for layer in self.storage:
             for part in (0, 1):
                 storage = self._by_position(layer, part)
@@ -252,8 +252,8 @@ class ContiguousKvCache:
 
     def gather_rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """As `PagedKvCache.gather_rows`."""
-        places = self._places(rows)
-        keys, values = (self._stored.unpacked(self._by_position(layer, part)[places]) for part in (0, 1))
+        indices = self._indices(rows)
+        keys, values = (self._stored.unpacked(self._by_position(layer, part)[indices]) for part in (0, 1))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -261,7 +261,7 @@ class ContiguousKvCache:
         keys, values = (self._by_position(layer, part).view(self._stored.dtype) for part in (0, 1))
         return keys, values
 
-    def _places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _indices(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Sequences and positions of cache rows."""
         return rows // self._max_seq_len, rows % self._max_seq_len
 

@@ -70,7 +70,7 @@ def test_the_life_of_each_request_is_what_why_tells(runs: list[Path], tmp_path: 
         life = findings.life(request_id)
         assert "Alone on the device" in shown["sentences"][0]
         assert shown["sentences"] == life.sentences()
-        assert [one["reason"] for one in shown["stretches"]] == [one.reason for one in life.stretches]
+        assert [one["reason"] for one in shown["stretches"]] == [one.reason(life.words) for one in life.stretches]
         assert [one["first"] for one in shown["stretches"]] == [one.first for one in life.stretches]
         times = [one["to"] - one["from"] for one in shown["stretches"]]
         assert times == pytest.approx([one.duration_s for one in life.stretches], abs=3e-6)

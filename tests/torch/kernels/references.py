@@ -25,9 +25,9 @@ def is_seen(keys: Tensor, queries: Tensor, window: AttentionWindow) -> Tensor:
 def gather_cached(cache: Tensor, table: Tensor, positions: Tensor, window: AttentionWindow) -> Tensor:
     """Content of the cache [blocks, tokens per block, KV heads, head size] at the `positions` [keys] of the sequence
     with the blocks `table` [blocks of a sequence]: [keys, KV heads, head size]."""
-    places = torch.from_numpy(window.places(positions.cpu().numpy())).to(positions.device)
+    stored = torch.from_numpy(window.cache_positions(positions.cpu().numpy())).to(positions.device)
     size = cache.shape[1]
-    return cache[table[places // size].long(), places % size]
+    return cache[table[stored // size].long(), stored % size]
 
 
 def attend_reference(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -113,13 +113,13 @@ def rotate_and_write_reference(
         first, second = rotated.float().chunk(2, dim=-1)
         rotated.copy_(torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1))
     stored = cache_rows >= 0
-    blocks, places = cache_rows[stored] // key_cache.shape[1], cache_rows[stored] % key_cache.shape[1]
+    blocks, positions = cache_rows[stored] // key_cache.shape[1], cache_rows[stored] % key_cache.shape[1]
     limits = torch.finfo(key_cache.dtype)
     for cache, part in ((key_cache, rotated[:, -num_kv_heads:]), (value_cache, heads[:, -num_kv_heads:])):
         chosen = part[stored]
         if cache.dtype.itemsize == 1:
             chosen = chosen.float().clamp(limits.min, limits.max)
-        cache[blocks.long(), places.long()] = chosen.to(cache.dtype)
+        cache[blocks.long(), positions.long()] = chosen.to(cache.dtype)
 
 
 def copy_rows_reference(sources: Sequence[Tensor], destinations: Sequence[Tensor], moves: Tensor) -> None:

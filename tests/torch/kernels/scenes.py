@@ -81,8 +81,8 @@ class Scene:
         random = np.random.default_rng(self.seed)
         rule, size = self.rule, self.rule.tokens_per_block
         ends = [cached + new for cached, new in zip(self.cached, self.new, strict=True)]
-        places = [int(rule.places(np.arange(end)).max(initial=-1)) + 1 for end in ends]
-        counts = [-(-place // size) for place in places]
+        needed = [int(rule.cache_positions(np.arange(end)).max(initial=-1)) + 1 for end in ends]
+        counts = [-(-positions // size) for positions in needed]
         self.num_blocks = sum(counts) + SPARE_BLOCKS
         shuffled = random.permutation(self.num_blocks - 1).tolist()
         unused = self.num_blocks - 1
@@ -91,7 +91,7 @@ class Scene:
             self.tables[row, :count] = [shuffled.pop() for _ in range(count)]
 
     def _store(self, cache: Tensor, sequence: int, tokens: Tensor) -> None:
-        """Later tokens overwrite earlier ones in the same place."""
+        """Later tokens overwrite earlier ones at the same cache position."""
         rows = self.rule.cache_rows(self.tables, np.full(len(tokens), sequence), np.arange(len(tokens)))
         flat = cache.view(-1, *cache.shape[2:])
         for row, token in zip(rows.tolist(), tokens, strict=True):

@@ -17,8 +17,8 @@ RULES = [AttentionWindow(8), AttentionWindow(8, size=14, sink=3, is_cyclic=False
 @pytest.mark.parametrize("longest", [1, 3, 8, 9, 17, 40])
 def test_no_token_is_stored_beyond_the_used_blocks(rule: AttentionWindow, longest: int) -> None:
     used = rule.blocks_used(longest)
-    last_place = int(rule.places(np.arange(longest)).max())
-    assert last_place // 8 < used <= last_place // 8 + 1 + (rule.bubble > 0)
+    last_position = int(rule.cache_positions(np.arange(longest)).max())
+    assert last_position // 8 < used <= last_position // 8 + 1 + (rule.bubble > 0)
 
 
 def test_wide_tables_are_cut_to_the_longest_sequence(device: torch.device) -> None:

@@ -1,6 +1,8 @@
 """Shared by tests of the model."""
 
 import ctypes
+import fcntl
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -29,11 +31,15 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session", params=list(INSTRUCTIONS.values()), ids=list(INSTRUCTIONS))
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The C kernels, compiled for these instructions."""
-    with pytest.MonkeyPatch.context() as patch:
+    """The C kernels, compiled for these instructions: once for all files, in whichever process of pytest-xdist."""
+    own = tmp_path_factory.getbasetemp()
+    cache = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
+    cache.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if request.param:
             patch.setenv("CC", f"cc {request.param}")
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+            patch.setenv("XDG_CACHE_HOME", str(cache))
             patch.setattr(compiled, "COMPILE", ("-O1", *compiled.COMPILE[1:]))
         found = find_kernels()
     if isinstance(found, str):

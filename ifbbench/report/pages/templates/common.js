@@ -9,6 +9,7 @@ function significant(value, scale = 1) {
   const decimals = Math.min(Math.max(2 - Math.floor(Math.log10(Math.abs(value))), 0), 6);
   return value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 }
+const capitalised = text => text[0].toUpperCase() + text.slice(1);
 function percent(share) {
   if (share === null || share === undefined || Number.isNaN(share)) return "–";
   if (share > 0 && share < 0.01) return "<1 %";

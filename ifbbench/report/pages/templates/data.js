@@ -1,7 +1,6 @@
 // A run as arrays: its iterations, spans and requests, and what they say of any stretch of time.
 
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, f8: Float64Array };
-const PHASE_NAMES = ["context", "generation", "recompute after a pause", "paused", "waiting", "skipped"];
 const CONTEXT = 0, GENERATION = 1, RECOMPUTE = 2, PAUSED = 3, WAITING = 4, SKIPPED = 5;
 const BEHIND = "head_of_line", QUEUE = "batch_size";
 const BLOCK = 64;
@@ -201,7 +200,10 @@ class Run {
     return held;
   }
 
-  phaseName(phase) { return phase === SKIPPED && this.header.config.type === "v1" ? "empty slot" : PHASE_NAMES[phase]; }
+  phaseName(phase) {
+    if (phase === SKIPPED && this.header.config.type === "v1") return "empty slot";
+    return phase === RECOMPUTE ? `recompute after a ${this.header.pause}` : phase === PAUSED ? this.header.paused : this.header.phases[phase];
+  }
   nameOf(limit) { return (this.header.limit_texts[limit] || [limit])[0]; }
   words(limit) { return (this.header.limit_texts[limit] || [])[1] || limit || "a decision that is not recorded"; }
 
@@ -223,13 +225,13 @@ class Run {
           reason: part.behind < 0 ? `waits for ${this.words(part.limit)}`
             : `waits behind ${id[part.behind]}, which waits for ${this.words(part.limit)}` }));
       } else if (s.phase[i] === PAUSED) {
-        stretches.push({ ...base, reason: `is paused to make room for ${s.cause[i] < 0 ? "another request" : id[s.cause[i]]}` });
+        stretches.push({ ...base, reason: `is ${this.header.paused} to make room for ${s.cause[i] < 0 ? "another request" : id[s.cause[i]]}` });
       } else if (s.phase[i] === SKIPPED) {
         stretches.push({ ...base, reason: "keeps its blocks and is skipped" });
       } else if (s.phase[i] === GENERATION) {
         stretches.push({ ...base, reason: `generates ${grouped(tokens)} token${tokens > 1 ? "s" : ""}` });
       } else {
-        const count = s.chunkOffset[i + 1] - s.chunkOffset[i], verb = s.phase[i] === CONTEXT ? "computes its prompt" : "computes again what the pause dropped";
+        const count = s.chunkOffset[i + 1] - s.chunkOffset[i], verb = s.phase[i] === CONTEXT ? "computes its prompt" : `computes again what the ${this.header.pause} dropped`;
         stretches.push({ ...base, reason: `${verb}: ${grouped(tokens)} tokens${count > 1 ? ` in ${count} chunks` : ""} in ${iterations}` });
       }
     }
@@ -252,14 +254,14 @@ class Run {
     const text = [`Request ${id} arrived at ${of.arrival_s[r].toFixed(3)} s, had its first token after ${of.ttft_s[r].toFixed(3)} s and its last after ${e2e.toFixed(3)} s.`];
     if (of.least_s && Number.isFinite(of.least_s[r])) text[0] += ` Alone on the device it takes at least ${of.least_s[r].toFixed(3)} s.`;
     if (!waits.length || waits[0][1] < 0.01 * e2e) return [...text, "Nothing held it back for more than 1 % of that time."];
-    text.push(`It waited or was paused for ${percent(waited / e2e)} of that time.`);
+    text.push(`It waited or was ${this.header.paused} for ${percent(waited / e2e)} of that time.`);
     const idle = stretches.filter(one => one.phase === "waiting" || one.phase === "paused");
     if (idle.length) {
       const longest = idle.reduce((a, b) => (b.to - b.from > a.to - a.from ? b : a));
       text.push(`The longest stretch, ${(longest.to - longest.from).toFixed(3)} s from ${longest.from.toFixed(3)} s: it ${longest.reason}.`);
     }
     const pauses = of.pauses[r];
-    if (pauses) text.push(`It was paused ${pauses} time${pauses > 1 ? "s" : ""} and computed ${grouped(of.recomputed_tokens[r])} tokens again.`);
+    if (pauses) text.push(`It was ${this.header.paused} ${pauses} time${pauses > 1 ? "s" : ""} and computed ${grouped(of.recomputed_tokens[r])} tokens again.`);
     return text;
   }
 

@@ -103,16 +103,16 @@ function showLegend(state) {
   const entries = [];
   if (state.colour === "cause") {
     for (const cause of new Set(state.views.flatMap(view => view.run.header.causes))) entries.push(entry(causeColour(run, cause), run.nameOf(cause)));
-    if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], "paused"));
+    if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], run.header.paused));
   } else if (state.colour === "phase") {
     PHASE_COLOURS.forEach((colour, phase) => seen.has(phase) && entries.push(entry(THEMED.includes(colour) ? `var(--${colour})` : colour, run.phaseName(phase))));
   } else {
     entries.push("Context and recompute are darker.");
     if (state.colour === "class") run.header.classes.forEach((name, k) => entries.push(entry(REQUEST_COLOURS[k % REQUEST_COLOURS.length], name || "no class")));
     if (seen.has(WAITING)) entries.push(entry("var(--waiting)", "waiting"));
-    if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], "paused"));
+    if (seen.has(PAUSED)) entries.push(entry(PHASE_COLOURS[PAUSED], run.header.paused));
   }
-  if (state.views.some(view => view.run.pauses.length)) entries.push(entry("var(--selected)", "pause ▸, arrow to the request that it made room for"));
+  if (state.views.some(view => view.run.pauses.length)) entries.push(entry("var(--selected)", `${run.header.pause} ▸, arrow to the request that it made room for`));
   entries.push("bound by: ", ...[...new Set(state.views.flatMap(view => view.run.header.limits))].map(limit => entry(causeColour(run, limit), run.nameOf(limit))));
   place.replaceChildren(...entries);
 }
@@ -124,6 +124,7 @@ function listen(state) {
   by("zoom-all").onclick = () => state.showAll();
   by("colour").onchange = event => { state.colour = event.target.value; showLegend(state); state.redraw(); };
   by("rows").onchange = event => { state.rows = event.target.value; state.redraw(); };
+  by("pause").textContent = state.views[0].run.header.pause;
   by("arrows").onchange = event => { state.arrows = event.target.checked; state.redraw(); };
   by("search").oninput = event => {
     const text = event.target.value, ids = state.views[0].run.header.ids;

@@ -149,7 +149,7 @@ class View {
     const s = this.run.span, phase = s.phase[i];
     let words;
     if (phase === WAITING) words = this.run.nameOf(this.run.header.causes[s.cause[i]]);
-    else if (phase === PAUSED) words = s.cause[i] < 0 ? "paused" : `paused for ${this.run.header.ids[s.cause[i]]}`;
+    else if (phase === PAUSED) words = `${this.run.header.paused}${s.cause[i] < 0 ? "" : ` for ${this.run.header.ids[s.cause[i]]}`}`;
     else words = `${grouped(s.tokens[i])} tokens`;
     context.font = `${Math.min(height - 3, 11)}px system-ui, sans-serif`;
     const left = Math.max(x0, LEFT) + 3;

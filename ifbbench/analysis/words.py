@@ -1,0 +1,133 @@
+"""The words of each engine for what runs did: its limits, its settings and its pauses, as people read them.
+
+Files have one name for each fact under every engine; tables, charts, pages and sentences ask here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ifbbench.rundir.metrics import BOUND_BY, WAITING_BEHIND, limit_waited_for
+from ifbbench.settings.vllm_serve import OPTIONS
+
+
+class LimitText(NamedTuple):
+    """A limit, or another reason to wait. waits_for: what a request that it holds waits for. short: in a cell of the
+    timeline. column: in a column of a sweep's table. setting: the one with the limit's size; empty if none has it."""
+
+    name: str
+    waits_for: str
+    short: str
+    column: str = ""
+    setting: str = ""
+
+
+LIMITS = {
+    "batch_size": LimitText("batch size", "a batch slot", "slot", "batch", "max_batch_size"),
+    "num_tokens": LimitText("token budget", "the token budget", "tok", "tokens", "max_num_tokens"),
+    "kv_blocks": LimitText("KV blocks", "KV blocks", "kv", "KV", "max_tokens_in_paged_kvcache"),
+    "watermark": LimitText("watermark", "KV blocks above the watermark", "mark", "watermark", "watermark"),
+    "full_prompt": LimitText(
+        "full prompt reserved", "KV blocks for its full prompt", "full", "full prompt", "scheduler_reserve_full_isl"
+    ),
+    "none": LimitText("no limit", "no limit", "none"),
+    "head_of_line": LimitText("behind another request", "the request before it", "line"),
+    "paused": LimitText("paused", "blocks after a pause", "paused"),
+    "static_batch": LimitText("end of the static batch", "the static batch to end", "static", "static"),
+    "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse", "prefix"),
+    "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora", "LoRA", "lora_device_mem_fraction"),
+    "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam", "beams"),
+    "in_flight": LimitText("its iteration in flight", "its iteration in flight", "sent"),
+    "concurrency": LimitText("place under --concurrency", "a place under --concurrency", "conc"),
+}
+# What is always shown of iterations, `none` last; other reasons are shown where they bound one.
+BINDING = BOUND_BY
+# Limits of each iteration's batch.
+SIZES = ("batch_size", "num_tokens")
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of an engine. pause, paused: what happens to a request that loses its KV blocks, as a noun and as a
+    participle. chunked: that prompts are cut into chunks. limits: by their names in files. settings: the engine's own
+    names of settings, where it has others."""
+
+    pause: str = "pause"
+    paused: str = "paused"
+    chunked: str = "chunked context"
+    limits: Mapping[str, LimitText] = field(default_factory=lambda: LIMITS)
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def pauses(self) -> str:
+        return f"{self.pause}s"
+
+    def phase(self, phase: str) -> str:
+        """A phase of a request, as in a span, in a table or a legend."""
+        return self.paused if phase == "paused" else phase
+
+    def limit_name(self, limit: str) -> str:
+        """The limit in a table or a legend. A reason of a user's policy is its own name."""
+        return self.limits[limit].name if limit in self.limits else limit
+
+    def waits_for(self, limit: str | None) -> str:
+        """What follows "waits for" of a request that `limit` holds."""
+        if limit is None:
+            return "a decision that is not recorded"
+        return self.limits[limit].waits_for if limit in self.limits else limit
+
+    def short(self, limit: str) -> str:
+        """The limit in a cell of the timeline."""
+        return self.limits[limit].short if limit in self.limits else limit[:4]
+
+    def column(self, limit: str) -> str:
+        """The limit in a column of a sweep's table."""
+        return (self.limits[limit].column if limit in self.limits else "") or limit
+
+    def setting_name(self, limit: str) -> str:
+        """The setting with the size of `limit`, as the engine calls it; empty if none has it."""
+        name = setting_of(limit)
+        return self.settings.get(name, name)
+
+    def part_name(self, part: str) -> str:
+        """A part of the attribution of a request's time, in a table."""
+        if (limit := limit_waited_for(part)) is None:
+            return self.phase(part).replace("_", " ")
+        if not part.startswith(WAITING_BEHIND):
+            return "waiting for an iteration to begin" if limit == "none" else f"waiting for {self.waits_for(limit)}"
+        if limit == "none":
+            return "waiting behind another request"
+        return f"waiting behind a request that waits for {self.waits_for(limit)}"
+
+
+TENSORRT_LLM = Words()
+VLLM = Words(
+    pause="pre-emption",
+    paused="pre-empted",
+    chunked="chunked prefill",
+    limits=LIMITS
+    | {
+        "batch_size": LimitText("number of sequences", "a sequence slot", "seqs", "sequences", "max_batch_size"),
+        "paused": LimitText("pre-empted", "blocks after a pre-emption", "pre-empted"),
+    },
+    settings={name: option.replace("-", "_") for name, option in OPTIONS.items()},
+)
+OF_ENGINES = {"vllm": VLLM}
+
+
+def words_of(*configs: Mapping[str, Any]) -> Words:
+    """The words of the engine of these runs; TensorRT-LLM's where they have several engines, or one of a user's.
+
+    configs: of each run its settings by name."""
+    engines = {config.get("engine") for config in configs}
+    return OF_ENGINES.get(str(engines.pop()), TENSORRT_LLM) if len(engines) == 1 else TENSORRT_LLM
+
+
+def setting_of(limit: str) -> str:
+    """The setting with the size of `limit`, by its name in files; empty if none has it."""
+    return LIMITS[limit].setting if limit in LIMITS else ""
+
+
+def window_name(size: str) -> str:
+    """An attention window in a table or a legend. size: its tokens."""
+    return f"window of {int(size):,} tokens"
