@@ -154,8 +154,8 @@ def run_all(
     on_requests: Report = lambda answered: None,
 ) -> Generator[tuple[int, PointResult], None, None]:
     """Run a point for each of `runs`: simulated ones in `processes`, then the others here, one after the other; those
-    whose schedule is that of an earlier one are not simulated. Yields the number and the result of each as it ends; if it
-    is closed before, what is running ends.
+    whose schedule is that of an earlier one are not simulated. Yields the number and the result of each as it ends;
+    closed before, it ends what is running.
     on_requests: takes the number of requests that are answered in the points that are running."""
     simulated = [number for number, (_, config) in enumerate(runs) if config.hardware is not None]
     in_parallel = min(len(simulated), processes or usable_cores())

@@ -100,7 +100,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class Change:
-    """Other settings and what they did. gpus: those that it needs. score: see Goal."""
+    """Other settings and what they did. gpus: how many it needs; needs_more_gpus: than the run. score: see
+    Goal."""
 
     settings: Settings
     effects: dict[str, Effect]
@@ -108,18 +109,26 @@ class Change:
     summary: Mapping[str, Any] = field(repr=False)
     score: float
     gpus: int
+    needs_more_gpus: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         effects = {path: vars(effect) for path, effect in self.effects.items()}
-        return {"settings": self.settings, "effects": effects, "command": self.command, "gpus": self.gpus}
+        return {
+            "settings": self.settings,
+            "effects": effects,
+            "command": self.command,
+            "gpus": self.gpus,
+            "needs_more_gpus": self.needs_more_gpus,
+        }
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What was tried. changes: the best first. recommended: a place in it; None with the reason in `reason`. then: the
     best second change on top of it. untried: changes that the budget did not reach; refused: those that cannot run,
-    with the reason. notes: what the reader must know to judge the figures."""
+    with the reason. notes: what the reader must know to judge the figures.
+    command: replays the run as it was."""
 
     goal: Goal
     baseline: dict[str, float | None]
@@ -130,12 +139,14 @@ class Outcome:
     untried: list[Settings]
     refused: list[tuple[Settings, str]]
     notes: list[str]
+    command: str
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "goal": self.goal.path,
             "goal_chosen": self.goal.why,
+            "command": self.command,
             "baseline": self.baseline,
             "changes": [change.as_dict() for change in self.changes],
             "recommended": self.recommended,
@@ -152,7 +163,7 @@ def at(summary: Mapping[str, Any], path: str) -> float | None:
     found: Any = summary
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+    return None if found is None else float(found)
 
 
 def why_not(run: RecordedRun) -> str:
@@ -169,7 +180,7 @@ def base_config(config: Mapping[str, Any], derived: Sequence[str], sessions: boo
     """The settings with which the trace in a run directory is replayed as in the run. config, derived: of its
     `run.json`. sessions: whether later turns arrive after answers."""
     known = {item.name: item for item in settings()}
-    values = {
+    values: dict[str, Any] = {
         name: None if name in derived else value
         for name, value in config.items()
         if name in known and known[name].group != "recording"
@@ -365,6 +376,7 @@ class WhatIf:
         derived = self._run.data.run.get("derived", [])
         self.config = base_config(self._run.config, derived, columns.after is not None)
         draws = self.config.acceptance_rate is not None or (self.config.num_loras and not columns.names_loras)
+        self._gpus = self.config.tp_size * self.config.pp_size
         self._seeds = [self.config.seed + number for number in range(SEEDS if draws else 1)]
 
     def goal(self, name: str | None) -> Goal:
@@ -445,9 +457,26 @@ class WhatIf:
                 then = on_top[index]
             if left_out:
                 notes.append(f"{len(left_out)} of {len(more)} second changes were not tried for lack of time.")
+        notes += self._beyond(before[0], changes)
         paths = self._paths(before[0], goal)
         baseline = {path: at(before[0], path) for path in paths}
-        return Outcome(goal, baseline, changes, place, reason, then, untried, refused, notes)
+        command = command_of(str(self._run.path), self.config)
+        return Outcome(goal, baseline, changes, place, reason, then, untried, refused, notes, command)
+
+    def _beyond(self, before: Mapping[str, Any], changes: Sequence[Change]) -> list[str]:
+        """That the requests are more than any of the settings serves, if they are."""
+        own = [one for one in changes if not one.needs_more_gpus and "max_queue_size" not in one.settings]
+        offered = at(before, "arrivals.achieved_rate_per_s")
+        if not own or not offered or not all(one.summary.get("overloaded") for one in own):
+            return []
+        if not before.get("overloaded"):
+            return []
+        highest = max(at(one, "request_throughput_per_s") or 0.0 for one in (before, *(one.summary for one in own)))
+        devices = f"{self._gpus} GPU{'s' if self._gpus > 1 else ''}"
+        return [
+            f"The recorded {offered:.3g} requests/s are more than {devices} served under any of these settings; the "
+            f"highest rate was {highest:.3g}."
+        ]
 
     def _is_same(self, summary: Mapping[str, Any]) -> bool:
         return bool(summary["schedule_digest"] == (self._run.data.summary or {}).get("schedule_digest"))
@@ -540,7 +569,8 @@ class WhatIf:
             }
             changed = config.with_values(**values)
             command = command_of(str(self._run.path), changed)
-            changes.append(Change(values, effects, command, after[0], score, changed.tp_size * changed.pp_size))
+            gpus = changed.tp_size * changed.pp_size
+            changes.append(Change(values, effects, command, after[0], score, gpus, gpus > self._gpus))
         return sorted(changes, key=lambda one: one.score), refused
 
     def _recommended(
@@ -548,7 +578,7 @@ class WhatIf:
     ) -> tuple[int | None, str]:
         """The place of the best change, with which no more requests fail unless the goal counts them, and which needs
         no more GPUs unless nothing else helps; or why there is none."""
-        start, gpus = goal.score(before), self.config.tp_size * self.config.pp_size
+        start = goal.score(before)
         failed = at(before, FAILED) or 0
         helping = [
             place
@@ -560,7 +590,7 @@ class WhatIf:
             and (goal.counts_refusals or (at(one.summary, FAILED) or 0) <= failed)
         ]
         if helping:
-            return next((place for place in helping if changes[place].gpus <= gpus), helping[0]), ""
+            return next((place for place in helping if not changes[place].needs_more_gpus), helping[0]), ""
         tried = f"none of the {len(changes)} changes that were tried"
         more = "; others were not reached in the time" if is_cut else ""
         return None, f"{tried} improves {goal.path} by {MIN_GAIN:.0%} or more{more}"
@@ -571,6 +601,11 @@ def _effect(before: Sequence[float | None], after: Sequence[float | None]) -> Ef
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if old is not None and new is not None]
     signs = {(new > old) - (new < old) for old, new in pairs}
     return Effect(before[0], after[0], len(signs) != 1 or signs == {0})
+
+
+def not_tried(reason: str) -> dict[str, Any]:
+    """`what_if` of `why --json` where nothing was tried."""
+    return {"goal": None, "baseline": {}, "changes": [], "recommended": None, "reason": reason, "then": None}
 
 
 def parse_change(text: str) -> Settings:
