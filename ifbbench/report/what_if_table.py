@@ -65,12 +65,13 @@ def print_what_if(found: Mapping[str, Any], console: Console) -> None:
     if found["goal"] is None:
         console.print(f"No other settings were tried: {found['reason']}.", soft_wrap=True, markup=False)
         return
-    name = figure_of(found["goal"]).name
+    best = f"best {figure_of(found['goal']).name} first"
+    if len(targets := found["objectives"]) > 1:
+        named = ", ".join(figure_of(path).name for path in targets)
+        best = f"those nearest to all objectives first: {named}"
     why = f" ({found['goal_chosen']})" if found["goal_chosen"] else ""
     changes, baseline = found["changes"], found["baseline"]
-    console.print(
-        f"[bold]Other settings, tried on the trace of this run[/bold], the best {name} first{why}", soft_wrap=True
-    )
+    console.print(f"[bold]Other settings, tried on the trace of this run[/bold], {best}{why}", soft_wrap=True)
     without = [one for one in changes if not any(map(_is_shown, one["effects"].values()))]
     rows = [one for one in changes if one not in without]
     if rows:

@@ -27,7 +27,7 @@ from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard, plan_memory
 from ifbbench.studies.points import PointResult, in_one_line, run_all, summarise
 from ifbbench.studies.tune_runs import APPLIED
-from ifbbench.studies.tune_space import POLICIES, idle_limits
+from ifbbench.studies.tune_space import POLICIES, idle_limits, rounded
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -146,6 +146,7 @@ class Outcome:
         return {
             "goal": self.goal.path,
             "goal_chosen": self.goal.why,
+            "objectives": dict(self.goal.targets),
             "command": self.command,
             "baseline": self.baseline,
             "changes": [change.as_dict() for change in self.changes],
@@ -223,6 +224,13 @@ def command_of(source: str, config: RunConfig) -> str:
     return shlex.join(words)
 
 
+def unsayable(config: RunConfig) -> list[str]:
+    """Settings of a run that no command line gives: they are left out there, and have another value then."""
+    usual = usual_settings(engine_defaults({"engine": config.engine, "device": config.device} | _overhead(config)))
+    values = {item.name: getattr(config, item.name) for item in settings() if not item.takes_none}
+    return [name for name, value in values.items() if value is None and usual[name] is not None]
+
+
 def _overhead(config: RunConfig) -> dict[str, Any]:
     return {} if config.engine_overhead is None else {"engine_overhead": config.engine_overhead}
 
@@ -292,8 +300,10 @@ class Allowed:
             for factor in FACTORS:
                 if factor > 1 and limit in idle:
                     continue  # no decision depended on it
-                start = size if factor > 1 else max(min(size, peaks[name]), 1)
-                yield limit if factor > 1 else "", {name: max(round(start * factor), 1)}
+                other = round(size * factor)
+                if factor < 1 and peaks[name] < size:
+                    other = rounded(peaks[name] * factor)
+                yield limit if factor > 1 else "", {name: max(other, 1)}
         if emulated := now.get("static_emulated_batch_size"):
             for factor in FACTORS:
                 yield "static_batch", {"static_emulated_batch_size": max(round(emulated * factor), 1)}
@@ -457,6 +467,8 @@ class WhatIf:
                 then = on_top[index]
             if left_out:
                 notes.append(f"{len(left_out)} of {len(more)} second changes were not tried for lack of time.")
+        if names := unsayable(self.config):
+            notes.append(f"The commands do not repeat the figures: no command line leaves out --{', --'.join(names)}.")
         notes += self._beyond(before[0], changes)
         paths = self._paths(before[0], goal)
         baseline = {path: at(before[0], path) for path in paths}
