@@ -191,6 +191,10 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
     if run.partial:
         console.print("[yellow]Partial: the run did not reach its end; this covers what was recorded.[/yellow]")
     console.print(f"\n{findings.waiting_text}\n", soft_wrap=True, markup=False)
+    for culprit in findings.culprits:
+        console.print(culprit.text, soft_wrap=True, markup=False)
+    if findings.culprits:
+        console.print()
     waited = findings.waiting_s
     total = sum(waited.values())
     table = plain_table("Bound by", numbers=["of time", "of iterations", "of waiting"])

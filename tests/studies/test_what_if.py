@@ -89,6 +89,7 @@ def assert_repeats(command: str, figures: dict[str, float | None]) -> None:
     """The pasted command gives these figures, to the digit."""
     words = shlex.split(command)
     assert words[:2] == ["ifbbench", "run"]
+    recording = ("--recording", "summary", "--quiet", "--output", "again", "--overwrite")
     result = CliRunner().invoke(main, [*words[1:], *recording])
     assert result.exit_code == 0, result.output
     summary = json.loads(Path("again/summary.json").read_text())
