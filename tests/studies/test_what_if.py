@@ -37,7 +37,7 @@ def made(directory: Path, kind: str, seed: int) -> Findings:
     """A run of this kind over random requests."""
     values = dict(KINDS[kind])
     shares, longest = values.pop("shares_prefixes", False), values.pop("longest", 900)
-    trace = write_requests(directory / "trace.jsonl", seed, count=24, longest=longest)
+    trace = write_requests(directory / "trace.jsonl", seed, count=16, longest=longest)
     if shares:
         rows = [json.loads(line) for line in trace.read_text().splitlines()]
         draw = random.Random(seed)
