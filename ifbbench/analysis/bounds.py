@@ -149,6 +149,23 @@ class Bounds:
         steps = max(int(self.work.outputs[place]) - 1, 0)
         return self._device.least_s(context, 1) + self._device.least_s(generation, steps)
 
+    def least_figures(self) -> dict[str, float]:
+        """Figures of the completed requests if each were alone on the device, by their path in `summary.json`."""
+        first_s, token_s, all_s = [], [], []
+        for place, request_id in enumerate(self.work.ids):
+            if self._run.row_of.get(request_id, {}).get("e2e_s") is None:
+                continue
+            context, generation = self.work.needed_by(place)
+            steps = max(int(self.work.outputs[place]) - 1, 0)
+            first_s.append(self._device.least_s(context, 1))
+            generation_s = self._device.least_s(generation, steps)
+            all_s.append(first_s[-1] + generation_s)
+            if steps:
+                token_s.append(generation_s / steps)
+        found = {"ttft_s.p99": first_s, "tpot_s.p99": token_s}
+        figures = {path: float(np.percentile(values, 99)) for path, values in found.items() if values}
+        return figures | ({"e2e_s.mean": float(np.mean(all_s))} if all_s else {})
+
     def _least_s(self, chosen: "np.ndarray[Any, np.dtype[np.intp]]") -> float:
         """The least time for the work of some requests, by their indices, if all pipeline stages are always busy."""
         work = self.work

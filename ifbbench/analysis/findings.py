@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.analysis.bounds import Bounds, LowerBound
+from ifbbench.analysis.culprits import Culprit, culprits_of
 from ifbbench.analysis.explain import RequestLife, request_life
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
@@ -74,6 +75,11 @@ class Findings:
         return pause_ledger(self.run)
 
     @cached_property
+    def culprits(self) -> list[Culprit]:
+        """Bursts, giant prompts, and who holds the slots."""
+        return culprits_of(self.run, self.heads)
+
+    @cached_property
     def bounds(self) -> Bounds | str:
         """The lower bounds of the run and its requests, or why they are unknown."""
         try:
@@ -139,6 +145,7 @@ class Findings:
             "waiting_shares": {limit: spent / total for limit, spent in waited.items()},
             "head_of_line_blocked_s": self.head_of_line_blocked_s,
             "head_of_line": [vars(blocker) for blocker in self.heads.blockers[:slowest]],
+            "culprits": [one.as_dict() for one in self.culprits],
             "slowest": [vars(one) for one in self.slowest(slowest)],
             "pauses": {
                 "count": len(self.ledger.entries),

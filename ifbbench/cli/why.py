@@ -1,12 +1,15 @@
-"""`ifbbench why`: what bound a run, what one request waited for, and what one iteration decided."""
+"""`ifbbench why`: what bound a run, what other settings did, what a request waited for, what an iteration decided."""
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ifbbench.cli.options import COUNT, NOT_NEGATIVE_INTEGER, Command, json_instead_of_tables
+from ifbbench.errors import InputError
 from ifbbench.files import check_new_file
 
 if TYPE_CHECKING:
@@ -16,10 +19,21 @@ if TYPE_CHECKING:
     from ifbbench.analysis.client_side import ClientFindings
     from ifbbench.analysis.explain import IterationFacts, RequestLife, Stretch
     from ifbbench.analysis.findings import Findings
+    from ifbbench.analysis.recorded import RecordedRun
     from ifbbench.analysis.words import Words
 
 IDS_SHOWN = 12
 PAUSES_SHOWN = 10
+GOALS = ("ttft.p99", "tpot.p99", "e2e.mean", "output_throughput", "goodput", "slo")
+UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "": 1.0}
+
+
+def _seconds(ctx: click.Context, option: click.Parameter, value: str) -> float:
+    """The callback of an option with a time such as 30s; a number alone is in seconds."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|min|m|h|)", value.strip().lower())
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no time; expected one such as 30s or 2min, 0 for no trials.")
+    return float(match[1]) * UNITS_S[match[2]]
 
 
 @click.command(cls=Command)
@@ -40,6 +54,27 @@ PAUSES_SHOWN = 10
     metavar="FILE",
     help="Write the pause ledger here, a row for each pause.",
 )
+@click.option(
+    "--improve",
+    type=click.Choice(GOALS),
+    metavar="FIGURE",
+    help=f"What other settings are to improve: {', '.join(GOALS)}. Default: the objectives of the run, else the figure "
+    "that is furthest from what the device could do.",
+)
+@click.option(
+    "--what_if",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Try this other value of a setting, and no others. May be given several times.",
+)
+@click.option(
+    "--budget",
+    default="30s",
+    show_default=True,
+    callback=_seconds,
+    metavar="TIME",
+    help="How long other settings are tried, each on the trace of the run; 0 tries none.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_instead_of_tables
 def why(
@@ -48,15 +83,21 @@ def why(
     iteration: int | None,
     slowest: int,
     pauses_csv: Path | None,
+    improve: str | None,
+    what_if: tuple[str, ...],
+    budget: float,
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Explain RUN, a run directory: what bound it, and which request waited for what, behind which.
+    """Explain RUN, a run directory: what bound it, and which request waited for what, behind which. Then other settings
+    are tried on its trace, and the best one is named with what it improved and what it made worse.
 
     With --request or --iteration, explain one request or one iteration of it.
     """
     if request_id is not None and iteration is not None:
         raise click.UsageError("--request and --iteration exclude each other; leave out one of them.")
+    if (improve or what_if) and (request_id is not None or iteration is not None):
+        raise click.UsageError("--improve and --what_if are of the whole run; leave out --request and --iteration.")
     if pauses_csv is not None:
         check_new_file(pauses_csv, "--pauses-csv", overwrite)
 
@@ -73,9 +114,12 @@ def why(
         if request_id is not None:
             _print_json(seen.life(recorded.known_id(request_id)))
         elif as_json:
-            _print_json(seen.as_dict(slowest))
+            _print_json(seen.as_dict(slowest) | {"what_if": _reason_only(recorded)})
         else:
-            _print_seen(seen, slowest, report_console(highlight=False))
+            console = report_console(highlight=False)
+            _print_seen(seen, slowest, console)
+            console.print()
+            _print_trials(_reason_only(recorded), console)
         return
     if recorded.nothing_ran:
         text = f"There is nothing to explain: {recorded.nothing_ran}."
@@ -93,9 +137,44 @@ def why(
         found = iteration_facts(recorded, iteration)
         _print_json(found.as_dict()) if as_json else _print_iteration(found, console)
     elif as_json:
-        _print_json(findings.as_dict(slowest))
+        facts = findings.as_dict(slowest)
+        _print_json(facts | {"what_if": _tried(findings, improve, what_if, budget)})
     else:
         _print_findings(findings, slowest, console)
+        console.print()
+        if not console.is_terminal:
+            sys.stdout.flush()  # the trials take longer
+        _print_trials(_tried(findings, improve, what_if, budget), console)
+
+
+def _reason_only(run: "RecordedRun") -> dict[str, Any]:
+    from ifbbench.studies.what_if import not_tried, why_not
+
+    return not_tried(why_not(run))
+
+
+def _tried(findings: "Findings", improve: str | None, what_if: tuple[str, ...], budget_s: float) -> dict[str, Any]:
+    """`what_if` of `--json`."""
+    from ifbbench.cli.console import progress_line
+    from ifbbench.studies.what_if import WhatIf, not_tried, parse_change, why_not
+
+    only = [parse_change(text) for text in what_if]
+    if reason := why_not(findings.run):
+        if only or improve:
+            raise InputError(f"{findings.run.path}: no other settings can be tried: {reason}.")
+        return not_tried(reason)
+    if not budget_s and not only:
+        return not_tried("--budget 0")
+    trials = WhatIf(findings)
+    goal = trials.goal(improve)
+    with progress_line("why", quiet=False) as progress:
+        return trials.try_all(goal, only, budget_s, progress=progress).as_dict()
+
+
+def _print_trials(found: dict[str, Any], console: "Console") -> None:
+    from ifbbench.report.what_if_table import print_what_if
+
+    print_what_if(found, console)
 
 
 def _print_json(content: dict[str, Any]) -> None:
@@ -112,6 +191,10 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
     if run.partial:
         console.print("[yellow]Partial: the run did not reach its end; this covers what was recorded.[/yellow]")
     console.print(f"\n{findings.waiting_text}\n", soft_wrap=True, markup=False)
+    for culprit in findings.culprits:
+        console.print(culprit.text, soft_wrap=True, markup=False)
+    if findings.culprits:
+        console.print()
     waited = findings.waiting_s
     total = sum(waited.values())
     table = plain_table("Bound by", numbers=["of time", "of iterations", "of waiting"])

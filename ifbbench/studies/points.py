@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,9 +152,10 @@ def run_all(
     runs: Sequence[tuple[Trace, RunConfig]],
     processes: int | None = None,
     on_requests: Report = lambda answered: None,
-) -> Iterator[tuple[int, PointResult]]:
+) -> Generator[tuple[int, PointResult], None, None]:
     """Run a point for each of `runs`: simulated ones in `processes`, then the others here, one after the other; those
-    whose schedule is that of an earlier one are not simulated. Yields the number and the result of each as it ends.
+    whose schedule is that of an earlier one are not simulated. Yields the number and the result of each as it ends;
+    closed before, it ends what is running.
     on_requests: takes the number of requests that are answered in the points that are running."""
     simulated = [number for number, (_, config) in enumerate(runs) if config.hardware is not None]
     in_parallel = min(len(simulated), processes or usable_cores())

@@ -124,13 +124,13 @@ class Space:
 
     def _batch_sizes(self, now: int, peak: int, idle: set[str], step: float) -> list[int]:
         # Below the peak of a limit that is idle, its effect begins gently.
-        below = _rounded(peak / step**0.5 if peak < now else now / step)
-        above = [] if "batch_size" in idle else [_rounded(now * step)]
+        below = rounded(peak / step**0.5 if peak < now else now / step)
+        above = [] if "batch_size" in idle else [rounded(now * step)]
         return [size for size in (below, *above) if BATCH_SIZES[0] <= size <= BATCH_SIZES[1]]
 
     def _num_tokens(self, now: Mapping[str, Any], idle: set[str], step: float) -> list[int]:
         tokens = now["max_num_tokens"]
-        sizes = [_rounded(tokens / step)] + ([] if "num_tokens" in idle else [_rounded(tokens * step)])
+        sizes = [rounded(tokens / step)] + ([] if "num_tokens" in idle else [rounded(tokens * step)])
         least = max(NUM_TOKENS[0], self.base.context_chunk_unit or now["tokens_per_block"])
         if not now["enable_chunked_context"]:
             least = max(least, min(self.longest_prompt, tokens))
@@ -176,7 +176,7 @@ class Space:
         return found
 
 
-def _rounded(value: float) -> int:
+def rounded(value: float) -> int:
     """A number that reads well: a multiple of 8 from 32 on, of 64 from 512 on."""
     multiple = 64 if value >= 512 else 8 if value >= 32 else 1
     return max(round(value / multiple) * multiple, 1)

@@ -25,7 +25,7 @@ def test_waiting_is_stated_and_nothing_is_advised(kind: str, tmp_path: Path) -> 
     directory = run.data.path
     printed = {
         name: CliRunner().invoke(main, [*name.split(), str(directory)]).output
-        for name in ("why", "why --json", "report", "report --json")
+        for name in ("why --budget 0", "why --budget 0 --json", "report", "report --json")
     }
     assert CliRunner().invoke(main, ["plot", "--html", str(directory)]).exit_code == 0
     page = (directory / "charts" / "run.html").read_text()
@@ -34,9 +34,9 @@ def test_waiting_is_stated_and_nothing_is_advised(kind: str, tmp_path: Path) -> 
 
     findings = Findings(run)
     waited_s, text = findings.waiting_s, findings.waiting_text
-    facts = json.loads(printed["why --json"])
+    facts = json.loads(printed["why --budget 0 --json"])
     assert facts["advice"] == {"text": text, "limit": max(waited_s, key=waited_s.__getitem__, default=None)}
-    assert text in printed["why"]
+    assert text in printed["why --budget 0"]
     if kind == "enough of everything":
         assert text == "No request waited for a limit."
         return

@@ -50,8 +50,8 @@ def readers(directory: Path, other: Path, draw: random.Random, charts: int) -> I
     yield "report", run, f"--{draw.choice(REPORT_FILES)}", aside, "--overwrite"
     if not is_summary:
         yield "report", run, "--json", "--steady-state"
-    yield "why", run
-    yield "why", run, "--json"
+    yield "why", run, "--budget", "0"
+    yield "why", run, "--json", "--budget", "0"
     if not is_of_client:
         yield "why", run, "--pauses-csv", aside, "--overwrite"
         yield "why", run, "--iteration", str(draw.randrange(last or 1))

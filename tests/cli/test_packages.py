@@ -62,7 +62,7 @@ def test_simulated_runs_and_reports_need_no_package_that_computes(tmp_path: Path
         ("run", "chat", *SIMULATED, "--output", "a"),
         ("run", "chat", *SIMULATED, "--max_batch_size", "2", "--output", "b"),
         ("report", "a"),
-        ("why", "b"),
+        ("why", "b", "--budget", "0"),
         ("why", "b", "--request", "3"),
         ("compare", "a", "b"),
         ("plot", "b", "--only", "timeline", "--format", "png"),
@@ -85,7 +85,7 @@ def test_a_simulated_run_draws_nothing(tmp_path: Path) -> None:
         tmp_path,
         ("run", "chat", *SIMULATED, "--output", "a"),
         ("report", "a"),
-        ("why", "a"),
+        ("why", "a", "--budget", "0"),
     )
     assert status == 0, printed
 

@@ -48,8 +48,8 @@ TEXTS = ("text", "nan", "1e400", "-1", str(2**70), "[1]", "True", "9" * 5000, "\
 READ_RUN = (
     "report damaged",
     "report damaged --json",
-    "why damaged",
-    "why damaged --json",
+    "why damaged --budget 0",
+    "why damaged --json --budget 0",
     "why damaged --request 3",
     "why damaged --iteration 5",
     "compare run damaged",
@@ -285,7 +285,7 @@ def test_what_is_no_file_ends_no_command_late(
     "command",
     [
         "report",
-        "why",
+        "why --budget 0",
         "why --request 3",
         "compare run",
         "plot --html",
@@ -346,7 +346,7 @@ def test_a_number_far_beyond_those_of_the_run_is_refused(
     row = json.loads(lines[1])
     (row if field in row else row["ifbbench"])[field] = value
     path.write_text("\n".join([lines[0], json.dumps(row), *lines[2:]]) + "\n")
-    for command in ("why damaged", "export damaged --format perfetto", "plot damaged --only timeline"):
+    for command in ("why damaged --budget 0", "export damaged --format perfetto", "plot damaged --only timeline"):
         printed = outcomes.attack(command.split(), f"{field} of {value} in {file}")
         refused = field != "start_s" or command.startswith("export")
         assert not refused or (f"Error: damaged/{file}" in printed and expected in printed), f"{command}: {printed}"

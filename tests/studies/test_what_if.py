@@ -1,0 +1,113 @@
+"""What `why` recommends: the best of all single changes, and its commands repeat the effects."""
+
+import json
+import random
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.analysis.findings import Findings
+from ifbbench.build.engines import engine_defaults
+from ifbbench.cli.main import main
+from ifbbench.replay.run import summarise_run
+from ifbbench.studies.what_if import MIN_GAIN, Outcome, WhatIf, at
+from tests.analysis.runs import simulate, write_requests
+
+KINDS: dict[str, dict[str, Any]] = {
+    "few slots": {"max_batch_size": 4},
+    "few tokens": {"max_num_tokens": 128},
+    "small cache": {"max_tokens_in_paged_kvcache": 4_000},
+    "pauses": {"max_tokens_in_paged_kvcache": 3_000, "policy": "max_utilization"},
+    "reuse": {"max_batch_size": 6, "shares_prefixes": True},
+    "burst": {"max_batch_size": 12, "time_scale": 0.0},
+    "overload": {"max_batch_size": 8, "time_scale": 0.3},
+    "static": {"type": "v1", "policy": "static_batch", "enable_chunked_context": False, "max_batch_size": 6},
+    "long prompts": {"max_num_tokens": 2048, "longest": 6_000},
+    "objectives": {"max_batch_size": 6, "slo": "ttft=500ms,tpot=30ms"},
+    "an objective of the run": {"max_batch_size": 32, "slo": "tpot.p99=12ms,ttft.p99=1s"},
+    "vllm": {"engine": "vllm", "max_batch_size": 6, "max_num_tokens": 512, "max_tokens_in_paged_kvcache": None},
+}
+GOAL_OF: dict[str, str] = {"few tokens": "tpot.p99", "small cache": "output_throughput", "overload": "e2e.mean"}
+
+
+def made(directory: Path, kind: str, seed: int) -> Findings:
+    """A run of this kind over random requests."""
+    values = dict(KINDS[kind])
+    shares, longest = values.pop("shares_prefixes", False), values.pop("longest", 900)
+    trace = write_requests(directory / "trace.jsonl", seed, count=16, longest=longest)
+    if shares:
+        rows = [json.loads(line) for line in trace.read_text().splitlines()]
+        draw = random.Random(seed)
+        for row in rows:
+            row["prompt_len"] += 512
+            row["prefix_ids"] = [draw.randrange(2)]
+        trace.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    settings = {"max_seq_len": 8192, "max_tokens_in_paged_kvcache": None, **values}
+    if "engine" in values:
+        settings = {**engine_defaults({"device": "sim:h100-sxm", **values}), **settings}
+    return Findings(simulate(directory, "run", trace, **settings))
+
+
+def check(findings: Findings, name: str | None) -> Outcome:
+    """What was found is true of all changes, and the commands repeat the figures."""
+    trials = WhatIf(findings)
+    goal = trials.goal(name)
+    found = trials.try_all(goal, budget_s=1e9, processes=1)
+    assert not found.notes or "decides otherwise" not in found.notes[0]
+    assert not found.untried
+
+    before = goal.score(summarise_run(trials.trace, trials.config))
+    assert before is not None
+    failed = found.baseline["requests.failed"]
+    exhaustive = [
+        score
+        for change in found.changes
+        if not change.needs_more_gpus
+        and (goal.counts_refusals or change.effects["requests.failed"].after == failed)
+        and (score := goal.score(summarise_run(trials.trace, trials.config.with_values(**change.settings)))) is not None
+    ]
+    if found.recommended is None:
+        assert min(exhaustive) > before - MIN_GAIN * abs(before)
+        assert found.reason
+        return found
+    best = found.changes[found.recommended]
+    if not best.needs_more_gpus:
+        assert best.score - min(exhaustive) <= 0.05 * abs(min(exhaustive))
+    assert best.score <= before - MIN_GAIN * abs(before)
+    for change in [best, *([found.then] if found.then else [])]:
+        assert_repeats(change.command, {path: effect.after for path, effect in change.effects.items()})
+    if found.then is not None:
+        assert found.then.score < best.score
+        assert found.then.effects[goal.path].before == best.effects[goal.path].after
+    return found
+
+
+def assert_repeats(command: str, figures: dict[str, float | None]) -> None:
+    """The pasted command gives these figures, to the digit."""
+    words = shlex.split(command)
+    assert words[:2] == ["ifbbench", "run"]
+    recording = ("--recording", "summary", "--quiet", "--output", "again", "--overwrite")
+    result = CliRunner().invoke(main, [*words[1:], *recording])
+    assert result.exit_code == 0, result.output
+    summary = json.loads(Path("again/summary.json").read_text())
+    assert {path: at(summary, path) for path in figures} == figures
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_recommendation_is_the_best_of_all(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = check(made(tmp_path, kind, seed=5), GOAL_OF.get(kind))
+    if kind not in ("an objective of the run", "long prompts"):
+        assert found.recommended is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_40_other_runs(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind = list(KINDS)[seed % len(KINDS)]
+    goals = [None, "ttft.p99", "tpot.p99", "e2e.mean", "output_throughput"]
+    check(made(tmp_path, kind, seed=100 + seed), goals[seed % len(goals)])
