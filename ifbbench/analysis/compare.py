@@ -18,7 +18,7 @@ from ifbbench.settings.config import ARRIVAL_SETTINGS, ENGINES, READ_SETTINGS, s
 
 # Policies and engines that keep no blocks for the output of a request that starts.
 NO_RESERVE = ("max_utilization", "vllm")
-# Of requests with the same reason, so many are named.
+# So many requests with the same reason are named.
 IDS_NAMED = 6
 # How a trace is drawn or read: of no account where both runs replayed the same requests.
 TRACE_SETTINGS = {*READ_SETTINGS, *ARRIVAL_SETTINGS, "time_scale", "reserve", "max_prompt_len"}

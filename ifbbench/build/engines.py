@@ -5,7 +5,7 @@ from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.schedulers.vllm.rules import VllmRules
-from ifbbench.settings.config import DEFAULT_KV_FRACTION, ENGINES, QUEUE_ORDERS, RunConfig, settings
+from ifbbench.settings.config import DEFAULT_KV_FRACTION, ENGINES, QUEUE_ORDERS, RunConfig
 from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting
 from ifbbench.simulated.engines import load_overhead
@@ -98,15 +98,8 @@ def _memory_of(device: str) -> tuple[int | None, bool]:
     return properties.total_memory, "A100" in properties.name
 
 
-def check_engine(config: RunConfig) -> None:
-    """InputError for settings that the engine of `config` does not have."""
-    if config.engine != VLLM:
-        for item in settings():
-            if item.group == VLLM and getattr(config, item.name) != item.default:
-                raise InputError(
-                    f"--{item.name}: is a setting of vLLM's scheduler; add --engine vllm, or leave it out."
-                )
-        return
+def check_vllm(config: RunConfig) -> None:
+    """InputError for settings that vLLM does not have. config: with that engine."""
     for name, reason in NOT_IN_VLLM.items():
         item, value = setting(name), getattr(config, name)
         if name == "enable_trt_overlap" and config.overlap == Overlap.ASYNC:
@@ -125,10 +118,8 @@ def check_engine(config: RunConfig) -> None:
         )
 
 
-def as_engine_needs(config: RunConfig, on_cpu: bool) -> RunConfig:
-    """The settings of vLLM that have another name here too. config: checked by `check_engine`."""
-    if config.engine != VLLM:
-        return config
+def as_vllm_needs(config: RunConfig, on_cpu: bool) -> RunConfig:
+    """The settings of vLLM that have another name here too. config: checked by `check_vllm`."""
     is_async = not (on_cpu or config.has_drafts) if config.async_scheduling is None else config.async_scheduling
     if is_async and config.has_drafts:
         raise InputError(

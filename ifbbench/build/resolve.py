@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ifbbench.build.adapters import resolve_lora
 from ifbbench.build.drafts import as_drafts_need, draft_settings, load_draft_config
-from ifbbench.build.engines import VLLM, as_engine_needs, check_engine, check_requests_of_vllm, vllm_rules
+from ifbbench.build.engines import VLLM, as_vllm_needs, check_requests_of_vllm, check_vllm, vllm_rules
 from ifbbench.engine.drafts import NO_DRAFTS
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import LoraConfig
@@ -41,8 +41,10 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
 
     trace_beam_width: the largest of the trace's requests.
     Raises InputError for settings that contradict each other or the model, and for an unknown policy."""
-    check_engine(config)
-    config = _as_checkpoint_says(_as_batching_type_needs(as_engine_needs(config, on_cpu)))
+    if config.engine == VLLM:
+        check_vllm(config)
+        config = as_vllm_needs(config, on_cpu)
+    config = _as_checkpoint_says(_as_batching_type_needs(config))
     overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
     config = config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None)
     if config.has_drafts:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from ifbbench.analysis.number_texts import count, significant
+from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.report import plain_table, print_fitting
 from ifbbench.settings.fields import as_text
 
@@ -39,7 +39,7 @@ FIGURES = {
 NAME_WIDTH = 33
 # Changes of less are not shown.
 SHOWN_CHANGE = 0.005
-# Of the kinds of change that are not of the scheduler alone.
+# Kinds of change that are not the scheduler's alone.
 REMARKS = {
     "kv_cache_dtype": "It rounds keys and values otherwise, which may change answers; that is not measured here.",
     "max_queue_size": "It refuses requests.",
@@ -78,7 +78,7 @@ def print_what_if(found: Mapping[str, Any], console: Console) -> None:
         _print_table(rows, baseline, console)
     if without:
         named = ", ".join(options_of(one["settings"]) for one in without)
-        console.print(f"Change no figure by {SHOWN_CHANGE:.1%}: {named}.", soft_wrap=True, markup=False)
+        console.print(f"Change no figure by {percent(SHOWN_CHANGE, 1)}: {named}.", soft_wrap=True, markup=False)
     if rows:
         console.print(f"To run a line: {found['command']} and the options of the line.", soft_wrap=True, markup=False)
     for text in _sentences(found):

@@ -534,7 +534,7 @@ class RunConfig:
     # What only vLLM's scheduler has, by vLLM's names.
     scheduling_policy: str = _vllm(
         QUEUE_ORDERS[0],
-        "Order of the queue, and who is pre-empted: first come first served, or by the priority of the trace.",
+        "Order of the queue and of pre-emption: first come first served, or by the priority of the trace.",
         choices=QUEUE_ORDERS,
     )
     async_scheduling: bool | None = _vllm(
@@ -892,6 +892,10 @@ class RunConfig:
         for setting in settings():
             if getattr(self, setting.name) in (setting.default, setting.command_line_default):
                 continue
+            if setting.group == "vllm" and self.engine != "vllm":
+                raise InputError(
+                    f"--{setting.name}: is a setting of vLLM's scheduler; add --engine vllm, or leave it out."
+                )
             is_of_engine = setting.name not in ENDPOINT_TAKES and (
                 setting.group not in ENDPOINT_GROUPS or setting.name in ENDPOINT_REFUSES
             )

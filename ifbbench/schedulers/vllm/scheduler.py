@@ -590,7 +590,7 @@ class VllmScheduler:
 
     def _hash_delivered(self, request: Request) -> None:
         """With asynchronous scheduling, blocks that delivered tokens fill have hashes before their requests release
-        them. (vLLM gives them at each output; until then nobody can ask for them.)"""
+        them. (vLLM gives them at each output; no lookup comes before.)"""
         if self._is_async and self.kv_cache.holds(request.slot) and not request.in_context:
             self.kv_cache.set_hashes(request, int(self._known(request.slot)) - 1)
 
