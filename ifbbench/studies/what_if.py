@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.analysis.findings import Findings
+from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.build.engines import VLLM, engine_defaults
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
@@ -605,7 +606,7 @@ class WhatIf:
             return next((place for place in helping if not changes[place].needs_more_gpus), helping[0]), ""
         tried = f"none of the {len(changes)} changes that were tried"
         more = "; others were not reached in the time" if is_cut else ""
-        return None, f"{tried} improves {goal.path} by {MIN_GAIN:.0%} or more{more}"
+        return None, f"{tried} improves {goal.path} by {percent(MIN_GAIN)} or more{more}"
 
 
 def _effect(before: Sequence[float | None], after: Sequence[float | None]) -> Effect:
