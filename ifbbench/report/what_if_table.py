@@ -22,7 +22,7 @@ class Figure(NamedTuple):
 
     @property
     def heading(self) -> str:
-        return f"{self.name} {self.unit}".rstrip()
+        return f"{self.name} {self.unit}".strip()
 
 
 # By their path in summary.json.
@@ -31,15 +31,15 @@ FIGURES = {
     "ttft_s.p99": Figure("TTFT p99", "s"),
     "tpot_s.p99": Figure("TPOT p99", "ms", 1e3),
     "e2e_s.mean": Figure("E2E mean", "s"),
-    "output_throughput_tokens_per_s": Figure("output", "tokens/s", is_better_high=True),
+    "output_throughput_tokens_per_s": Figure("", "tokens/s", is_better_high=True),
     "goodput_requests_per_s": Figure("goodput", "1/s", is_better_high=True),
     "goodput_share": Figure("good share", is_better_high=True),
-    FAILED: Figure("failed"),
+    FAILED: Figure("fails"),
 }
-NAME_WIDTH = 33
+NAME_WIDTH = 30
 # Changes of less are not shown.
 SHOWN_CHANGE = 0.005
-# Kinds of change that are not the scheduler's alone.
+# What a change does beside the figures.
 REMARKS = {
     "kv_cache_dtype": "It rounds keys and values otherwise, which may change answers; that is not measured here.",
     "max_queue_size": "It refuses requests.",
@@ -65,7 +65,7 @@ def print_what_if(found: Mapping[str, Any], console: Console) -> None:
     if found["goal"] is None:
         console.print(f"No other settings were tried: {found['reason']}.", soft_wrap=True, markup=False)
         return
-    best = f"best {figure_of(found['goal']).name} first"
+    best = f"best {_name(found['goal'])} first"
     if len(targets := found["objectives"]) > 1:
         named = ", ".join(figure_of(path).name for path in targets)
         best = f"those nearest to all objectives first: {named}"
@@ -80,7 +80,8 @@ def print_what_if(found: Mapping[str, Any], console: Console) -> None:
         named = ", ".join(options_of(one["settings"]) for one in without)
         console.print(f"Change no figure by {percent(SHOWN_CHANGE, 1)}: {named}.", soft_wrap=True, markup=False)
     if rows:
-        console.print(f"To run a line: {found['command']} and the options of the line.", soft_wrap=True, markup=False)
+        console.print("To run a line, add its options to:")
+        _print_command(found["command"], console)
     for text in _sentences(found):
         console.print(text, soft_wrap=True, markup=False)
     if (place := found["recommended"]) is None:
@@ -96,6 +97,11 @@ def _is_shown(effect: Mapping[str, Any]) -> bool:
     if effect["is_noise"] or before is None or after is None:
         return False
     return bool(abs(after - before) >= SHOWN_CHANGE * abs(before) and after != before)
+
+
+def _print_command(command: str, console: Console) -> None:
+    """Never broken into lines, so that it can be copied."""
+    console.file.write(f"{command}\n")
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]], baseline: Mapping[str, Any], console: Console) -> None:
@@ -159,10 +165,13 @@ def _print_best(title: str, change: Mapping[str, Any], goal: str, console: Conso
         remarks.append(f"It needs {change['gpus']} GPUs.")
     console.print()
     console.print(" ".join([text, *remarks]), soft_wrap=True)
-    console.print(change["command"], soft_wrap=True, markup=False)
+    _print_command(change["command"], console)
 
 
 def _from_to(path: str, effect: Mapping[str, Any]) -> str:
-    name, unit = figure_of(path).name, figure_of(path).unit
-    name = "output throughput" if path == "output_throughput_tokens_per_s" else name
-    return f"{name} {_shown(path, effect['before'])} → {_shown(path, effect['after'])} {unit}".rstrip()
+    unit = figure_of(path).unit
+    return f"{_name(path)} {_shown(path, effect['before'])} → {_shown(path, effect['after'])} {unit}".rstrip()
+
+
+def _name(path: str) -> str:
+    return figure_of(path).name or "output throughput"

@@ -111,3 +111,32 @@ def test_40_other_runs(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     kind = list(KINDS)[seed % len(KINDS)]
     goals = [None, "ttft.p99", "tpot.p99", "e2e.mean", "output_throughput"]
     check(made(tmp_path, kind, seed=100 + seed), goals[seed % len(goals)])
+
+
+def test_just_the_given_changes_are_tried(tmp_path: Path) -> None:
+    directory = str(made(tmp_path, "few slots", seed=5).run.path)
+
+    def why(*words: str) -> Any:
+        return CliRunner().invoke(main, ["why", directory, *words])
+
+    only = ("--what_if", "max_batch_size=16", "--what_if", "overlap=async")
+    facts = json.loads(why("--json", "--improve", "tpot.p99", *only).stdout)["what_if"]
+    assert facts["goal"] == "tpot_s.p99"
+    assert sorted(map(str, (one["settings"] for one in facts["changes"]))) == [
+        "{'max_batch_size': 16}",
+        "{'overlap': 'async'}",
+    ]
+    best = facts["changes"][0]["effects"]["tpot_s.p99"]
+    assert best["before"] == facts["baseline"]["tpot_s.p99"]
+    assert best["after"] == min(one["effects"]["tpot_s.p99"]["after"] for one in facts["changes"])
+    assert "No other settings were tried: --budget 0." in why("--budget", "0").stdout
+    for words, text in {
+        ("--improve", "goodput"): "the run has no objectives",
+        ("--what_if", "max_batch_size"): "expected name=value",
+        ("--what_if", "request_rate=3"): "is no setting of the engine",
+        ("--what_if", "max_batch=3"): "is not a setting",
+        ("--budget", "soon"): "is no time",
+    }.items():
+        result = why(*words)
+        assert result.exit_code == 2
+        assert text in result.output

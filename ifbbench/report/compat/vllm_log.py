@@ -94,8 +94,8 @@ def _submitted_s(table: pd.DataFrame, since_s: NDArray[np.float64]) -> NDArray[n
 
 
 def _batches(run: RunData) -> tuple[Counts, Counts, Counts, Counts]:
-    """Counts of each iteration: context requests and their tokens, running requests after it, and those of these that had not
-    run in it."""
+    """Counts of each iteration: context requests and their tokens, running requests after it, and those of these that
+    had not run in it."""
     numbers = run.iterations["iteration_counter"].to_numpy(np.int64)
     end = int(max(numbers.max(initial=0), run.spans["last_iteration"].max() if len(run.spans) else 0)) + 2
     contexts, context_tokens, running, held = (np.zeros(end, np.int64) for _ in range(4))
@@ -131,8 +131,8 @@ class _Summaries:
         self._outputs, self._pauses = _cumulated(output_tokens(run)), _cumulated(run.iterations["pauses"])
 
     def before(self, row: int) -> Iterator[tuple[float, float, float, int, float]]:
-        """Figures of the intervals that end before iteration `row` does: its end, tokens of prompts and of outputs a second,
-        pre-emptions, and the prefix cache hit rate in percent. None of idle intervals after an idle one."""
+        """Figures of the intervals that end before iteration `row` does: its end, tokens of prompts and of outputs a
+        second, pre-emptions, and the prefix cache hit rate in percent. None of idle intervals after an idle one."""
         while row and self._since_s[row] > (self._intervals + 1) * INTERVAL_S:
             begin_s, end_s = self._intervals * INTERVAL_S, (self._intervals + 1) * INTERVAL_S
             self._intervals += 1
