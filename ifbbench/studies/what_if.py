@@ -458,10 +458,9 @@ class WhatIf:
                 waited_s=best.summary["waiting_by_limit"],
             )
             more = [one for one in second.changes() if not one.keys() & best.settings.keys()]
+            summaries = done[wanted.index(best.settings)]
             progress.stage("trying second changes")
             done, left_out = self._summaries(more, config, budget_s, processes, clock, progress)
-            summaries = self._summaries([{}], config, None, processes, clock, NO_PROGRESS)[0][0]
-            assert not isinstance(summaries, str)
             on_top, _ = self._changes(goal, more, done, summaries, config)
             index, _ = self._recommended(goal, on_top, best.summary, bool(left_out))
             if index is not None and on_top[index].gpus == best.gpus:
