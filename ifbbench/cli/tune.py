@@ -180,7 +180,7 @@ def tune(
         if compared:
             found["deployments"] = [described_deployment(one) for one in compared]
         write_answer(found, directory)
-        write_server_files(decided(tuning), directory)
+        servers = ", ".join(path.name for path in write_server_files(decided(tuning), directory))
         write_run_config(tuning, trace, directory)
         _plot(tuning, directory)
     if as_json:
@@ -190,10 +190,7 @@ def tune(
         if compared:
             print_deployments(found["deployments"], tuning, console)
         print_answer(found, tuning, console)
-        click.echo(
-            f"Results are in {directory}: tune.json, pareto.png, run.yaml, trtllm-serve.yaml, "
-            "gptManagerBenchmark.txt, vllm.txt, and the run in run/."
-        )
+        click.echo(f"Results are in {directory}: tune.json, pareto.png, run.yaml, {servers}, and the run in run/.")
     if not tuning.is_complete:
         click.echo("Interrupted: this is the best that was found so far.", err=True)
         context.exit(130)
@@ -272,7 +269,8 @@ def recorded_text(found: dict[str, Any] | None, tuning: "Tuning") -> str:
 
 def _best_line(best: "Candidate", goal: Any) -> str:
     ran = "all requests" if best.run.case.requests is None else f"the first {best.run.case.requests:,} requests"
-    limits = ", ".join(f"{name} {best.settings[name]}" for name in ("max_batch_size", "max_num_tokens", "policy"))
+    names = [name for name in ("max_batch_size", "max_num_tokens", "policy") if name in best.settings]
+    limits = ", ".join(f"{name} {best.settings[name]}" for name in names)
     missed = goal.shortfalls(best.summary)
     figure = f"misses {', '.join(missed)}" if missed else f"{abs(best.score):,.4g} {goal.unit}"
     return f"{figure} over {ran}, with {limits}"

@@ -137,6 +137,8 @@ class Executor(Protocol):
 
     An executor keeps the newest token of each slot, so that generation requests are named by slot alone; a first chunk
     (or the first one after a resume) in a slot means that the slot has a new request. Several batches may be in flight.
+    In each layer all keys and values of a batch are stored before attention reads any: a prompt may begin with a block
+    that a generation request of the same batch fills (vLLM's scheduler).
     """
 
     def submit(self, batch: Batch) -> None:

@@ -218,7 +218,7 @@ class Tuner:
             self.base.with_values(tp_size=tp), fmean(columns.prompt_len), fmean(columns.output_len)
         )
         points = (
-            self.space.point(tp_size=tp, **rule),
+            *(() if self.space.is_vllm else (self.space.point(tp_size=tp, **rule),)),
             self.space.point(tp_size=tp),
             self.space.point(tp_size=tp, max_num_tokens=1024),
         )
@@ -229,10 +229,13 @@ class Tuner:
         tp, replicas = deployments[0]
         tuned = (*self.space.point(tp_size=tp), *TUNERS.items())
         wanted = {"trtllm-bench rule": starts[tp][0], "dynamic tuning": tuned}
+        if self.space.is_vllm:
+            wanted = {"vLLM's defaults": starts[tp][0]}
         if self.goal.needs_stable_queue:
             rule = self._at_full_load(starts[tp][0], replicas, None, self._near)
             near = rule.rate.low if rule and rule.rate else 1.0
-            found = [rule, self._at_full_load(tuned, replicas, rule, near)]
+            others = list(wanted.values())[1:]
+            found = [rule, *(self._at_full_load(one, replicas, rule, near) for one in others)]
         else:
             found = self._candidates_of([Case(point, None, replicas) for point in wanted.values()])
         for name, one in zip(wanted, found, strict=True):

@@ -24,10 +24,12 @@ from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 from ifbbench.rundir import run_directory
 from ifbbench.settings.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.settings.names import usual_settings
+from ifbbench.settings.vllm_serve import write_line
 from ifbbench.studies.sweep import check_free
 from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import Candidate, Goal
 from ifbbench.studies.tune_certainty import at_risk, interval_of, intervals, is_undecided, next_best
+from ifbbench.studies.tune_space import PREFILL_CAP
 from ifbbench.workload.trace import columns_of
 
 FIGURES = (
@@ -322,13 +324,20 @@ def decided(tuning: Tuning) -> dict[str, Any]:
         matters = (tuning.importance.get(name) or {}).get("effect")
         return name not in UNLESS_DECIDED or name in space.fixed or value != usual.get(name) or bool(matters)
 
-    return {name: value for name, value in best.settings.items() if is_decided(name, value)}
+    found = {name: value for name, value in best.settings.items() if is_decided(name, value)}
+    if space.is_vllm:  # the line starts the model, and does not repeat vLLM's own default
+        found |= {"engine": space.base.engine, "model": space.base.model}
+        found = {name: value for name, value in found.items() if (name, value) != (PREFILL_CAP, 0)}
+    return found
 
 
 def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Path]:
     """The settings for trtllm-serve, gptManagerBenchmark and vLLM. What is not among them is left to each server."""
     import yaml
 
+    if settings.get("engine") == "vllm":  # the search ran vLLM's scheduler
+        replace_file(path := directory / SERVER_FILES[-1], write_line(settings) + "\n")
+        return [path]
     chunked = settings["enable_chunked_context"]
     names = {
         "kv_cache_config": {"enable_kv_cache_reuse": "enable_block_reuse", "tokens_per_block": "tokens_per_block"},

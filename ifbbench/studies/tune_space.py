@@ -25,6 +25,8 @@ CONTEXTS = {
     "first_come_first_served": {"enable_chunked_context": True, "context_chunking_policy": "first_come_first_served"},
     "equal_progress": {"enable_chunked_context": True, "context_chunking_policy": "equal_progress"},
 }
+# The maximum number of prompt tokens of a request in an iteration, as parts of the token budget.
+PREFILL_CAP, PREFILL_PARTS = "long_prefill_token_threshold", (2, 4, 8)
 # Settings of small effect are changed in steps below this one only.
 MINOR_STEP = 2.0
 LIMITS = ("batch_size", "num_tokens", "kv_blocks")
@@ -70,6 +72,11 @@ class Space:
         return cls(base, fixed, max(columns.prompt_len), shares)
 
     @property
+    def is_vllm(self) -> bool:
+        """Whether the settings are those of vLLM's scheduler, which has no policies and always cuts prompts."""
+        return self.base.engine == "vllm"
+
+    @property
     def searched(self) -> list[str]:
         """The names of the settings that are searched."""
         return [name for name, _ in self.point()]
@@ -89,6 +96,10 @@ class Space:
         }
         if not self.shares_prefixes:
             del found["enable_kv_cache_reuse"]
+        if self.is_vllm:
+            found[PREFILL_CAP] = base.long_prefill_token_threshold
+            for name in ("policy", "enable_chunked_context", "context_chunking_policy"):
+                del found[name]
         values = {name: value for name, value in values.items() if name in found and name not in self.fixed}
         return tuple((found | values).items())
 
@@ -105,10 +116,13 @@ class Space:
         for value in self._num_tokens(now, idle, step):
             changes.append(("max_num_tokens", {"max_num_tokens": value}))
         reuses = now.get("enable_kv_cache_reuse", False)
-        if "kv_blocks" not in idle or reuses:
+        if not self.is_vllm and ("kv_blocks" not in idle or reuses):
             changes += [("policy", {"policy": policy}) for policy in POLICIES]
         is_fine = step < MINOR_STEP
-        if "num_tokens" not in idle or reuses:
+        if self.is_vllm and "num_tokens" not in idle:
+            shares = [rounded(now["max_num_tokens"] / parts) for parts in PREFILL_PARTS]
+            changes += [(PREFILL_CAP, {PREFILL_CAP: cap}) for cap in (0, *shares)]
+        if not self.is_vllm and ("num_tokens" not in idle or reuses):
             changes += [("enable_chunked_context", context) for context in self._contexts(now, is_fine)]
         if reuses or (is_fine and not {"kv_blocks", "num_tokens"} <= idle):
             near = [size for size in TOKENS_PER_BLOCK if 1 / 2 <= size / now["tokens_per_block"] <= 2]
@@ -132,7 +146,7 @@ class Space:
         tokens = now["max_num_tokens"]
         sizes = [rounded(tokens / step)] + ([] if "num_tokens" in idle else [rounded(tokens * step)])
         least = max(NUM_TOKENS[0], self.base.context_chunk_unit or now["tokens_per_block"])
-        if not now["enable_chunked_context"]:
+        if not now.get("enable_chunked_context", True):
             least = max(least, min(self.longest_prompt, tokens))
         return [size for size in sizes if least <= size <= NUM_TOKENS[1]]
 

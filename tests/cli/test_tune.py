@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.cli.main import main
 from ifbbench.cli.tune import _loss_text
+from ifbbench.settings.vllm_serve import read_line
 
 MODEL = ["--model", "llama-3.1-8b", "--device", "h100-sxm"]
 LOAD = ["--max_num_samples", "60", "--request_rate", "40"]
@@ -190,6 +191,20 @@ def test_tables_show_what_users_get_without_a_search(tmp_path):
     assert "trtllm-bench rule" in result.output
     assert "dynamic tuning" in result.output
     assert "ifbbench run chat" in result.output
+
+
+def test_vllm_is_tuned_with_its_own_scheduler(tmp_path):
+    result = tune(tmp_path, "--engine", "vllm", "--slo", "ttft.p99=300ms", "--quiet", "--json")
+    answer, output = json.loads(result.stdout), tmp_path / "tuned"
+    assert [one["name"] for one in answer["baselines"]] == ["vLLM's defaults"]
+    settings = answer["recommendation"]["settings"]
+    assert "policy" not in settings
+    assert "long_prefill_token_threshold" in settings
+    assert "--engine vllm" in answer["recommendation"]["command"]
+    assert not (output / "trtllm-serve.yaml").exists()
+    line = read_line((output / "vllm.txt").read_text()).values
+    assert line["max_num_tokens"] == settings["max_num_tokens"]
+    assert line["model"] == "llama-3.1-8b"
 
 
 def test_impossible_objectives_end_with_status_1(tmp_path):
