@@ -25,6 +25,7 @@ class SlowRequest:
     request_id: Id
     e2e_s: float
     ttft_s: float
+    tpot_s: float | None
     cause: str
     share: float
 
@@ -97,10 +98,27 @@ class Findings:
         least_s = None if isinstance(self.bounds, str) else self.bounds.request_s(request_id)
         return replace(request_life(self.run, self.heads, request_id), least_s=least_s)
 
-    def slowest(self, count: int) -> list[SlowRequest]:
-        """The `count` requests of the longest end-to-end latency."""
-        done = (row for row in self.run.row_of.values() if row.get("e2e_s") is not None)
-        slow = sorted(done, key=lambda row: (-row["e2e_s"], row["index"]))[:count]
+    def slowest(
+        self, count: int, by: str = "e2e", of_class: str | None = None, missed: bool = False
+    ) -> list[SlowRequest]:
+        """The `count` requests with the largest `by`: e2e, ttft, tpot or queue_time.
+
+        of_class: only those of this class. missed: only those that miss an objective. InputError if the run has no
+        such class, or no objectives of each request."""
+        rows = [row for row in self.run.row_of.values() if row.get(f"{by}_s") is not None]
+        if of_class is not None:
+            classes = {str(row["class"]) for row in self.run.row_of.values() if row.get("class") is not None}
+            if of_class not in classes:
+                known = ", ".join(sorted(classes)) or "none; its trace gives no classes"
+                raise InputError(f"class {of_class} is not in {self.run.path}; its classes: {known}.")
+            rows = [row for row in rows if str(row.get("class")) == of_class]
+        if missed:
+            if not any(row.get("slo_met") is not None for row in self.run.row_of.values()):
+                raise InputError(
+                    f"--missed: {self.run.path} has no objectives of each request; run with --slo, such as ttft=1s."
+                )
+            rows = [row for row in rows if row.get("slo_met") is False]
+        slow = sorted(rows, key=lambda row: (-row[f"{by}_s"], row["index"]))[:count]
         return [_slow_request(request_life(self.run, self.heads, row["request_id"])) for row in slow]
 
     @cached_property
@@ -132,8 +150,10 @@ class Findings:
         value = self.run.config.get(setting_of(limit))
         return words if value is None else f"{words} ({self.words.setting_name(limit)} {value})"
 
-    def as_dict(self, slowest: int) -> dict[str, Any]:
-        """For JSON."""
+    def as_dict(
+        self, slowest: int, by: str = "e2e", of_class: str | None = None, missed: bool = False
+    ) -> dict[str, Any]:
+        """For JSON; arguments as of `slowest`."""
         waited, bound = self.waiting_s, self.lower_bound
         total = sum(waited.values()) or 1.0
         return {
@@ -146,7 +166,7 @@ class Findings:
             "head_of_line_blocked_s": self.head_of_line_blocked_s,
             "head_of_line": [vars(blocker) for blocker in self.heads.blockers[:slowest]],
             "culprits": [one.as_dict() for one in self.culprits],
-            "slowest": [vars(one) for one in self.slowest(slowest)],
+            "slowest": [vars(one) for one in self.slowest(slowest, by, of_class, missed)],
             "pauses": {
                 "count": len(self.ledger.entries),
                 "tokens_recomputed": self.ledger.tokens_recomputed,
@@ -169,4 +189,6 @@ def _slow_request(life: RequestLife) -> SlowRequest:
     # A run may be killed between writing the request and its spans.
     cause, longest_s = max(spent.items(), key=lambda item: item[1], default=("not recorded", 0.0))
     e2e_s = life.row["e2e_s"]
-    return SlowRequest(life.request_id, e2e_s, life.row["ttft_s"], cause, longest_s / e2e_s if e2e_s else 0.0)
+    return SlowRequest(
+        life.request_id, e2e_s, life.row["ttft_s"], life.row.get("tpot_s"), cause, longest_s / e2e_s if e2e_s else 0.0
+    )

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from ifbbench.analysis.bounds import LowerBound
     from ifbbench.analysis.client_side import ClientFindings
     from ifbbench.analysis.explain import IterationFacts, RequestLife, Stretch
-    from ifbbench.analysis.findings import Findings
+    from ifbbench.analysis.findings import Findings, SlowRequest
     from ifbbench.analysis.recorded import RecordedRun
     from ifbbench.analysis.words import Words
 
+FIGURES = ("e2e", "ttft", "tpot", "queue_time")
 IDS_SHOWN = 12
 PAUSES_SHOWN = 10
 GOALS = ("ttft.p99", "tpot.p99", "e2e.mean", "output_throughput", "goodput", "slo")
@@ -48,6 +49,14 @@ def _seconds(ctx: click.Context, option: click.Parameter, value: str) -> float:
     metavar="N",
     help="How many of the slowest requests and of the requests that held others are listed.",
 )
+@click.option(
+    "--by",
+    type=click.Choice(FIGURES),
+    metavar="FIGURE",
+    help=f"The figure by which requests are slowest: {', '.join(FIGURES)}. Default: e2e.",
+)
+@click.option("--class", "of_class", metavar="NAME", help="List the slowest requests of this class only.")
+@click.option("--missed", is_flag=True, help="List the slowest requests of those that miss an objective only.")
 @click.option(
     "--pauses-csv",
     type=click.Path(path_type=Path),
@@ -82,6 +91,9 @@ def why(
     request_id: str | None,
     iteration: int | None,
     slowest: int,
+    by: str | None,
+    of_class: str | None,
+    missed: bool,
     pauses_csv: Path | None,
     improve: str | None,
     what_if: tuple[str, ...],
@@ -98,6 +110,8 @@ def why(
         raise click.UsageError("--request and --iteration exclude each other; leave out one of them.")
     if (improve or what_if) and (request_id is not None or iteration is not None):
         raise click.UsageError("--improve and --what_if are of the whole run; leave out --request and --iteration.")
+    if (by or of_class or missed) and (request_id is not None or iteration is not None):
+        raise click.UsageError("--by, --class and --missed are of the whole run; leave out --request and --iteration.")
     if pauses_csv is not None:
         check_new_file(pauses_csv, "--pauses-csv", overwrite)
 
@@ -110,6 +124,8 @@ def why(
     is_of_all = request_id is None and iteration is None and pauses_csv is None
     recorded = RecordedRun.load(run, or_endpoint=iteration is None and pauses_csv is None, or_empty=is_of_all)
     if recorded.data.endpoint:
+        if by or of_class or missed:
+            raise InputError("--by, --class, --missed: RUN is against an endpoint; leave them out.")
         seen = ClientFindings(recorded)
         if request_id is not None:
             _print_json(seen.life(recorded.known_id(request_id)))
@@ -137,10 +153,11 @@ def why(
         found = iteration_facts(recorded, iteration)
         _print_json(found.as_dict()) if as_json else _print_iteration(found, console)
     elif as_json:
-        facts = findings.as_dict(slowest)
+        facts = findings.as_dict(slowest, by or "e2e", of_class, missed)
         _print_json(facts | {"what_if": _tried(findings, improve, what_if, budget)})
     else:
-        _print_findings(findings, slowest, console)
+        slow = findings.slowest(slowest, by or "e2e", of_class, missed)
+        _print_findings(findings, slow, slowest, console)
         console.print()
         if not console.is_terminal:
             sys.stdout.flush()  # the trials take longer
@@ -181,7 +198,7 @@ def _print_json(content: dict[str, Any]) -> None:
     click.echo(json.dumps(content, indent=2))
 
 
-def _print_findings(findings: "Findings", slowest: int, console: "Console") -> None:
+def _print_findings(findings: "Findings", slow: "list[SlowRequest]", slowest: int, console: "Console") -> None:
     from ifbbench.analysis.number_texts import percent, significant
     from ifbbench.report import bar, plain_table
     from ifbbench.report.tables import settings_line
@@ -225,18 +242,38 @@ def _print_findings(findings: "Findings", slowest: int, console: "Console") -> N
             )
         console.print(table)
         console.print()
-    if slow := findings.slowest(slowest):
-        table = plain_table("Slowest", numbers=["E2E s", "TTFT s", "share"])
+    for title, key in (("Class", "by_class"), ("Priority", "by_priority")):
+        _print_groups(title, (run.summary or {}).get(key) or {}, console)
+    if slow:
+        table = plain_table("Slowest", numbers=["E2E s", "TTFT s", "TPOT s", "share"])
         table.add_column("mainly")
         for one in slow:
-            table.add_row(
-                str(one.request_id), significant(one.e2e_s), significant(one.ttft_s), percent(one.share), one.cause
-            )
+            latencies = map(significant, (one.e2e_s, one.ttft_s, one.tpot_s))
+            table.add_row(str(one.request_id), *latencies, percent(one.share), one.cause)
         console.print(table)
         console.print()
     _print_ledger(findings, console)
     _print_lower_bound(findings.lower_bound, console)
     console.print(f"`ifbbench why {run.path} --request {slow[0].request_id if slow else 'ID'}` explains one request.")
+
+
+def _print_groups(title: str, groups: dict[str, Any], console: "Console") -> None:
+    """The figures of each class or priority, if there are several."""
+    from rich.markup import escape
+
+    from ifbbench.analysis.number_texts import count, significant
+    from ifbbench.report import plain_table, print_fitting
+
+    if len(groups) < 2:
+        return
+    names = ("requests", "TTFT p50 s", "TTFT p99 s", "TPOT p99 s", "E2E mean s", "queued s, mean")
+    table = plain_table(title, numbers=names)
+    paths = (("ttft_s", "p50"), ("ttft_s", "p99"), ("tpot_s", "p99"), ("e2e_s", "mean"), ("queue_time_s", "mean"))
+    for name, figures in groups.items():
+        values = (significant(figures[latency][statistic]) for latency, statistic in paths)
+        table.add_row(escape(str(name)), count(figures["requests"]["completed"]), *values)
+    print_fitting(console, table)
+    console.print()
 
 
 def _print_seen(findings: "ClientFindings", slowest: int, console: "Console") -> None:
