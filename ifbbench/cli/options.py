@@ -77,7 +77,7 @@ COMMON_SETTINGS = (
     "max_num_samples", "time_scale", "request_rate", "enable_exp_delays", "concurrency", "seed", "slo", "endpoint",
     "engine", "policy", "max_batch_size", "max_num_tokens", "enable_chunked_context", "max_tokens_in_paged_kvcache",
     "kv_cache_free_gpu_mem_fraction", "enable_kv_cache_reuse", "device", "model", "dtype", "tp_size",
-    "engine_overhead", "output", "overwrite", "quiet",
+    "output", "overwrite", "quiet",
 )  # fmt: skip
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 # What to do about options of other tools that none of ours corresponds to.

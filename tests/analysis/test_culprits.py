@@ -43,3 +43,48 @@ def test_even_traffic_has_no_culprit(tmp_path: Path) -> None:
     directory = simulate(tmp_path, "run", trace).data.path
     facts = json.loads(CliRunner().invoke(main, ["why", str(directory), "--budget", "0", "--json"]).output)
     assert facts["culprits"] == []
+
+
+def test_the_slowest_are_by_any_figure_of_a_class_or_of_those_that_miss(tmp_path: Path) -> None:
+    rows = [
+        {
+            "request_id": number,
+            "arrival_s": 0.02 * number,
+            "prompt_len": 100 + 900 * (number % 3 == 0),
+            "max_new_tokens": 20 + number,
+            "priority": 0.5 + 0.25 * (number % 2),
+            "class": "doc" if number % 3 == 0 else "chat",
+        }
+        for number in range(30)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    directory = simulate(tmp_path, "run", trace, slo="ttft=20ms").data.path
+    done = [json.loads(line) for line in (directory / "requests.jsonl").read_text().splitlines()]
+
+    def slowest(*options: str) -> list[int]:
+        result = CliRunner().invoke(
+            main, ["why", str(directory), "--budget", "0", "--json", "--slowest", "4", *options]
+        )
+        assert result.exit_code == 0, result.output
+        return [one["request_id"] for one in json.loads(result.stdout)["slowest"]]
+
+    def expected(figure: str, chosen: list[dict[str, Any]]) -> list[int]:
+        return [row["request_id"] for row in sorted(chosen, key=lambda row: (-row[figure], row["index"]))][:4]
+
+    for name in ("e2e", "ttft", "tpot", "queue_time"):
+        assert slowest("--by", name) == expected(f"{name}_s", done)
+    assert slowest("--class", "doc", "--by", "tpot") == expected(
+        "tpot_s", [one for one in done if one["class"] == "doc"]
+    )
+    assert slowest("--missed") == expected("e2e_s", [one for one in done if not one["slo_met"]])
+    printed = CliRunner().invoke(main, ["why", str(directory), "--budget", "0"]).output
+    assert "Class    requests" in printed
+    assert "Priority    requests" in printed
+    for options, words in (
+        (("--class", "none"), "its classes: chat, doc"),
+        (("--request", "1", "--missed"), "leave out"),
+    ):
+        refused = CliRunner().invoke(main, ["why", str(directory), *options])
+        assert refused.exit_code == 2
+        assert words in refused.stderr

@@ -19,7 +19,7 @@ from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.vllm.rules import VllmRules
-from ifbbench.schedulers.vllm.scheduler import VllmScheduler
+from ifbbench.schedulers.vllm.scheduler import TOGETHER, VllmScheduler
 from ifbbench.settings.modes import Overlap
 from tests.conformance.outcome import Case, Mismatch, expect_equal
 
@@ -68,7 +68,7 @@ class Replay:
         # vLLM orders equal priorities by arrival and id.
         times = sorted({one["arrival_time"] for one in case["requests"]})
         self._ranks = {
-            one["id"]: 1 + times.index(one["arrival_time"]) + int(one["id"]) / 10_000 for one in case["requests"]
+            one["id"]: (1 + times.index(one["arrival_time"])) * TOGETHER + int(one["id"]) for one in case["requests"]
         }
         self._builder = BatchBuilder(self.scheduler.table, self.scheduler.layout)
         self._in_flight: deque[InFlightIteration] = deque()
@@ -87,7 +87,7 @@ class Replay:
                 priority=-given["priority"],
                 stop=StopConditions((END_TOKEN,)),
             )
-            request.order = 0.0, self._ranks[given["id"]]  # type: ignore[assignment]
+            request.order = 0.0, self._ranks[given["id"]]
             self.requests[given["id"]] = request
             self._names[request] = given["id"]
             self._outputs[request] = given["outputs"]

@@ -39,7 +39,7 @@ def test_tables_and_sentences(run: Path) -> None:
     pause = recorded.iterations.pauses[0]
     texts = [
         printed("report", str(run)),
-        printed("why", str(run)),
+        printed("why", str(run), "--budget", "0"),
         printed("why", str(run), "--request", str(pause.victim)),
         printed("why", str(run), "--iteration", str(pause.iteration)),
         printed("watch", str(run), "--once"),

@@ -26,6 +26,8 @@ from ifbbench.schedulers.vllm.queue import WaitingQueue
 from ifbbench.schedulers.vllm.repetition import certain_steps, repeat
 
 NO_MAXIMUM = 2**62
+# Requests whose numbers differ in the remainder of this only arrived together.
+TOGETHER = 2**20
 
 
 class _Step:
@@ -173,8 +175,7 @@ class VllmScheduler:
 
     def _add(self, request: Request) -> None:
         self._num_arrived += 1
-        # Callers may number requests, those that arrive together by fractions.
-        number = request.order[1] or self._num_arrived
+        number = request.order[1] or self._num_arrived * TOGETHER  # a caller may have numbered it
         request.order = (-request.priority if self.rules.is_priority else 0.0, number)
         self._by_id[request.request_id] = request
         self._num_reading += request.reads_tokens
@@ -311,7 +312,7 @@ class VllmScheduler:
         """The request that is pre-empted next (Pre-emption). Of those that arrived together, the first."""
         if not self.rules.is_priority:
             return self.running[-1]
-        return max(self.running, key=lambda request: (request.order[0], int(request.order[1])))
+        return max(self.running, key=lambda request: (request.order[0], request.order[1] // TOGETHER))
 
     def _preempt(self, victim: Request, beneficiary: Request, step: _Step) -> None:
         """Release what a running request holds; it will compute its tokens again. Outputs in flight are still delivered
