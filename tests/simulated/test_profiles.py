@@ -20,6 +20,7 @@ WANTED_HARDWARE = {
     "a10g",
     "b200",
     "rtx-4090",
+    "rtx-pro-6000",
     "cpu",
 }
 # As their makers publish them, in billions.
