@@ -12,11 +12,16 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from ifbbench.build.engine import build_engine, generate
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.request import Request
 from ifbbench.kv.sequence import ReuseRules
+from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.vllm.blocks import BlockPool
 from ifbbench.schedulers.vllm.rules import VllmRules
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.modes import Overlap
+from tests.engine.engine import Loop
+from tests.engine.reuse_executor import VOCABULARY, ReuseExecutor, greedy, states_of
 from tests.replay.test_fast_forward import config_of, files, run, trace_of
 
 requests = st.lists(
@@ -162,3 +167,86 @@ def test_positions_of_a_drafted_step_are_of_its_first_token(tmp_path: Path) -> N
     assert tokens[0] == tokens[1]
     assert drafted.summary["duration_s"] < plain.summary["duration_s"]
     assert np.isfinite(drafted.summary["tpot_s"]["mean"])
+
+
+class WritesBeforeReading(ReuseExecutor):
+    """All positions of a batch are written before any is read, as in a layer of a model: a prompt may begin with a
+    block that a generation request of the same batch fills."""
+
+    def submit(self, batch: Batch) -> None:
+        work: list[tuple[int, int, bool]] = []
+        for chunk in batch.context:
+            slot = chunk.request.slot
+            self._tokens[slot] = chunk.request.tokens_between(0, chunk.start + chunk.length).tolist()
+            work.append((slot, chunk.start, chunk.is_last))
+        for slot, position in zip(batch.slots.tolist(), batch.positions.tolist(), strict=True):
+            assert len(self._tokens[slot]) == position + 1
+            work.append((slot, position, True))
+        held = [
+            (position, slot, (int(batch.block_tables[slot, 0, position // self._size]), position % self._size), state)
+            for slot, _, _ in work
+            for position, state in enumerate(states_of(self._tokens[slot]))
+        ]
+        starts = {slot: start for slot, start, _ in work}
+        for position, slot, index, state in held:
+            if position >= starts[slot]:
+                self._device[index] = state
+        for position, slot, index, state in held:
+            assert self._device.get(index) == state, f"position {position} of slot {slot} holds another one's content"
+        self._answers.append([self._next(slot) for slot, _, is_last in work if is_last])
+
+
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_blocks_hold_what_requests_read(first: int) -> None:
+    """Random prompts that go on with what others generate, requests that are stopped, caches that are often short."""
+    num_pauses = num_reused = 0
+    for seed in range(first, first + 20):
+        draw = random.Random(seed)
+        size, longest, is_priority = draw.choice([1, 2, 4, 8]), draw.choice([20, 40]), draw.random() < 0.4
+        config = BatchingConfig(
+            "max_utilization",
+            max_batch_size=draw.randint(1, 5),
+            max_num_tokens=draw.choice([5, 12, 50]),
+            max_seq_len=longest,
+            max_input_len=longest - 1,
+            tokens_per_block=size,
+            num_blocks=-(-longest // size) + draw.randint(0, 30) // size,
+            chunk_unit=4,
+            reuse=ReuseRules(enabled=draw.random() < 0.85),
+            overlap=draw.choice([None, Overlap.ASYNC]),
+            engine="vllm",
+            vllm=VllmRules(
+                is_priority,
+                reserves_full_prompt=draw.random() < 0.5,
+                long_prefill_threshold=draw.choice([0, 0, 3]),
+                watermark_blocks=draw.choice([0, 0, 1]),
+            ),
+        )
+        prompts: list[list[int]] = []
+        for _ in range(draw.randint(1, 12)):
+            if prompts and draw.random() < 0.6:
+                before = draw.choice(prompts)
+                prompt = (before + greedy(before, draw.randint(0, 10)))[: longest * 3 // 4]
+            else:
+                random_part = [draw.randrange(VOCABULARY) for _ in range(draw.randint(0, longest // 4))]
+                prompt = [1] * draw.randint(1, longest // 2) + random_part
+            prompts.append(prompt)
+        arrivals = []
+        for number, prompt in enumerate(prompts):
+            priority = draw.choice([0.2, 0.5, 0.8]) if is_priority else 0.5
+            new_tokens, tokens = draw.randint(1, longest - len(prompt)), np.array(prompt, np.int32)
+            request = Request(number, len(prompt), new_tokens, prompt_tokens=tokens, index=number, priority=priority)
+            arrivals.append((draw.randint(0, 20), request))
+        arrivals.sort(key=lambda arrival: arrival[0])
+        wanted = {request.request_id: request.max_new_tokens for _, request in arrivals}
+        stops = {draw.randint(1, 30): [draw.randrange(len(arrivals))] for _ in range(draw.choice([0, 0, 2]))}
+        loop = Loop(config, arrivals, WritesBeforeReading(size), stops).run(max_steps=4000)
+        assert len(loop.completed) == len(arrivals)
+        for request in loop.completed:
+            if request not in loop.stopped:
+                assert loop.tokens(request) == greedy(prompts[request.request_id], wanted[request.request_id])
+        assert loop.manager.scheduler.cache_state().used_blocks == 0
+        num_pauses += sum(len(record.paused) for record in loop.records)
+        num_reused += sum(request.reused_tokens for request in loop.completed)
+    assert num_pauses
+    assert num_reused
