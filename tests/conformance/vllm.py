@@ -121,7 +121,7 @@ class Replay:
             "drafts": {name: drafts[request] for name, request in names if drafts[request]},
             "preempted": sorted(self._names[pause.victim] for pause in plan.paused),
             "running": [self._names[request] for request in scheduler.running],
-            "waiting": [self._names[request] for request in scheduler.queue],
+            "waiting": [self._names[request] for request in scheduler.queue.requests],
             "free_blocks": scheduler.kv_cache.pool.num_free,
         }
 

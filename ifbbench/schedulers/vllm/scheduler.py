@@ -131,7 +131,7 @@ class VllmScheduler:
         self.drafts = Drafts(limits.drafts, self.table) if limits.drafts.max_len else None
         self._refusals = AdmissionLimits(limits)
         self._by_id: dict[int, Request] = {}
-        self._num_arrived = 0
+        self._num_arrived = self._num_preempted = 0  # the latter of the requests in the queue
         self._is_async = limits.is_async
         self.scheduled_rows: Rows = NO_ROWS
         self.scheduled_tokens: Rows = NO_ROWS
@@ -150,7 +150,9 @@ class VllmScheduler:
     @property
     def waiting(self) -> Sequence[Request]:
         """Requests that have not run yet."""
-        return [request for request in self.queue if request.table is None]
+        if not self._num_preempted:
+            return self.queue.requests
+        return [request for request in self.queue.requests if request.table is None]
 
     def admit(self, source: RequestSource) -> Sequence[Request]:
         num_refused = 1
@@ -198,6 +200,7 @@ class VllmScheduler:
             self._segments = None
         else:
             self.queue.remove(request)
+            self._num_preempted -= request.table is not None
         if request.table is not None:
             row = request.slot
             if self.kv_cache.holds(row):
@@ -326,6 +329,7 @@ class VllmScheduler:
         victim.pause(self.limits.max_seq_len)
         table.confirmed[row] = -in_flight
         self.queue.put_back(victim)
+        self._num_preempted += 1
         step.paused.append(Pause(victim, beneficiary, Limit.KV_BLOCKS))
 
     def _start_waiting(self, step: _Step) -> None:
@@ -380,6 +384,8 @@ class VllmScheduler:
             request.order = order
             step.entered.append(request)
             request.reused_tokens = reused
+        else:
+            self._num_preempted -= 1
         self.queue.pop()
         self.running.append(request)
         self._segments = None
