@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,8 @@ from ifbbench.engine.arrays import Rows
 from ifbbench.engine.batch import BatchBuilder, StepOutputs
 from ifbbench.engine.drafts import DraftSettings
 from ifbbench.engine.interfaces import RequestSource
-from ifbbench.engine.records import InFlightIteration
+from ifbbench.engine.plan import Plan
+from ifbbench.engine.records import NO_CACHE_STATE, InFlightIteration, IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.sequence import ReuseRules
@@ -110,7 +110,7 @@ class Replay:
         computed = {request: scheduler.computed_by(request) + tokens[request] for request in order}
         if has_batch:
             rows = plan.output_rows()
-            record: Any = SimpleNamespace(drafts=None)
+            record = empty_record(self._iteration, plan)
             batches = self._builder.build(self._iteration, plan, scheduler.allocate(plan))
             self._in_flight.append(InFlightIteration(record, batches, rows))
             self._run_in.append([scheduler.table.requests[row] for row in rows.tolist()])
@@ -164,6 +164,14 @@ class Replay:
 
     def _refused(self, request: Request, error: str) -> None:
         raise Mismatch(f"request {self._names[request]} was refused: {error}")
+
+
+def empty_record(iteration: int, plan: Plan) -> IterationRecord:
+    """A record of which nothing is read but its draft tokens."""
+    nothing: dict[str, Any] = {"activated": [], "held": [], "paused": [], "left_out": None, "blocked": ()}
+    counts = ("micro_batch", "active", "queued", "num_context_tokens", "recomputed", "num_generation")
+    nothing |= dict.fromkeys((*counts, "num_generation_tokens"), 0) | {"start_s": 0.0, "timestamp": 0.0}
+    return IterationRecord(iteration=iteration, context=plan.chunks, cache=NO_CACHE_STATE, **nothing)
 
 
 def _once(requests: list[Request], count: int) -> list[Request]:

@@ -83,7 +83,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("scheduler", "return max(self.running, key", "return min(self.running, key"),
     ],
     "of victims that arrived together, the first": [
-        ("scheduler", "(request.order[0], int(request.order[1]))", "request.order"),
+        ("scheduler", "(request.order[0], request.order[1] // TOGETHER)", "request.order"),
     ],
     "the index follows a pre-emption": [
         ("scheduler", "if self.running.index(victim) < index:", "if False:"),
@@ -95,7 +95,11 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("queue", "appendleft(request)", "append(request)"),
     ],
     "the queue is in the order of priority": [
-        ("queue", "insort(requests, request, key=_ORDER)", "requests.append(request)"),
+        (
+            "queue",
+            "insort(self.requests, request, key=_ORDER)\n        else:\n            self.requests.append(request)",
+            "self.requests.append(request)\n        else:\n            self.requests.append(request)",
+        ),
     ],
     "nothing starts after a pre-emption": [
         ("scheduler", "if not step.paused:", "if True:"),
