@@ -85,7 +85,7 @@ def print_what_if(found: Mapping[str, Any], console: Console) -> None:
     for text in _sentences(found):
         console.print(text, soft_wrap=True, markup=False)
     if (place := found["recommended"]) is None:
-        console.print(f"\n[bold]Nothing helps:[/bold] {found['reason']}.", soft_wrap=True)
+        console.print(f"\n[bold]Nothing that was tried helps:[/bold] {found['reason']}.", soft_wrap=True)
         return
     _print_best("Recommended", changes[place], found["goal"], console)
     if found["then"]:

@@ -603,9 +603,9 @@ class WhatIf:
         ]
         if helping:
             return next((place for place in helping if not changes[place].needs_more_gpus), helping[0]), ""
-        tried = f"none of the {len(changes)} changes that were tried"
-        more = "; others were not reached in the time" if is_cut else ""
-        return None, f"{tried} improves {goal.path} by {percent(MIN_GAIN)} or more{more}"
+        improves = f"improves {goal.path} by {percent(MIN_GAIN)} or more"
+        reason = f"none of the changes that were tried ({len(changes)}) {improves}"
+        return None, reason + ("; others were not reached in the time" if is_cut else "")
 
 
 def _effect(before: Sequence[float | None], after: Sequence[float | None]) -> Effect:
