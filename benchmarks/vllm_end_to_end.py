@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m benchmarks.vllm_end_to_end serve|compare DIRECTORY", file=sys.stderr)
         return 2
     if arguments[0] == "serve":
-        # One process and one thread, of which the scheduler is at hand.
+        # The engine runs in this process and thread, so that its scheduler can be read.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
         serve(Path(arguments[1]).absolute())

@@ -59,7 +59,7 @@ def replayed(run: Mapping[str, Any], factor: float, folder: Path) -> dict[str, n
 
 
 def measured(rows: Sequence[Sequence[float]]) -> dict[str, np.ndarray]:
-    """The same of the real run."""
+    """What `replayed` returns, as the real run measured it."""
     real = np.array(rows, float)
     tpot_s = (real[:, LAST] - real[:, FIRST]) / np.maximum(real[:, OUTPUT] - 1, 1)
     return {

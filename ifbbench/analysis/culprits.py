@@ -53,14 +53,14 @@ def _bursts(rows: list[dict[str, Any]]) -> list[Culprit]:
     if len(times) < 2 * MIN_OF_BURST or times[-1] <= times[0]:
         return []
     interval_s = GAPS_OF_INTERVAL * (times[-1] - times[0]) / (len(times) - 1)
-    places = ((times - times[0]) // interval_s).astype(np.int64)
-    dense = np.flatnonzero(np.bincount(places) >= max(BURST_RATIO * GAPS_OF_INTERVAL, MIN_OF_BURST))
+    intervals = ((times - times[0]) // interval_s).astype(np.int64)
+    dense = np.flatnonzero(np.bincount(intervals) >= max(BURST_RATIO * GAPS_OF_INTERVAL, MIN_OF_BURST))
     found = []
     for group in np.split(dense, np.flatnonzero(np.diff(dense) > 1) + 1):
         if not len(group):
             continue
-        chosen = np.flatnonzero((places >= group[0]) & (places <= group[-1]))
-        members = [rows[arrivals[place][1]] for place in chosen]
+        chosen = np.flatnonzero((intervals >= group[0]) & (intervals <= group[-1]))
+        members = [rows[arrivals[index][1]] for index in chosen]
         start_s, end_s = float(times[chosen[0]]), float(times[chosen[-1]])
         facts: dict[str, Any] = {"start_s": start_s, "end_s": end_s, "requests": len(members)}
         text = f"Burst: {count(len(members))} requests arrived from {start_s:,.2f} to {end_s:,.2f} s"

@@ -84,10 +84,10 @@ def print_what_if(found: Mapping[str, Any], console: Console) -> None:
         _print_command(found["command"], console)
     for text in _sentences(found):
         console.print(text, soft_wrap=True, markup=False)
-    if (place := found["recommended"]) is None:
+    if (index := found["recommended"]) is None:
         console.print(f"\n[bold]Nothing that was tried helps:[/bold] {found['reason']}.", soft_wrap=True)
         return
-    _print_best("Recommended", changes[place], found["goal"], console)
+    _print_best("Recommended", changes[index], found["goal"], console)
     if found["then"]:
         _print_best("Then", found["then"], found["goal"], console)
 

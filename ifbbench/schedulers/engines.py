@@ -18,6 +18,7 @@ from ifbbench.schedulers.vllm.scheduler import VllmScheduler
 from ifbbench.settings.config import ENGINES
 
 ENTRY_POINT_GROUP = "ifbbench.engines"
+BUILT_IN: dict[str, Callable[..., Scheduler]] = dict(zip(ENGINES, (TensorRtLlmScheduler, VllmScheduler), strict=True))
 
 
 class SchedulerFailed(IfbbenchError):
@@ -57,7 +58,7 @@ def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = Fa
     clock: that of the run. is_predicted: whether the loop knows in advance how long iterations take. InputError if a
     user's class cannot be made."""
     factory = find_scheduler(limits.engine)
-    if limits.engine in ENGINES:
+    if limits.engine in BUILT_IN:
         return factory(limits, clock, is_predicted)
     return _make(limits.engine, factory, limits, clock)
 
@@ -67,8 +68,8 @@ def find_scheduler(name: str) -> Callable[..., Scheduler]:
     module or one in the current directory, or an entry point of the group `ifbbench.engines`.
 
     InputError if there is none of that name, or it is no scheduler."""
-    if name in ENGINES:
-        return VllmScheduler if name == "vllm" else TensorRtLlmScheduler
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     target = find_plugin("engine", name, ENTRY_POINT_GROUP, ENGINES)
     if not isinstance(target, type):
         raise InputError(

@@ -126,8 +126,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was tried. changes: the best first. recommended: a place in it; None with the reason in `reason`. then: the
-    best second change on top of it. untried: changes that the budget did not reach; refused: those that cannot run,
+    """What was tried. changes: the best first. recommended: an index into it; None with the reason in `reason`. then:
+    the best second change on top of it. untried: changes that the budget did not reach; refused: those that cannot run,
     with the reason. notes: what the reader must know to judge the figures.
     command: replays the run as it was."""
 
@@ -213,7 +213,7 @@ def base_config(config: Mapping[str, Any], derived: Sequence[str], sessions: boo
 
 def command_of(source: str, config: RunConfig) -> str:
     """The `ifbbench run` that replays the trace of a run directory with these settings."""
-    usual = usual_settings(engine_defaults({"engine": config.engine, "device": config.device} | _overhead(config)))
+    usual = _usual(config)
     words = ["ifbbench", "run", source]
     for item in settings():
         value = getattr(config, item.name)
@@ -227,13 +227,15 @@ def command_of(source: str, config: RunConfig) -> str:
 
 def unsayable(config: RunConfig) -> list[str]:
     """Settings of a run that no command line gives: they are left out there, and have another value then."""
-    usual = usual_settings(engine_defaults({"engine": config.engine, "device": config.device} | _overhead(config)))
+    usual = _usual(config)
     values = {item.name: getattr(config, item.name) for item in settings() if not item.takes_none}
     return [name for name, value in values.items() if value is None and usual[name] is not None]
 
 
-def _overhead(config: RunConfig) -> dict[str, Any]:
-    return {} if config.engine_overhead is None else {"engine_overhead": config.engine_overhead}
+def _usual(config: RunConfig) -> dict[str, Any]:
+    """Each setting of a command line that names only the engine and the device of `config`."""
+    given = {"engine": config.engine, "device": config.device, "engine_overhead": config.engine_overhead}
+    return usual_settings(engine_defaults(given))
 
 
 @dataclass(frozen=True)
@@ -445,10 +447,10 @@ class WhatIf:
         until_s = None if only else budget_s * FIRST_SHARE
         done, untried = self._summaries(wanted, self.config, until_s, processes, clock, progress)
         changes, refused = self._changes(goal, wanted, done, before, self.config)
-        place, reason = self._recommended(goal, changes, before[0], bool(untried))
+        index, reason = self._recommended(goal, changes, before[0], bool(untried))
         then = None
-        if place is not None and not only:
-            best = changes[place]
+        if index is not None and not only:
+            best = changes[index]
             config = self.config.with_values(**best.settings)
             second = replace(
                 allowed,
@@ -462,9 +464,9 @@ class WhatIf:
             progress.stage("trying second changes")
             done, left_out = self._summaries(more, config, budget_s, processes, clock, progress)
             on_top, _ = self._changes(goal, more, done, summaries, config)
-            index, _ = self._recommended(goal, on_top, best.summary, bool(left_out))
-            if index is not None and on_top[index].gpus == best.gpus:
-                then = on_top[index]
+            second_index, _ = self._recommended(goal, on_top, best.summary, bool(left_out))
+            if second_index is not None and on_top[second_index].gpus == best.gpus:
+                then = on_top[second_index]
             if left_out:
                 notes.append(f"{len(left_out)} of {len(more)} second changes were not tried for lack of time.")
         if names := unsayable(self.config):
@@ -473,7 +475,7 @@ class WhatIf:
         paths = self._paths(before[0], goal)
         baseline = {path: at(before[0], path) for path in paths}
         command = command_of(str(self._run.path), self.config)
-        return Outcome(goal, baseline, changes, place, reason, then, untried, refused, notes, command)
+        return Outcome(goal, baseline, changes, index, reason, then, untried, refused, notes, command)
 
     def _beyond(self, before: Mapping[str, Any], changes: Sequence[Change]) -> list[str]:
         """That the requests are more than any of the settings serves, if they are."""
@@ -520,19 +522,19 @@ class WhatIf:
         clock: WallClock,
         progress: Progress,
     ) -> tuple[dict[int, list[dict[str, Any]] | str], list[Settings]]:
-        """By the place in `wanted`: the summaries of all seeds, or why it cannot run; and those that were not reached
+        """By the index in `wanted`: the summaries of all seeds, or why it cannot run; and those that were not reached
         by `until_s`."""
         runs: list[tuple[Trace, RunConfig]] = []
         owner: list[int] = []
         found: dict[int, list[dict[str, Any]] | str] = {}
-        for place, values in enumerate(wanted):
+        for index, values in enumerate(wanted):
             try:
                 configs = [config.with_values(**values).with_values(seed=seed) for seed in self._seeds]
             except InputError as error:
-                found[place] = in_one_line(error)
+                found[index] = in_one_line(error)
                 continue
             runs += [(self.trace, one) for one in configs]
-            owner += [place] * len(configs)
+            owner += [index] * len(configs)
         ended: dict[int, PointResult] = {}
         results = run_all(summarise, runs, processes)
         for number, result in results:
@@ -541,13 +543,13 @@ class WhatIf:
             if until_s is not None and clock.now() > until_s:
                 break
         results.close()
-        for place in dict.fromkeys(owner):
-            mine = [ended.get(number) for number, of in enumerate(owner) if of == place]
+        for index in dict.fromkeys(owner):
+            mine = [ended.get(number) for number, of in enumerate(owner) if of == index]
             if any(one is not None and one.error for one in mine):
-                found[place] = next(one.error for one in mine if one is not None and one.error)
+                found[index] = next(one.error for one in mine if one is not None and one.error)
             elif all(one is not None for one in mine):
-                found[place] = [one.summary for one in mine if one is not None]
-        return found, [values for place, values in enumerate(wanted) if place not in found]
+                found[index] = [one.summary for one in mine if one is not None]
+        return found, [values for index, values in enumerate(wanted) if index not in found]
 
     def _paths(self, summary: Mapping[str, Any], goal: Goal) -> list[str]:
         """The figures that are compared."""
@@ -566,8 +568,8 @@ class WhatIf:
     ) -> tuple[list[Change], list[tuple[Settings, str]]]:
         """The changes that ran, the best first, and those that cannot run."""
         changes, refused = [], []
-        for place, after in sorted(done.items()):
-            values = wanted[place]
+        for index, after in sorted(done.items()):
+            values = wanted[index]
             if isinstance(after, str) or isinstance(before, str):
                 refused.append((values, str(after)))
                 continue
@@ -588,13 +590,13 @@ class WhatIf:
     def _recommended(
         self, goal: Goal, changes: Sequence[Change], before: Mapping[str, Any], is_cut: bool
     ) -> tuple[int | None, str]:
-        """The place of the best change, with which no more requests fail unless the goal counts them, and which needs
+        """The index of the best change, with which no more requests fail unless the goal counts them, and which needs
         no more GPUs unless nothing else helps; or why there is none."""
         start = goal.score(before)
         failed = at(before, FAILED) or 0
         helping = [
-            place
-            for place, one in enumerate(changes)
+            index
+            for index, one in enumerate(changes)
             if start is not None
             and start - one.score >= MIN_GAIN * abs(start)
             and start != one.score
@@ -602,7 +604,7 @@ class WhatIf:
             and (goal.counts_refusals or (at(one.summary, FAILED) or 0) <= failed)
         ]
         if helping:
-            return next((place for place in helping if not changes[place].needs_more_gpus), helping[0]), ""
+            return next((index for index in helping if not changes[index].needs_more_gpus), helping[0]), ""
         improves = f"improves {goal.path} by {percent(MIN_GAIN)} or more"
         reason = f"none of the changes that were tried ({len(changes)}) {improves}"
         return None, reason + ("; others were not reached in the time" if is_cut else "")

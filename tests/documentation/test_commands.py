@@ -36,7 +36,7 @@ STAND_INS = {
 }
 # Requests of commands that compute on this machine's processor, a few seconds' work.
 REAL_REQUESTS = {"run": ("--max_num_samples", "12"), "sweep": ("--max_num_samples", "3")}
-# Of all trials of `why`, a few show that it takes the run.
+# A few trials of `why` show that it takes the run.
 TRIALS = ("--budget", "1s")
 STAND_INS["rates.csv"] = "start_s,rate\n0,20\n2,0\n3,80\n"
 STAND_INS["trace.csv"] = STAND_INS["azure_conv_2023.csv"]

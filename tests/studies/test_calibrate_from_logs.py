@@ -25,7 +25,7 @@ from ifbbench.studies.run_log import read_run
 from tests.studies.logged import CHUNKED, MODEL, iterations, load_tests, replayed, tensorrt_llm, true_profile, vllm
 
 GIVEN = {**MODEL, "device": "sim:h100-sxm"}
-# Of a kind of iterations, in most tests: the fit takes nearly all of their time.
+# Most tests have so many iterations of each kind, because the fit takes nearly all of their time.
 MAX_POINTS = 60
 FIGURES = (("ttft_s", "mean"), ("ttft_s", "p99"), ("itl_s", "mean"), ("itl_s", "p99"), ("e2e_s", "mean"))
 

@@ -38,20 +38,21 @@ def repeat(
 ) -> Growth:
     """Take the blocks of `count` iterations of `rows`, those of the first one excepted, and hash the blocks that they
     fill, in the order of single iterations. Arguments are as those of `certain_steps`."""
-    size, reuses = limits.tokens_per_block, limits.reuse.enabled
+    size = limits.tokens_per_block
     known = 0 if limits.is_async else 1  # whether the token that a step computes is known when it is scheduled
-    growing, filling = dict(_starting(computed, size, count)), dict(_starting(computed + known, size, count))
+    growing = dict(_starting(computed, size, count))
+    filling = dict(_starting(computed + known, size, count)) if limits.reuse.enabled else {}
     more_blocks, more_new = [0] * count, [0] * count
     table.confirmed[rows] += count  # so that their symbolic tokens are made
     before, before_new = cache.pool.num_free, cache.pool.counters.allocated_new
-    for step in sorted(growing.keys() | (filling.keys() if reuses else set())):
+    for step in sorted(growing.keys() | filling.keys()):
         if step in growing:
             cache.grow_each(rows[growing[step]])
         more_blocks[step], more_new[step] = (
             before - cache.pool.num_free,
             cache.pool.counters.allocated_new - before_new,
         )
-        for index in filling.get(step, ()) if reuses else ():
+        for index in filling.get(step, ()):
             row = int(rows[index])
             cache.set_hashes(table.requests[row], int(computed[index]) + step + known)
     for step in range(1, count):
