@@ -3,11 +3,13 @@
 Without a C compiler the package is built as pure Python. `ifbbench --version` reports which of the two runs.
 """
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Sequence
 from contextlib import chdir
+from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -30,13 +32,21 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
     """Compiles the `modules` of the hook's configuration into the wheel, or for an editable install beside them."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and add the files to the wheel, which is then one for this version of Python and this platform."""
+        """Compile, and add the files to the wheel, which is then one for this version of Python and this platform.
+
+        A build of the same sources, by this hook and this version of mypyc, is kept: an editable install leaves one
+        beside the sources."""
         compiled = _load(Path(self.root) / "ifbbench" / "compiled.py")
-        shutil.rmtree(compiled.DIRECTORY, ignore_errors=True)
         if os.environ.get(compiled.ENVIRONMENT):
+            shutil.rmtree(compiled.DIRECTORY, ignore_errors=True)
             return
         try:
-            compile_modules(Path(self.root), compiled, self.config["modules"])
+            build = _description(compiled, self.config["modules"])
+            path = compiled.DIRECTORY / compiled.BUILD
+            if not path.exists() or json.loads(path.read_text(encoding="utf-8")) != build:
+                shutil.rmtree(compiled.DIRECTORY, ignore_errors=True)
+                compile_modules(Path(self.root), compiled, self.config["modules"])
+                path.write_text(json.dumps(build, indent=1) + "\n", encoding="utf-8")
         except (Exception, SystemExit) as error:  # mypyc ends the process with its errors
             shutil.rmtree(compiled.DIRECTORY, ignore_errors=True)
             self.app.display_warning(f"ifbbench is built as pure Python; its loop was not compiled: {error}")
@@ -74,11 +84,19 @@ def compile_modules(root: Path, compiled: Any, modules: Sequence[str]) -> None:
         for extension in extensions:
             built = Path(command.get_ext_fullpath(extension.name))
             shutil.copy(built, compiled.DIRECTORY / (extension.name + EXTENSION_SUFFIXES[0]))
-    build = {
+
+
+def _description(compiled: Any, modules: Sequence[str]) -> dict[str, Any]:
+    """What a build of `modules` is made from. PackageNotFoundError without mypy."""
+    # The types in all other modules of the package decide what mypyc makes of these.
+    read = hashlib.sha256(metadata.version("mypy").encode())
+    for path in (Path(__file__), *sorted(compiled.PACKAGE.rglob("*.py"))):
+        read.update(str(path).encode() + path.read_bytes())
+    return {
         "suffix": EXTENSION_SUFFIXES[0],
-        "sources": {module: compiled.digest(source) for module, source in sources.items()},
+        "read": read.hexdigest(),
+        "sources": {module: compiled.digest(compiled.source_of(module)) for module in modules},
     }
-    (compiled.DIRECTORY / compiled.BUILD).write_text(json.dumps(build, indent=1) + "\n", encoding="utf-8")
 
 
 def _load(path: Path) -> Any:

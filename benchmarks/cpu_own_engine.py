@@ -8,7 +8,7 @@ from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.schedulers.engines import make_loop
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.config import RunConfig
 
 DTYPE_NAMES = {"float32": "float32", "bfloat16": "bf16"}

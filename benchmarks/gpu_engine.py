@@ -14,7 +14,8 @@ from statistics import median
 from typing import Any
 
 from ifbbench.models.named_models import load_model_config
-from ifbbench.replay.run import RunResult, run_trace
+from ifbbench.replay.run import run_trace
+from ifbbench.replay.single import RunResult
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.shard import Shard
 

@@ -13,7 +13,7 @@ from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.request import Request
 from ifbbench.rundir import run_directory
 from ifbbench.schedulers.engines import make_loop
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.modes import Overlap
 
 DEVICE_S = 0.005

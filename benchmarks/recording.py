@@ -16,11 +16,13 @@ from typing import Any
 
 from ifbbench.build.engine import Engine, build_engine, warm_up
 from ifbbench.engine.interfaces import Observer, Unobserved
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import IterationRecord
+from ifbbench.engine.stretch import Stretch
 from ifbbench.replay.client import make_client
 from ifbbench.replay.requests import request_maker
 from ifbbench.rundir.recorder import Complete, Recorder
 from ifbbench.rundir.run_directory import hardware, versions
+from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import load_trace
@@ -73,6 +75,7 @@ def loop_seconds(engine: Engine, trace: Trace, records: bool) -> dict[str, float
             client.queued,
             next_change=client.next_arrival_s,
             next_priority=client.next_priority,
+            is_open_loop=client.is_open_loop,
         )
         engine.clock.restart()
         start_s = time.process_time()

@@ -13,13 +13,13 @@ from ifbbench.clock import WallClock
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.interfaces import Observer, Unobserved
 from ifbbench.engine.loop import TokenGenerationLoop
-from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.rundir.recorder import Recorder
 from ifbbench.rundir.run_directory import hardware, versions
+from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.schedulers.engines import make_loop
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES
 from ifbbench.settings.modes import BatchingType
 from tests.engine.engine import scheduler_of

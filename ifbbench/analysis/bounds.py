@@ -19,13 +19,14 @@ import numpy as np
 
 from ifbbench.analysis.device_costs import Device, MeasuredDevice, SimulatedDevice
 from ifbbench.analysis.number_texts import percent
-from ifbbench.analysis.recorded import Floats, RecordedRun
+from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.words import TENSORRT_LLM, Words, words_of
 from ifbbench.analysis.work import STATIC, RunWork, Windows, read_work
 from ifbbench.build.engine import build_engine
 from ifbbench.build.resolve import parse_windows
 from ifbbench.errors import InputError
 from ifbbench.rundir.rows import Id
+from ifbbench.rundir.timeline import Floats
 from ifbbench.settings.names import from_mapping
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.step_work import StepWork, StepWorks
@@ -118,6 +119,8 @@ class Bounds:
             raise InputError("device null computes nothing, so that no time is the least")
         if run.config.get("draft_len"):
             raise InputError("draft tokens make a step yield several tokens, so the least number of steps is unknown")
+        if (run.config.get("attention_dp_size") or 1) > 1:
+            raise InputError("parts of the devices wait for each other, so the least time of a schedule is unknown")
         if not run.spans:
             raise InputError(f"{run.data.path}: no request's spans are recorded")
         simulated, self._windows = _simulated(run)
@@ -129,6 +132,24 @@ class Bounds:
     def predicted_s(self, works: StepWorks) -> Floats:
         """Seconds of the device in each iteration of this work; of all pipeline stages, which it passes through."""
         return self._device.times_s(works)
+
+    @cached_property
+    def device_s(self) -> Floats:
+        """Seconds of the device in each iteration."""
+        if not isinstance(self._device, SimulatedDevice):
+            return self._timeline.device_s
+        # With overlap, an iteration that the device has done is collected only after the host's next submission.
+        return np.minimum(self._timeline.device_s, self.predicted_s(self.work.computed))
+
+    @property
+    def begin_s(self) -> float:
+        """The first arrival."""
+        return self._timeline.begin_s
+
+    @property
+    def done_s(self) -> Floats:
+        """When each iteration had ended, and all before it."""
+        return self._timeline.done_s
 
     def request_s(self, request_id: Id) -> float | None:
         """A lower bound of the latency of a request: its time alone on the device. None if it did not complete."""
@@ -182,11 +203,7 @@ class Bounds:
         timeline, work = self._timeline, self.work
         device_s = self._least_s(np.arange(len(work.ids)))
         computed_s, useful_s = self.predicted_s(work.computed), self.predicted_s(work.useful)
-        unpadded_s = self.predicted_s(work.unpadded)
-        measured_s = timeline.device_s
-        if isinstance(self._device, SimulatedDevice):
-            # With overlap, an iteration that the device has done is collected only after the host's next submission.
-            measured_s = np.minimum(measured_s, computed_s)
+        unpadded_s, measured_s = self.predicted_s(work.unpadded), self.device_s
         # What is predicted is divided as measured: the shares of the device's time in each iteration.
         factor = np.divide(measured_s, computed_s, out=np.zeros_like(measured_s), where=computed_s > 0)
         padding_s = np.clip((computed_s - unpadded_s) * factor, 0.0, measured_s)
@@ -271,10 +288,10 @@ def _simulated(run: RecordedRun) -> tuple[SimulatedDevice | None, Windows]:
 class _Timeline:
     """The time of a run from its first arrival to its last end, divided among device, host and waiting for arrivals.
 
-    device_s: [iterations], after submission and after the end of the iteration before; limit: [iterations], place in
-    LIMITS of what bound each. arrivals_s: no request was there. batching_s: requests waited for a static batch to be
-    full. busy_s: of host and device, the rest. Between iterations that
-    thinned statistics recorded, times are interpolated.
+    done_s: [iterations], when each had ended, and all before it. device_s: [iterations], after submission and after the
+    end of the iteration before. limit: [iterations], position in LIMITS of what bound each. arrivals_s: no request was
+    there. batching_s: requests waited for a static batch to be full. busy_s: of host and device, the rest. Between
+    iterations that thinned statistics recorded, times are interpolated.
     """
 
     def __init__(self, run: RecordedRun, size: int) -> None:
@@ -292,6 +309,7 @@ class _Timeline:
         # With overlap an iteration begins before the one before ends.
         done_s = np.clip(np.maximum.accumulate(latency_end_s), self.begin_s, end_s)
         free_s = np.concatenate(([self.begin_s], done_s[:-1]))
+        self.done_s = done_s
         begun_s = np.clip(start_s, free_s, done_s)
         submitted_s = np.clip(submit_s, begun_s, done_s)
         self.device_s = done_s - submitted_s

@@ -5,15 +5,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ifbbench.analysis.confidence import OF_BLOCKS, margins
 from ifbbench.analysis.figures import Figure, compared_figures
+from ifbbench.analysis.fleet import Parting, first_parting
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import Words, words_of
 from ifbbench.rundir.lines import RUNNING
 from ifbbench.rundir.metrics import limit_waited_for
-from ifbbench.rundir.rows import AnyIterationRow, Id, Span
+from ifbbench.rundir.rows import Id, Span
+from ifbbench.rundir.timeline import Iterations
 from ifbbench.settings.config import ARRIVAL_SETTINGS, ENGINES, READ_SETTINGS, settings
 
 # Policies and engines that keep no blocks for the output of a request that starts.
@@ -65,10 +69,13 @@ class Change:
 
 
 class Comparison:
-    """Run `b` compared with run `a`. repeats: both with several seeds, from which the figures are then taken."""
+    """Run `b` compared with run `a`. repeats: both with several seeds, from which the figures are then taken. name: of
+    `b` in sentences."""
 
-    def __init__(self, a: RecordedRun, b: RecordedRun, repeats: RepeatsComparison | None = None) -> None:
-        self.a, self.b, self.repeats = a, b, repeats
+    def __init__(
+        self, a: RecordedRun, b: RecordedRun, repeats: RepeatsComparison | None = None, name: str = "b"
+    ) -> None:
+        self.a, self.b, self.repeats, self.name = a, b, repeats, name
 
     @property
     def same_trace(self) -> bool:
@@ -155,13 +162,23 @@ class Comparison:
             [_in_words(one, words_of_run) for one in side if one[0] == iteration]
             for side, words_of_run in zip(only, words, strict=True)
         ]
-        rows = [run.row_at(iteration) for run in runs]
-        starts = [None if row is None else row.details.start_s for row in rows]
-        states, parted = list(map(_state, rows, words)), list[str]()
+        found = [run.iteration(iteration) for run in runs]
+        starts = [None if one is None else float(one.start_s[0]) for one in found]
+        states, parted = list(map(_state, found, words)), list[str]()
         if self.has_two_engines:
             named = {one[1] for side in only for one in side if one[0] == iteration}
-            parted = [*_parted(runs, iteration, named), *_parted(runs[::-1], iteration, named, ("b", "a"))]
+            parted = [
+                *_parted(runs, iteration, named, ("a", self.name)),
+                *_parted(runs[::-1], iteration, named, (self.name, "a")),
+            ]
         return Divergence(iteration, starts[0], starts[1], texts[0], texts[1], states, parted)
+
+    @cached_property
+    def routing(self) -> Parting | None:
+        """Where the routing of two fleets first differs; None if it does not, or a run is no fleet."""
+        if not (self.a.data.is_fleet and self.b.data.is_fleet and self.same_trace):
+            return None
+        return first_parting(self.a.data, self.b.data)
 
     def changes(self, count: int) -> tuple[list[Change], list[Change]]:
         """The `count` requests that gained most in run b, and those that lost most; none if the traces differ."""
@@ -218,7 +235,8 @@ class Comparison:
         """For JSON."""
         gained, lost = self.changes(count)
         divergence = self.first_divergence
-        return {
+        routing = {} if self.routing is None else {"first_routed_differently": self.routing.as_dict()}
+        return routing | {
             "a": str(self.a.data.path),
             "b": str(self.b.data.path),
             "identical": self.identical,
@@ -278,7 +296,7 @@ def _in_words(decision: Decision, words: Words) -> str:
 
 
 def _parted(
-    runs: tuple[RecordedRun, ...], iteration: int, named: Collection[str], names: tuple[str, str] = ("a", "b")
+    runs: tuple[RecordedRun, ...], iteration: int, named: Collection[str], names: tuple[str, str]
 ) -> Iterator[str]:
     """Which of the requests `named` ran in this iteration of the first run and not of the second, and why not."""
     ran, other = runs
@@ -302,7 +320,7 @@ def _runs_in(spans: Sequence[Span], iteration: int) -> bool:
 
 def _not_run(spans: Sequence[Span], iteration: int, run: RecordedRun, heads: HeadsOfLine) -> str:
     """Why a request with these spans did not run in an iteration of `run`."""
-    words, row = words_of(run.config), run.row_at(iteration)
+    words, recorded = words_of(run.config), run.iteration(iteration)
     if not spans or iteration < spans[0].first:
         return "had not arrived"
     if iteration > spans[-1].last:
@@ -310,23 +328,23 @@ def _not_run(spans: Sequence[Span], iteration: int, run: RecordedRun, heads: Hea
     found = [span for span in spans if span.first <= iteration <= span.last]
     if found and found[0].waits_for is not None:
         held = next((part for part in heads.holding(found[0]) if part.first <= iteration <= part.last), None)
-        if held is None or row is None or row.details.first_left_out is None:
+        if held is None or recorded is None or not recorded.left_out_pairs:
             return "arrived while the iteration ran"
         behind = "" if held.behind is None else f" behind {held.behind}, which waited"
         return f"waited{behind} for {words.waits_for(held.limit)}"
     return f"was {words.phase(found[0].phase)}" if found else "did not run"
 
 
-def _state(row: AnyIterationRow | None, words: Words) -> str:
-    """What an iteration had and left out, in words."""
-    if row is None:
+def _state(one: Iterations | None, words: Words) -> str:
+    """What one iteration had and left out, in words."""
+    if one is None:
         return "no such iteration"
-    details, left_out = row.details, row.details.first_left_out
-    blocks = "" if row.used_blocks is None else f", {row.used_blocks:,} KV blocks in use"
+    blocks = "" if np.isnan(one.used_blocks[0]) else f", {one.used_blocks[0]:,.0f} KV blocks in use"
     reason = "no request was left out"
-    if left_out is not None:
-        reason = f"request {left_out.request_id} was left out first, for {words.waits_for(left_out.reason)}"
-    return f"{row.active:,} active requests, {details.budget_used:,} tokens{blocks}; {reason}"
+    if one.left_out_pairs:
+        request_id, limit = one.left_out_pairs[0]
+        reason = f"request {request_id} was left out first, for {words.waits_for(limit)}"
+    return f"{one.active[0]:,} active requests, {one.budget_used[0]:,} tokens{blocks}; {reason}"
 
 
 def _behind(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> str:

@@ -5,8 +5,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ifbbench.analysis.recorded import Floats
 from ifbbench.clock import NANOSECONDS
+from ifbbench.rundir.timeline import Floats
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.least_time import LeastTime
 from ifbbench.simulated.step_work import StepWork, StepWorks

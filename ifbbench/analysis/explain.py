@@ -1,15 +1,18 @@
 """What one request did and waited for from its arrival to its end, and what one iteration decided and why."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
+from ifbbench.analysis.generation_time import PROMPTS
 from ifbbench.analysis.number_texts import percent
-from ifbbench.analysis.recorded import NO_REQUEST, RecordedRun
+from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import TENSORRT_LLM, Words, setting_of, words_of
 from ifbbench.errors import InputError
 from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.rows import Id, Span
+from ifbbench.rundir.timeline import NO_REQUEST
 from ifbbench.settings.modes import Overlap
 
 
@@ -66,7 +69,8 @@ class RequestLife:
     """A request from its arrival to its end. row: its line of `requests.jsonl`, empty if it had not ended.
 
     attribution_s: seconds by what it did or waited for; they add up to its end-to-end latency. least_s: a lower bound
-    of that latency, its time alone on the device; None if unknown. words: of the engine.
+    of that latency, its time alone on the device; None if unknown. generation_s: what the time between its tokens was
+    spent on, see `generation_time`; empty if unknown. words: of the engine.
     """
 
     request_id: Id
@@ -75,6 +79,7 @@ class RequestLife:
     stretches: list[Stretch]
     attribution_s: dict[str, float]
     least_s: float | None = None
+    generation_s: dict[str, float] = field(default_factory=dict)
     words: Words = TENSORRT_LLM
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,15 +104,31 @@ class RequestLife:
             {"request_id": self.request_id, "arrival_s": self.arrival_s}
             | facts
             | {
-                "summary": " ".join(self.sentences()),
+                "summary": self.summary,
                 "life": [stretch.as_dict(self.words) for stretch in self.stretches],
                 "attribution_s": self.attribution_s,
+                "generation_s": self.generation_s,
                 "lower_bound_s": self.least_s,
             }
         )
 
+    @property
+    def summary(self) -> str:
+        """What happened to the request, in words."""
+        return " ".join([*self.sentences(), *self._between_tokens()])
+
+    def _between_tokens(self) -> list[str]:
+        """How much of the time between its tokens prompts of others took, if that matters."""
+        tokens_s, prompts_s = sum(self.generation_s.values()), self.generation_s.get(PROMPTS, 0.0)
+        if prompts_s < 0.01 * (self.row.get("e2e_s") or math.inf):
+            return []
+        return [
+            f"Prompts of others in the same iterations took {prompts_s:.3f} s ({percent(prompts_s / tokens_s)}) of the "
+            f"{tokens_s:.3f} s between its tokens."
+        ]
+
     def sentences(self) -> list[str]:
-        """The facts that matter, in words."""
+        """The times of the request and what it waited for, in words."""
         if self.row.get("error"):
             return [f"Request {self.request_id} failed: {self.row['error']}"]
         if not self.row:
@@ -124,7 +145,7 @@ class RequestLife:
         if self.least_s is not None:
             text += f" Alone on the device it takes at least {self.least_s:.3f} s."
         if largest is None or waited[largest] < 0.01 * e2e_s:
-            return [text, "Nothing held it back for more than 1 % of that time."]
+            return [text, "No limit held it back for more than 1 % of that time."]
         sentences = [
             text,
             f"It waited or was {self.words.paused} for {percent(sum(waited.values()) / e2e_s)} of that time.",

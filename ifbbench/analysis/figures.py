@@ -114,3 +114,10 @@ def failed_condition(text: str, figures: Mapping[str, Figure]) -> str | None:
     unit = " %" if percent else ""
     kind = "changed by" if sign or percent else "is"
     return f"{name} {kind} {value:+.4g}{unit}: {text.strip()}" if holds else None
+
+
+def neighbours(values: Sequence[float], of: float) -> list[int]:
+    """The indices of the nearest smaller and the nearest larger one of `values`, as far as there are any."""
+    ordered = sorted(range(len(values)), key=values.__getitem__)
+    smaller = [index for index in ordered if values[index] < of]
+    return smaller[-1:] + [index for index in ordered if values[index] > of][:1]

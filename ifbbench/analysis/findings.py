@@ -9,6 +9,7 @@ import numpy as np
 from ifbbench.analysis.bounds import Bounds, LowerBound
 from ifbbench.analysis.culprits import Culprit, culprits_of
 from ifbbench.analysis.explain import RequestLife, request_life
+from ifbbench.analysis.generation_time import GenerationTime
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
@@ -88,6 +89,11 @@ class Findings:
         except InputError as error:
             return str(error)
 
+    @cached_property
+    def generation(self) -> GenerationTime | None:
+        """What the time between tokens was spent on; None if the costs of the device are unknown."""
+        return None if isinstance(self.bounds, str) else GenerationTime(self.run, self.bounds)
+
     @property
     def lower_bound(self) -> LowerBound | str:
         """The parts of the duration of the run, or why they are unknown."""
@@ -95,8 +101,11 @@ class Findings:
 
     def life(self, request_id: Id) -> RequestLife:
         """What one request did and waited for, with the lower bound of its latency."""
-        least_s = None if isinstance(self.bounds, str) else self.bounds.request_s(request_id)
-        return replace(request_life(self.run, self.heads, request_id), least_s=least_s)
+        life = request_life(self.run, self.heads, request_id)
+        if isinstance(self.bounds, str) or self.generation is None:
+            return life
+        least_s, generation_s = self.bounds.request_s(request_id), self.generation.of_request(request_id)
+        return replace(life, least_s=least_s, generation_s=generation_s)
 
     def slowest(
         self, count: int, by: str = "e2e", of_class: str | None = None, missed: bool = False
@@ -174,6 +183,7 @@ class Findings:
                 "gained_s": sum(entry.gained_s for entry in self.ledger.entries),
                 "thrashing": [{"request_id": one, "pauses": count} for one, count in self.ledger.thrashing()],
             },
+            "generation": self.generation and self.generation.as_dict(),
             "lower_bound": {"unknown": bound} if isinstance(bound, str) else bound.as_dict(),
             "advice": {"text": self.waiting_text, "limit": next(iter(self.waiting_s), None)},
         }

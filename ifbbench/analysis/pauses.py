@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from io import StringIO
 from pathlib import Path
 
-from ifbbench.analysis.recorded import NO_REQUEST, PauseEvent, RecordedRun
+from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.files import replace_file
 from ifbbench.rundir.rows import Id, Span
+from ifbbench.rundir.timeline import NO_REQUEST, PauseEvent
 
 THRASHING_PAUSES = 3
 

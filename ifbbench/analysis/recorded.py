@@ -1,158 +1,23 @@
-"""A recorded run as arrays: its iterations, its spans, and its requests in the order in which they are scheduled."""
+"""A recorded run: its timeline, its spans, and its requests in the order in which they are scheduled."""
 
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec import convert
 from msgspec.json import Decoder
-from numpy.typing import NDArray
 
 from ifbbench.analysis.confidence import RunSample
-from ifbbench.compressed import is_compressed
 from ifbbench.engine.plan import Limit
 from ifbbench.errors import InputError
-from ifbbench.rundir.reader import REQUEST_FIELDS, RunData, check_lines, load_run, read_lines
-from ifbbench.rundir.rows import AnyIterationRow, Id, Span, TraceRow, find_row, iteration_decoder, read_rows
+from ifbbench.rundir.columns import iteration_pieces
+from ifbbench.rundir.reader import REQUEST_FIELDS, RunData, check_lines, load_run
+from ifbbench.rundir.rows import Id, Span, TraceRow, read_lines, read_rows
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
+from ifbbench.rundir.timeline import UNUSED, Iterations, read_iteration, read_iterations
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-
-NO_REQUEST = -1
 QUEUE = Limit.BATCH_SIZE.value  # the cause of waiting of a request that is not active yet
-
-
-@dataclass(frozen=True)
-class PauseEvent:
-    """One pause: `victim` lost its KV blocks in an iteration to make room for `beneficiary`."""
-
-    iteration: int
-    victim: Id
-    beneficiary: Id
-
-
-@dataclass(frozen=True)
-class Iterations:
-    """The recorded iterations, one element each: every one, unless the statistics were thinned.
-
-    number: the iteration's. start_s, end_s, host_s: seconds. delivered_s: when its tokens reached their clients.
-    limit: position in `limits` of what bound it. left_out: position in `left_out_pairs` of the first request that was
-    left out and the reason; NO_REQUEST if none. used_blocks: NaN for a cache without blocks. blocks_of_window: by the
-    tokens of each of several attention windows, the blocks of it that are in use (NaN where a line lacks them), and all
-    of them.
-    """
-
-    number: Integers
-    start_s: Floats
-    end_s: Floats
-    delivered_s: Floats
-    host_s: Floats
-    limit: Integers
-    limits: list[str]
-    left_out: Integers
-    left_out_pairs: list[tuple[Id, str]]
-    queued: Integers
-    waiting: Integers
-    active: Integers
-    budget_used: Integers
-    used_blocks: Floats
-    blocks_of_window: dict[str, tuple[Floats, int]]
-    pauses: list[PauseEvent]
-
-    def __len__(self) -> int:
-        return len(self.number)
-
-    def start_of(self, iteration: int) -> float:
-        """When an iteration began (s); interpolated for one that was not recorded."""
-        return self._interpolated(iteration, self.start_s)
-
-    def end_of(self, iteration: int) -> float:
-        """When an iteration ended (s); interpolated for one that was not recorded."""
-        return self._interpolated(iteration, self.end_s)
-
-    def _interpolated(self, iteration: int, times_s: Floats) -> float:
-        """As np.interp, which converts all of `number` each time."""
-        right = min(int(self.number.searchsorted(iteration)), len(self.number) - 1)
-        after = int(self.number[right])
-        if right == 0 or after <= iteration:
-            return float(times_s[right])
-        before = int(self.number[right - 1])
-        share = (iteration - before) / (after - before)
-        return float(times_s[right - 1] + share * (times_s[right] - times_s[right - 1]))
-
-    def position(self, iteration: int) -> int:
-        """The element of `iteration`, or of the last recorded one before it."""
-        return max(int(np.searchsorted(self.number, iteration, side="right")) - 1, 0)
-
-
-class _Numbered(dict[Any, int]):
-    """Numbers keys from 0 in the order in which they are first looked up."""
-
-    def __missing__(self, key: Any) -> int:
-        self[key] = number = len(self)
-        return number
-
-
-def read_iterations(path: Path) -> Iterations:
-    """All recorded iterations of the file at `path`."""
-    limits, pairs = _Numbered(), _Numbered()
-    pieces: list[tuple[NDArray[Any], ...]] = []
-    pauses: list[PauseEvent] = []
-    pools, used_of_window = dict[str, int](), dict[str, list[Floats]]()
-    for rows in read_rows(path, iteration_decoder(path)):
-        details = [row.details for row in rows]
-        left_out = [one.first_left_out for one in details]
-        start_s, latency_ms = np.array([one.start_s for one in details]), np.array([one.latency_ms for one in details])
-        delivered_ms = latency_ms + np.array([one.delivery_ms for one in details])
-        pieces.append(
-            (
-                np.array([row.number for row in rows]),
-                start_s,
-                start_s + latency_ms / 1000,
-                start_s + delivered_ms / 1000,
-                np.array([one.host_ms for one in details]) / 1000,
-                np.array([limits[one.bound_by] for one in details]),
-                np.array([NO_REQUEST if one is None else pairs[one.request_id, one.reason] for one in left_out]),
-                np.array([one.queued for one in details]),
-                np.array([one.waiting for one in details]),
-                np.array([row.active for row in rows]),
-                np.array([one.budget_used for one in details]),
-                np.array([row.used_blocks for row in rows], np.float64),
-            )
-        )
-        for size in details[0].windows:
-            of_rows = [one.windows.get(size) for one in details]
-            pools[size] = max(one.blocks for one in of_rows if one is not None)
-            used = np.array([np.nan if one is None else one.used for one in of_rows])
-            used_of_window.setdefault(size, []).append(used)
-        for row in rows:
-            for pause in row.details.paused:
-                pauses.append(PauseEvent(row.number, pause.request_id, pause.beneficiary))
-    columns = [np.concatenate(parts) for parts in zip(*pieces, strict=True)] or [np.empty(0)] * 12
-    number, start_s, end_s, delivered_s, host_s, limit, first, queued, waiting, active, budget, used = columns
-    of_window = {size: (np.concatenate(parts), pools[size]) for size, parts in used_of_window.items()}
-    return Iterations(
-        number,
-        start_s,
-        end_s,
-        delivered_s,
-        host_s,
-        limit,
-        list(limits),
-        first,
-        list(pairs),
-        queued,
-        waiting,
-        active,
-        budget,
-        used,
-        of_window,
-        pauses,
-    )
 
 
 class _TraceRows(dict[Id, TraceRow]):
@@ -197,8 +62,7 @@ class RecordedRun:
     @cached_property
     def nothing_ran(self) -> str:
         """That there is no iteration, and why; empty if there is one."""
-        path = find_iterations(self.data.path)
-        if next(chain.from_iterable(read_rows(path, iteration_decoder(path))), None) is not None:
+        if any(iteration_pieces(find_iterations(self.data.path), self.config, UNUSED)):
             return ""
         failed = sum(row["outcome"] == "failed" for row in self.row_of.values())
         why = f"{failed} requests failed; `ifbbench report {self.data.path}` says why" if failed else ""
@@ -215,18 +79,14 @@ class RecordedRun:
     @cached_property
     def iterations(self) -> Iterations:
         path = find_iterations(self.data.path)
-        found = read_iterations(path)
+        found = read_iterations(path, self.config)
         check_lines(path, int(found.number.max(initial=0)), len(found), self.data.recorded_every)
         return found
 
-    def row_at(self, number: int) -> AnyIterationRow | None:
-        """The line of one iteration, found without reading the others if the file is plain; None if it is not
-        recorded."""
-        path = find_iterations(self.data.path)
-        if not is_compressed(path):
-            return find_row(path, iteration_decoder(path), number)
-        rows = chain.from_iterable(read_rows(path, iteration_decoder(path)))
-        return next((row for row in rows if row.number == number), None)
+    def iteration(self, number: int) -> Iterations | None:
+        """One iteration, as columns of one element, found without reading the others if the file is plain; None if it
+        is not recorded."""
+        return read_iteration(find_iterations(self.data.path), number)
 
     @cached_property
     def spans(self) -> dict[Id, list[Span]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -119,12 +118,6 @@ class TokenGaps:
         count = np.concatenate([counts[later], np.ones(len(after) - len(later))]).astype(np.int64)
         return cls(end_s - clock.tokens(before), end_s, over_pause, count)
 
-    @cached_property
-    def ascending(self) -> Floats:
-        """Every gap, the shortest first."""
-        order = np.argsort(self.seconds)
-        return np.repeat(self.seconds[order], self.count[order])
-
 
 def token_times(run: RunData) -> dict[str, Floats]:
     """Request id to the times of its output tokens (s), of a run against an endpoint. Failed requests are left out."""
@@ -137,7 +130,9 @@ def token_times(run: RunData) -> dict[str, Floats]:
 
 def inter_token_gaps(run: RunData) -> Floats:
     """Every gap between consecutive output tokens of a request, of all requests pooled, in seconds, in order."""
-    return TokenGaps.of(run).ascending
+    gaps = TokenGaps.of(run)
+    order = np.argsort(gaps.seconds)
+    return np.repeat(gaps.seconds[order], gaps.count[order])
 
 
 def output_tokens(run: RunData) -> Floats:

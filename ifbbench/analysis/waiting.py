@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ifbbench.analysis.recorded import NO_REQUEST, QUEUE, Floats, RecordedRun
+from ifbbench.analysis.recorded import QUEUE, RecordedRun
 from ifbbench.engine.plan import Limit
 from ifbbench.rundir.lines import Phase
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.spans import HEAD_OF_LINE
+from ifbbench.rundir.timeline import NO_REQUEST, Floats
 
 PAUSED = Phase.PAUSED
 # The limit that only the micro-batch scheduler has.

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ifbbench.rundir.metrics import BOUND_BY, WAITING_BEHIND, limit_waited_for
-from ifbbench.settings.vllm_serve import OPTIONS
+from ifbbench.settings.fields import as_text
+from ifbbench.settings.servers import SERVERS
 
 
 class LimitText(NamedTuple):
@@ -30,6 +31,7 @@ LIMITS = {
     "full_prompt": LimitText(
         "full prompt reserved", "KV blocks for its full prompt", "full", "full prompt", "scheduler_reserve_full_isl"
     ),
+    "prefill": LimitText("prompts first", "an iteration without prompts", "fill", "prompts"),
     "none": LimitText("no limit", "no limit", "none"),
     "head_of_line": LimitText("behind another request", "the request before it", "line"),
     "paused": LimitText("paused", "blocks after a pause", "paused"),
@@ -86,8 +88,15 @@ class Words:
 
     def setting_name(self, limit: str) -> str:
         """The setting with the size of `limit`, as the engine calls it; empty if none has it."""
-        name = setting_of(limit)
-        return self.settings.get(name, name)
+        return self.own_name(setting_of(limit))
+
+    def own_name(self, setting: str) -> str:
+        """A setting as the engine calls it."""
+        return self.settings.get(setting, setting)
+
+    def with_values(self, settings: Mapping[str, Any]) -> str:
+        """Settings and their values in a sentence."""
+        return ", ".join(f"{self.own_name(name)} {as_text(value)}" for name, value in settings.items())
 
     def part_name(self, part: str) -> str:
         """A part of the attribution of a request's time, in a table."""
@@ -110,9 +119,22 @@ VLLM = Words(
         "batch_size": LimitText("number of sequences", "a sequence slot", "seqs", "sequences", "max_batch_size"),
         "paused": LimitText("pre-empted", "blocks after a pre-emption", "pre-empted"),
     },
-    settings={name: option.replace("-", "_") for name, option in OPTIONS.items()},
+    settings={name: option.replace("-", "_") for name, option in SERVERS["vllm"].options.items()},
 )
-OF_ENGINES = {"vllm": VLLM}
+SGLANG = Words(
+    pause="retraction",
+    paused="retracted",
+    chunked="chunked prefill",
+    limits=LIMITS
+    | {
+        "batch_size": LimitText("running requests", "a place among the running", "run", "running", "max_batch_size"),
+        "num_tokens": LimitText("chunk", "the chunk budget", "tok", "chunk", "max_num_tokens"),
+        "kv_blocks": LimitText("KV tokens", "KV tokens", "kv", "KV", "max_tokens_in_paged_kvcache"),
+        "paused": LimitText("retracted", "KV tokens after a retraction", "retracted"),
+    },
+    settings={name: option.replace("-", "_") for name, option in SERVERS["sglang"].options.items()},
+)
+OF_ENGINES = {"vllm": VLLM, "sglang": SGLANG}
 
 
 def words_of(*configs: Mapping[str, Any]) -> Words:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ifbbench.analysis.recorded import Floats, Integers, RecordedRun
+from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.rundir.reader import cumulated
 from ifbbench.rundir.rows import Id, Span
+from ifbbench.rundir.timeline import Floats, Integers
 from ifbbench.simulated.step_work import StepWork, StepWorks
 
 Windows = Sequence[tuple[int | None, float]]
@@ -129,6 +130,8 @@ class _Reader:
     def _context(self, group: list[Span], end: int | None, prompt_len: int, beams: int, reused: int = 0) -> None:
         """The chunks of `group`, spans since the latest pause, which it empties. end: positions that they completed;
         None if unknown, or if a pause or the end of the recording came before. reused: tokens found in the cache."""
+        if not group:
+            return
         total = sum(span.tokens for span in group)
         output = int(any(span.produced for span in group))
         if output and end is None:
@@ -151,10 +154,9 @@ class _Reader:
                     )
                 )
                 start += length
-        if group:
-            self._known = max(self._known, start)
-            self._produced += output
-            group.clear()
+        self._known = max(self._known, start)
+        self._produced += output
+        group.clear()
 
     def _generation(self, span: Span, prompt_len: int, beams: int) -> None:
         keys, every = prompt_len + span.first_output, span.every

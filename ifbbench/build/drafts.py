@@ -8,7 +8,7 @@ from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.settings.config import RunConfig
-from ifbbench.settings.modes import BatchingType
+from ifbbench.settings.modes import BatchingType, Overlap
 
 DEFAULT_DRAFT_LEN = 4
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("ifbbench")
 
 def as_drafts_need(config: RunConfig) -> RunConfig:
     """With draft tokens there is no overlap, and --draft_len has a value. InputError where drafts cannot be."""
-    sources = [name for name in ("draft_model", "draft_ngram") if getattr(config, name) is not None]
+    sources = [name for name in ("draft_model", "draft_ngram", "draft_mtp") if getattr(config, name) is not None]
     if config.acceptance_rate is not None:
         parse_acceptance(config.acceptance_rate)
         if not config.makes_no_tokens:
@@ -32,13 +32,17 @@ def as_drafts_need(config: RunConfig) -> RunConfig:
                 "simulated device --acceptance_rate."
             )
         return config
-    elif config.makes_no_tokens:
+    elif config.makes_no_tokens or config.draft_mtp is not None:
         raise InputError(
             f"--{sources[0]}: device {config.device} computes no tokens, so draft tokens are accepted "
             "at a given rate; add --acceptance_rate."
         )
     if len(sources) > 1:
-        raise InputError("--draft_ngram: --draft_model proposes draft tokens too; leave out one of them.")
+        raise InputError(f"--{sources[1]}: --{sources[0]} proposes draft tokens too; leave out one of them.")
+    if config.draft_mtp is not None and config.hardware is None:
+        raise InputError("--draft_mtp: is simulated only; leave it out, or choose --device sim:PROFILE.")
+    if config.draft_mtp is not None and config.draft_len not in (None, config.draft_mtp):
+        raise InputError(f"--draft_len: {config.draft_len}, and --draft_mtp is {config.draft_mtp}; leave it out.")
     asked = f"--{sources[0] if sources else 'acceptance_rate'}"
     if config.type == BatchingType.V1:
         raise InputError(f"{asked}: static batches (--type v1) have no draft tokens; choose another --type.")
@@ -49,16 +53,19 @@ def as_drafts_need(config: RunConfig) -> RunConfig:
             f"{asked}: log-probabilities of draft tokens are not normalised; leave out one of it and "
             "--normalize_log_probs."
         )
-    if config.enable_trt_overlap:
+    hides_host = config.draft_mtp is not None and config.overlap == Overlap.ASYNC
+    if config.enable_trt_overlap and not hides_host:
         _log.warning(
             "%s turns --enable_trt_overlap off: the next step depends on which draft tokens are accepted.", asked
         )
-    draft_len = config.draft_len or DEFAULT_DRAFT_LEN
+    draft_len = config.draft_mtp or config.draft_len or DEFAULT_DRAFT_LEN
     if config.max_num_tokens is not None and config.max_num_tokens <= draft_len:
         raise InputError(
             f"--max_num_tokens: {config.max_num_tokens} is less than the {draft_len + 1} tokens of one "
             "request's step with --draft_len; raise it, or lower --draft_len."
         )
+    if hides_host:
+        return config.with_values(draft_len=draft_len)
     return config.with_values(enable_trt_overlap=False, overlap=None, draft_len=draft_len)
 
 
@@ -90,9 +97,16 @@ def draft_settings(config: RunConfig, layout: CacheLayout) -> DraftSettings:
 
 
 def load_draft_config(config: RunConfig, model: ModelConfig) -> ModelConfig:
-    """The shape of `--draft_model`. InputError unless it can propose tokens for `model`.
+    """The shape of `--draft_model`, or of the layer for multi-token prediction. InputError unless it can propose tokens
+    for `model`.
 
     config: with resolved limits."""
+    if config.draft_mtp is not None:
+        if not model.num_draft_layers:
+            raise InputError(
+                f"--draft_mtp: model {config.model} has no layer for multi-token prediction; choose another model."
+            )
+        return model.draft_layer
     if "," in (config.max_attention_window or ""):
         raise InputError(
             "--draft_model: works with one attention window for all layers; leave it out, or give one "

@@ -27,14 +27,14 @@ from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.models.quantization import quantization_of
 from ifbbench.schedulers.engines import make_loop
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.engines import EngineOverhead, load_overhead
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.lora_cost import LoraCost
-from ifbbench.simulated.shard import Shard, kv_memory_bytes, plan_memory
+from ifbbench.simulated.shard import Shard, as_states_allow, kv_memory_bytes, plan_memory
 from ifbbench.simulated.step_work import StepWork, least_work
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def build_engine(
     malloc options and the number of threads for the whole process; without it only the number that `config` asks for
     is set. communicator: of the ranks that share the model, with several; all call this together. make_simulated_clock:
     makes the clock of a simulated device."""
+    if config.is_fleet:
+        raise InputError("--replicas, --router: this is one engine, and they are for a fleet; leave them out.")
     model = load_model_config(config.model)
     if config.stop_at_end_token and not model.eos_token_ids:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
@@ -240,13 +242,15 @@ def _engine_without_model(
     longest = max(model.max_position_embeddings, config.max_seq_len or 0)
     resolved = resolve_limits(config, longest, hardware is not None and hardware.is_cpu, beam_width)
     overhead = None if resolved.engine_overhead is None else load_overhead(resolved.engine_overhead)
+    if hardware is not None:
+        resolved = as_states_allow(model, hardware, resolved)
     memory_bytes = None if hardware is None else kv_memory_bytes(model, hardware, resolved)
     layout, lora = cache_layout(resolved, model, memory_bytes), None
     if resolved.uses_lora:
         shard = Shard.of_config(model, resolved)
         free_bytes = None if hardware is None else plan_memory(shard, hardware, resolved).beside_weights
         lora = lora_config(resolved, model, free_bytes, int(shard.compute_bytes))
-    limits = batching_config(resolved, layout, vocab_size=None, lora=lora)
+    limits = batching_config(resolved, layout, vocab_size=None, lora=lora, reads_block_tables=False)
     executor: Executor = NullExecutor()
     clock: Clock = WallClock()
     if hardware is not None:
@@ -254,8 +258,11 @@ def _engine_without_model(
         shard = Shard.of_config(model, resolved)
         if overhead is not None:
             hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
-        cost_model, draft_cost = _cost_model(shard, hardware), None
-        if resolved.draft_model is not None:
+        two_batches, draft_mtp = resolved.enable_two_batch_overlap, resolved.draft_mtp or 0
+        cost_model, draft_cost = _cost_model(shard, hardware, True, two_batches, draft_mtp), None
+        if draft_mtp:
+            draft_cost = _cost_model(replace(shard, model=model.draft_layer), hardware, True, two_batches)
+        elif resolved.draft_model is not None:
             draft_cost = _cost_model(Shard.of_config(load_draft_config(resolved, model), resolved), hardware)
         executor = SimulatedExecutor(
             cost_model,
@@ -263,6 +270,8 @@ def _engine_without_model(
             windows_of_layers(layout, model),
             LoraCost(cost_model, lora) if lora else None,
             draft_cost,
+            draft_mtp,
+            hides_host=bool(draft_mtp) and resolved.overlap is not None,
         )
     return Engine(
         executor,
@@ -280,7 +289,7 @@ def _with_cache_size(config: RunConfig, limits: BatchingConfig) -> RunConfig:
     """`config` with the resolved sizes of the caches; windows of different sizes have no common size."""
     if limits.lora is not None:
         config = config.with_values(lora_host_cache_bytes=limits.lora.host_pages * limits.lora.page_bytes)
-    if limits.is_contiguous or len(limits.windows) > 1:
+    if limits.is_contiguous or (len(limits.windows) > 1 and limits.vllm is None):
         return config
     return config.with_values(max_tokens_in_paged_kvcache=limits.num_blocks * limits.tokens_per_block)
 

@@ -3,15 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ifbbench.build.missing_settings import refuse_missing
+from ifbbench.build.sglang import sglang_defaults
 from ifbbench.errors import InputError
+from ifbbench.kv.attention_window import UNLIMITED
+from ifbbench.kv.sizing import CacheLayout
 from ifbbench.schedulers.vllm.rules import VllmRules
-from ifbbench.settings.config import DEFAULT_KV_FRACTION, ENGINES, QUEUE_ORDERS, RunConfig
+from ifbbench.settings.config import DEFAULT_KV_FRACTION, ENGINES, QUEUE_ORDERS, SGLANG, VLLM, RunConfig
 from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting
 from ifbbench.simulated.engines import load_overhead
 from ifbbench.simulated.hardware import load_hardware
 
-VLLM = "vllm"
 GIB = 1 << 30
 # Why a setting has no meaning under vLLM's scheduler, and what has: of those that differ from their defaults.
 _SCHEDULED = "vLLM has one rule: running requests first, then the queue, each with what is left of the token budget"
@@ -30,7 +33,6 @@ NOT_IN_VLLM: Mapping[str, str] = {
     "kv_cache_type": "vLLM's KV cache is paged",
     "window_mode": "vLLM releases blocks that a window has left",
     "sink_token_len": "vLLM has no sink tokens",
-    "max_attention_window": "windows are not built for this engine",
     "kv_host_cache_bytes": "KV offloading is not built for this engine",
     "pp_size": "pipeline stages are not built for this engine",
     "num_loras": "LoRA adapters are not built for this engine",
@@ -44,24 +46,30 @@ def engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are the defaults of the engine that `values` name with --engine, or come closest to those of
     --engine_overhead; none of TensorRT-LLM. values: those given, by setting name, texts included; or all of a run."""
     engine = setting("engine").check(values.get("engine") or ENGINES[0])
-    overhead = values.get("engine_overhead")
+    overhead = setting("engine_overhead").check(values.get("engine_overhead"))
     device = str(setting("device").check(values.get("device") or "auto"))
     found: dict[str, Any] = {}
-    if engine == VLLM and overhead in (None, VLLM) and RunConfig(device=device).hardware is not None:
-        found["engine_overhead"] = overhead = VLLM
+    if engine in (VLLM, SGLANG) and overhead in (None, engine) and RunConfig(device=device).hardware is not None:
+        found["engine_overhead"] = overhead = engine
     if overhead is not None:
         found |= load_overhead(overhead).settings
-    if engine != VLLM:
+    if engine not in (VLLM, SGLANG):
         return found
     for name in ("policy", "overlap", "kv_cache_free_gpu_mem_fraction"):
         found.pop(name, None)
-    return found | _vllm_defaults(device, values)
+    memory_bytes, is_a100 = _memory_of(device)
+    if engine == VLLM:
+        found |= _vllm_defaults(memory_bytes, is_a100, values)
+    else:
+        found |= sglang_defaults(memory_bytes, values)
+    if float(values.get("kv_cache_free_gpu_mem_fraction", DEFAULT_KV_FRACTION)) != DEFAULT_KV_FRACTION:
+        found.pop("gpu_memory_utilization", None)
+    return found
 
 
-def _vllm_defaults(device: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _vllm_defaults(memory_bytes: int | None, is_a100: bool, values: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of `vllm serve` (`EngineArgs.get_batch_defaults` and the fields of `SchedulerConfig` and `CacheConfig`,
     vLLM 0.32)."""
-    memory_bytes, is_a100 = _memory_of(device)
     if memory_bytes is None:  # a CPU
         tokens, requests = 2048, 128
     elif memory_bytes >= 160 * GIB:
@@ -71,16 +79,14 @@ def _vllm_defaults(device: str, values: Mapping[str, Any]) -> dict[str, Any]:
     else:
         tokens, requests = 2048, 256
     given_tokens = setting("max_num_tokens").check(values.get("max_num_tokens", tokens))
-    defaults = {
+    return {
         "max_num_tokens": tokens,
         "max_batch_size": min(requests, given_tokens or requests),
         "enable_chunked_context": True,
         "enable_kv_cache_reuse": True,
         "tokens_per_block": 16,
+        "gpu_memory_utilization": 0.92,
     }
-    if float(values.get("kv_cache_free_gpu_mem_fraction", DEFAULT_KV_FRACTION)) == DEFAULT_KV_FRACTION:
-        defaults["gpu_memory_utilization"] = 0.92
-    return defaults
 
 
 def _memory_of(device: str) -> tuple[int | None, bool]:
@@ -100,17 +106,17 @@ def _memory_of(device: str) -> tuple[int | None, bool]:
 
 def check_vllm(config: RunConfig) -> None:
     """InputError for settings that vLLM does not have. config: with that engine."""
-    for name, reason in NOT_IN_VLLM.items():
-        item, value = setting(name), getattr(config, name)
-        if name == "enable_trt_overlap" and config.overlap == Overlap.ASYNC:
-            continue  # resolved already
-        if value not in (item.default, item.command_line_default, None, 1):
-            raise InputError(f"--{name}: --engine vllm does not have it: {reason}. Leave out one of the two.")
+    refuse_missing(config, NOT_IN_VLLM)
     if config.overlap == Overlap.PARTITIONED:
         raise InputError("--overlap: --engine vllm has no micro batches; leave it out (see --async_scheduling).")
     tokens, requests = config.max_num_tokens, config.max_batch_size
     if tokens is None:
         raise InputError("--max_num_tokens: none is no limit of vLLM; give max_num_batched_tokens a number.")
+    if (interval := config.prefix_cache_retention_interval) and interval % config.tokens_per_block:
+        raise InputError(
+            f"--prefix_cache_retention_interval: {interval} tokens are no whole number of blocks; expected a multiple "
+            f"of the {config.tokens_per_block} of --tokens_per_block."
+        )
     if requests is not None and requests > tokens:
         raise InputError(
             f"--max_batch_size: {requests} requests (max_num_seqs) are more than the {tokens} tokens of an iteration "
@@ -120,8 +126,9 @@ def check_vllm(config: RunConfig) -> None:
 
 def as_vllm_needs(config: RunConfig, on_cpu: bool) -> RunConfig:
     """The settings of vLLM that have another name here too. config: checked by `check_vllm`."""
-    is_async = not (on_cpu or config.has_drafts) if config.async_scheduling is None else config.async_scheduling
-    if is_async and config.has_drafts:
+    is_known = config.has_drafts and config.draft_mtp is None
+    is_async = not (on_cpu or is_known) if config.async_scheduling is None else config.async_scheduling
+    if is_async and is_known:
         raise InputError(
             "--async_scheduling: n-gram drafts continue tokens that are not known yet; leave out one of the two."
         )
@@ -151,8 +158,9 @@ def check_requests_of_vllm(config: RunConfig, max_seq_len: int) -> None:
         )
 
 
-def vllm_rules(config: RunConfig, num_blocks: int) -> VllmRules:
-    """The rules of a resolved `config` with so many blocks."""
+def vllm_rules(config: RunConfig, layout: CacheLayout) -> VllmRules:
+    """The rules of a resolved `config` with this KV cache."""
+    sizes = [window.attention_window.size for window in layout.windows]
     return VllmRules(
         is_priority=config.scheduling_policy == QUEUE_ORDERS[1],
         max_scheduled_tokens=config.max_num_scheduled_tokens,
@@ -160,6 +168,8 @@ def vllm_rules(config: RunConfig, num_blocks: int) -> VllmRules:
         long_prefill_threshold=config.long_prefill_token_threshold,
         is_threshold_adaptive=config.long_prefill_token_threshold_adaptive,
         reserves_full_prompt=config.scheduler_reserve_full_isl,
-        watermark_blocks=int(config.watermark * (num_blocks + 1)),
+        watermark_blocks=int(config.watermark * (layout.windows[0].num_blocks + 1)),
         cuts_prompts=bool(config.enable_chunked_context),
+        windows=tuple(None if size == UNLIMITED else size for size in sizes),
+        retention_interval=config.prefix_cache_retention_interval,
     )

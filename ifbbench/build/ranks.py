@@ -16,11 +16,12 @@ from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor, Observer
 from ifbbench.engine.loop import NextChange, TokenGenerationLoop, no_stop_signals, nothing_queued
 from ifbbench.engine.pickling import dumps, loads
-from ifbbench.engine.records import IterationRecord, ScheduleDigest, Stretch
+from ifbbench.engine.records import IterationRecord, ScheduleDigest
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
+from ifbbench.engine.stretch import Stretch
 from ifbbench.schedulers.engines import make_scheduler
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.torch.communicator import Communicator
 from ifbbench.torch.ranks import RankFailed
 
@@ -229,6 +230,7 @@ class RankLoop(TokenGenerationLoop):
         poll_stop_signals: Callable[[], Collection[int]] = no_stop_signals,
         next_change: NextChange | None = None,
         next_priority: Callable[[], float | None] | None = None,
+        is_open_loop: bool = False,
     ) -> None:
         """As `TokenGenerationLoop`; functions other than rank 0's are not called. check_interval: iterations between
         comparisons of digests."""
@@ -270,8 +272,9 @@ class RankLoop(TokenGenerationLoop):
             self._digests,
             queued,
             logged("stop signals", lambda: tuple(poll_stop_signals())),
-            next_change and logged("next change", next_change),
-            next_priority and logged("next priority", next_priority),
+            next_change=next_change and logged("next change", next_change),
+            next_priority=next_priority and logged("next priority", next_priority),
+            is_open_loop=is_open_loop,
         )
 
     # Rank 0. What is done between steps is repeated by the other ranks.

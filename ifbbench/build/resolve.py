@@ -2,25 +2,39 @@
 
 import logging
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ifbbench.build.adapters import resolve_lora
 from ifbbench.build.drafts import as_drafts_need, draft_settings, load_draft_config
-from ifbbench.build.engines import VLLM, as_vllm_needs, check_requests_of_vllm, check_vllm, vllm_rules
+from ifbbench.build.engines import as_vllm_needs, check_requests_of_vllm, check_vllm, vllm_rules
+from ifbbench.build.sglang import as_sglang_needs, check_sglang, sglang_rules
+from ifbbench.build.vllm_layout import bytes_per_block, layer_groups, vllm_layout
 from ifbbench.engine.drafts import NO_DRAFTS
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import LoraConfig
+from ifbbench.kv.attention_window import UNLIMITED as ALL_TOKENS
 from ifbbench.kv.attention_window import AttentionWindow, ceil_div
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.kv.sizing import CacheLayout, WindowLayout, blocks_of_memory
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.quantization import quantization_of
 from ifbbench.schedulers.engines import find_scheduler
-from ifbbench.schedulers.tensorrt_llm.config import UNLIMITED, V1_POLICY, BatchingConfig
+from ifbbench.schedulers.limits import UNLIMITED, V1_POLICY, BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import find_policy
-from ifbbench.settings.config import DEFAULT_KV_FRACTION, DTYPE_BYTES, RunConfig
+from ifbbench.settings.config import (
+    DEFAULT_KV_FRACTION,
+    DTYPE_BYTES,
+    ENGINE_NAMES,
+    LOGGED_ENGINES,
+    SGLANG,
+    SIMULATED_DTYPES,
+    VLLM,
+    RunConfig,
+)
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType, Overlap
+from ifbbench.settings.names import setting
 from ifbbench.torch.host import available_host_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +58,9 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     if config.engine == VLLM:
         check_vllm(config)
         config = as_vllm_needs(config, on_cpu)
+    elif config.engine == SGLANG:
+        check_sglang(config)
+        config = as_sglang_needs(config, on_cpu)
     config = _as_checkpoint_says(_as_batching_type_needs(config))
     overlap = config.overlap or (Overlap.PARTITIONED.value if config.enable_trt_overlap else None)
     config = config.with_values(overlap=overlap, enable_trt_overlap=overlap is not None)
@@ -73,14 +90,16 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     longest = max_seq_len - 1
     if config.engine == VLLM:
         check_requests_of_vllm(config, max_seq_len)
-    elif not (config.enable_chunked_context or config.max_num_tokens is None or config.type == BatchingType.V1):
+    elif config.engine != SGLANG and not (
+        config.enable_chunked_context or config.max_num_tokens is None or config.type == BatchingType.V1
+    ):
         # A prompt runs in one piece, and so does that of a resumed request, generated tokens included.
         longest = min(longest, config.max_num_tokens)
     dtype = config.dtype or ("bf16" if config.hardware and not on_cpu else config.weight_dtype)
     return config.with_values(
         dtype=dtype,
-        # Weights of 4 bits are multiplied in 16 bits, which keys and values have then too.
-        kv_cache_dtype=config.kv_cache_dtype or ("bf16" if dtype == "int4" else dtype),
+        # Activations have 16 bits beside weights of 4 bits and of blocks, and so have keys and values.
+        kv_cache_dtype=config.kv_cache_dtype or ("bf16" if dtype in SIMULATED_DTYPES else dtype),
         max_batch_size=config.max_batch_size or (CPU_MAX_BATCH_SIZE if on_cpu else GPU_MAX_BATCH_SIZE),
         max_seq_len=max_seq_len,
         max_input_len=min(config.max_input_len or longest, longest),
@@ -126,6 +145,14 @@ def _as_batching_type_needs(config: RunConfig) -> RunConfig:
 
 def _check_settings(config: RunConfig) -> None:
     """Raise InputError for settings that contradict each other, or that the device does not support."""
+    _check_limits(config)
+    _check_device(config)
+    _check_recording(config)
+    _check_cache(config)
+
+
+def _check_limits(config: RunConfig) -> None:
+    """InputError for limits of requests, memory and context chunks that exclude each other."""
     if config.concurrency is not None and config.static_emulated_batch_size is not None:
         raise InputError(
             "--concurrency: --static_emulated_batch_size sets the number of outstanding requests too; "
@@ -137,7 +164,7 @@ def _check_settings(config: RunConfig) -> None:
             "free; leave out one of them."
         )
     unit = _resolved(config.context_chunk_unit)
-    if config.engine != VLLM and config.enable_chunked_context and unit % config.tokens_per_block:
+    if config.engine not in (VLLM, SGLANG) and config.enable_chunked_context and unit % config.tokens_per_block:
         raise InputError(
             f"--context_chunk_unit: {unit} tokens are no whole number of KV cache blocks; expected a "
             f"multiple of --tokens_per_block {config.tokens_per_block}. With --tokens_per_block 1 any "
@@ -149,6 +176,11 @@ def _check_settings(config: RunConfig) -> None:
             f"{config.context_chunk_unit} tokens; raise it, or lower --context_chunk_unit (default: "
             "--tokens_per_block)."
         )
+    _check_parts(config)
+
+
+def _check_device(config: RunConfig) -> None:
+    """InputError for what the device does not compute, or times that it does not have."""
     if config.hardware is None:
         for name in ("tp_size", "pp_size"):
             if getattr(config, name) > 1 and config.makes_no_tokens:
@@ -161,8 +193,9 @@ def _check_settings(config: RunConfig) -> None:
                 "--profile: times whole passes, and a pipeline stage runs a part of each; leave out "
                 "--pp_size or --profile."
             )
-        if config.dtype == "int4" or (config.dtype == "fp8" and config.device == "cpu"):
-            where = "on simulated devices only" if config.dtype == "int4" else "on GPUs and simulated devices only"
+        is_simulated_only = config.dtype in SIMULATED_DTYPES
+        if is_simulated_only or (config.dtype == "fp8" and config.device == "cpu"):
+            where = "on simulated devices only" if is_simulated_only else "on GPUs and simulated devices only"
             raise InputError(
                 f"--dtype: weights in {config.dtype} run {where}; choose float32, bf16 or fp16, or "
                 "--device sim:PROFILE."
@@ -182,6 +215,10 @@ def _check_settings(config: RunConfig) -> None:
         raise InputError(
             f"--profile: nothing is computed on --device {config.device}; choose cpu or cuda, or leave it out."
         )
+
+
+def _check_recording(config: RunConfig) -> None:
+    """InputError for files and figures that need more than is recorded, and for outputs without tokens."""
     if config.profile and config.iteration_stats_every > 1:
         raise InputError("--profile: needs the times of every iteration; leave out --iteration_stats_every.")
     if config.recording == "summary":
@@ -191,19 +228,24 @@ def _check_settings(config: RunConfig) -> None:
                     f"--{name}: needs the record of each iteration, which --recording summary leaves out; "
                     "choose --recording full."
                 )
-    if config.iteration_stats_format == "vllm":
-        if config.engine != "vllm":
+    if (logged := config.iteration_stats_format) in LOGGED_ENGINES:
+        if config.engine != logged:
             raise InputError(
-                "--iteration_stats_format vllm: writes the log of a vLLM server; add --engine vllm, or choose another."
+                f"--iteration_stats_format {logged}: writes the log of {ENGINE_NAMES[logged]}'s server; add --engine "
+                f"{logged}, or choose another."
             )
         if config.recording == "summary" or config.iteration_stats_every > 1:
             raise InputError(
-                "--iteration_stats_format vllm: needs the record of each iteration; leave out --recording summary and "
-                "--iteration_stats_every."
+                f"--iteration_stats_format {logged}: needs the record of each iteration; leave out --recording summary "
+                "and --iteration_stats_every."
             )
     for name in ("return_log_probs", "return_context_logits", "return_generation_logits"):
         if config.makes_no_tokens and getattr(config, name):
             raise InputError(f"--{name}: --device {config.device} makes no tokens; leave one of them out.")
+
+
+def _check_cache(config: RunConfig) -> None:
+    """InputError for settings that need a paged KV cache of one attention window, where there is another."""
     is_contiguous = config.kv_cache_type == "contiguous"
     if is_contiguous and config.policy == "max_utilization":
         raise InputError(
@@ -216,12 +258,39 @@ def _check_settings(config: RunConfig) -> None:
         raise InputError(
             "--enable_batch_size_tuning: follows the blocks of a paged cache; leave it out, or --kv_cache_type."
         )
-    has_windows = len(set(parse_windows(config.max_attention_window))) > 1
+    has_windows = config.engine != VLLM and len(set(parse_windows(config.max_attention_window))) > 1
     for name in ("enable_kv_cache_reuse", "kv_host_cache_bytes"):
         if getattr(config, name) and (is_contiguous or has_windows):
             raise InputError(
                 f"--{name}: works with a paged cache and one attention window; leave it out, or the other setting."
             )
+
+
+def _check_parts(config: RunConfig) -> None:
+    """InputError for settings of experts and of attention data parallelism that do not fit the others."""
+    for name in ("attention_dp_size", "expert_load", "redundant_experts", "enable_two_batch_overlap"):
+        if config.hardware is None and getattr(config, name) != setting(name).default:
+            raise InputError(f"--{name}: is simulated only; leave it out, or choose --device sim:PROFILE.")
+    if config.hardware is None and config.ep_size > 1 and config.makes_no_tokens:
+        raise InputError(f"--ep_size: nothing is computed on --device {config.device}; leave it out.")
+    if config.attention_dp_size > 1:
+        refused = {
+            "pp_size": config.pp_size > 1,
+            "beam_width": (config.beam_width or config.max_beam_width or 1) > 1,
+            "lora_dir": config.lora_dir,
+            "num_loras": config.num_loras,
+            "type": config.type == BatchingType.V1,
+        }
+        for name, is_given in refused.items():
+            if is_given:
+                raise InputError(f"--attention_dp_size: is not built with --{name}; leave one of them out.")
+    if config.enable_two_batch_overlap and config.attention_dp_size == 1:
+        raise InputError(
+            "--enable_two_batch_overlap: hides the exchange of tokens between experts, which only --attention_dp_size "
+            "needs; add it, or leave this out."
+        )
+    if config.redundant_experts and config.ep_size == 1:
+        raise InputError("--redundant_experts: are divided among the parts of --ep_size; add it, or leave this out.")
 
 
 def _check_beams(config: RunConfig) -> None:
@@ -254,10 +323,12 @@ def batching_config(
     vocab_size: int | None,
     hidden_size: int | None = None,
     lora: LoraConfig | None = None,
+    reads_block_tables: bool = True,
 ) -> BatchingConfig:
     """The engine's limits of a resolved `config`.
 
-    layout: the KV cache. vocab_size, hidden_size: the model's; None for an executor that makes no tokens."""
+    layout: the KV cache. vocab_size, hidden_size: the model's; None for an executor that makes no tokens.
+    reads_block_tables: whether the executor does."""
     for name in ("eos_id", "pad_id"):
         token = getattr(config, name)
         if vocab_size is not None and token is not None and token >= vocab_size:
@@ -279,7 +350,8 @@ def batching_config(
         chunk_unit=_resolved(config.context_chunk_unit) if config.enable_chunked_context else None,
         chunking_policy=config.context_chunking_policy,
         max_beam_width=_resolved(config.max_beam_width),
-        overlap=None if config.overlap is None else Overlap(config.overlap),
+        # With a layer for multi-token prediction only the host's time is hidden, see SimulatedExecutor.
+        overlap=None if config.overlap is None or config.draft_len else Overlap(config.overlap),
         pp_size=config.pp_size,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -293,7 +365,10 @@ def batching_config(
         lora=lora,
         drafts=draft_settings(config, layout) if config.draft_len else NO_DRAFTS,
         engine=config.engine,
-        vllm=vllm_rules(config, first.num_blocks) if config.engine == VLLM else None,
+        vllm=vllm_rules(config, layout) if config.engine == VLLM else None,
+        sglang=sglang_rules(config) if config.engine == SGLANG else None,
+        reads_block_tables=reads_block_tables,
+        attention_dp_size=config.attention_dp_size,
     )
     if limits.table_bytes > LARGE_BYTES and limits.table_bytes > (free := available_host_bytes()):
         raise InputError(
@@ -324,14 +399,16 @@ def cache_layout(
     batch of the longest sequences; otherwise it has that size, reduced to what memory holds. InputError if not a single
     block fits."""
     longest = _resolved(config.max_seq_len)
-    layers = _layers_of_window(config, model, longest)
-    size, max_tokens = config.tokens_per_block, config.max_tokens_in_paged_kvcache
+    size = config.tokens_per_block
     own, stored = (model, range(model.num_layers)) if part is None else (part.config, part.layers)
-    per_layer = own.kv_bytes_per_token(kv_value_bytes(config)) // own.num_layers
+    per_layer = own.kv_values_per_layer * kv_value_bytes(config)
+    if config.engine == VLLM:
+        return _vllm_cache_layout(config, model, memory_bytes, per_layer)
+    layers = _layers_of_window(config, model, longest)
     bytes_per_token = {
         window: float(sum(layer in stored for layer in members) * per_layer) for window, members in layers.items()
     }
-    if config.draft_model is not None:  # each block has room for the keys and values of both models
+    if config.draft_model is not None or config.draft_mtp is not None:  # each block has room for both models
         more = load_draft_config(config, model).kv_bytes_per_token(kv_value_bytes(config))
         bytes_per_token = {window: value + more for window, value in bytes_per_token.items()}
     host = blocks_of_memory(0, bytes_per_token, size, host_bytes=config.kv_host_cache_bytes)
@@ -348,41 +425,68 @@ def cache_layout(
             config.max_beam_width or 1,
             is_cyclic=config.window_mode == "cyclic" or not is_limited,
         )
-        for_full_batch = min(full_batch * attention.max_blocks_per_sequence, MAX_BLOCKS)
-        wanted = for_full_batch if max_tokens is None else ceil_div(max_tokens, size)
-        blocks = wanted if available is None else min(wanted, available[window].primary)
-        if max_tokens is not None and blocks < wanted:
-            _log.warning(
-                "--max_tokens_in_paged_kvcache %d: memory has room for %d blocks of %d tokens only.",
-                max_tokens,
-                blocks,
-                size,
-            )
-        if max(blocks, host[window].secondary) > MAX_BLOCKS:
-            raise InputError(
-                f"the KV cache has {max(blocks, host[window].secondary):,} blocks; expected at most "
-                f"{MAX_BLOCKS:,}. Lower --max_tokens_in_paged_kvcache or --kv_host_cache_bytes, or raise "
-                "--tokens_per_block."
-            )
+        in_memory = None if available is None else available[window].primary
+        blocks = _num_blocks(config, full_batch * attention.max_blocks_per_sequence, in_memory, host[window].secondary)
         windows.append(WindowLayout(tuple(members), attention, blocks, host[window].secondary))
-    if min(window.num_blocks for window in windows) < 1:
+    return CacheLayout(tuple(windows), is_contiguous=config.kv_cache_type == "contiguous")
+
+
+def _vllm_cache_layout(
+    config: RunConfig, model: ModelConfig, memory_bytes: int | None, layer_bytes: int
+) -> CacheLayout:
+    """The groups of layers of vLLM, and their common blocks. layer_bytes: in this memory, of a token in one layer."""
+    longest, size = _resolved(config.max_seq_len), config.tokens_per_block
+    most = max(longest, model.max_position_embeddings)  # of which the run's sequences may have fewer
+    layers = _layers_of_window(config, model, most)
+    groups = layer_groups({ALL_TOKENS if window == most else window: members for window, members in layers.items()})
+    in_memory = None
+    if memory_bytes is not None:  # the first block is vLLM's null block
+        block_bytes = bytes_per_block(groups, layer_bytes, size)
+        if config.draft_mtp is not None:
+            block_bytes += load_draft_config(config, model).kv_bytes_per_token(kv_value_bytes(config)) * size
+        in_memory = memory_bytes // block_bytes - 1
+    full_batch = (config.max_batch_size or 1) * len(groups) * ceil_div(longest, size)
+    return vllm_layout(groups, longest, size, _num_blocks(config, full_batch, in_memory))
+
+
+def _num_blocks(config: RunConfig, full_batch: int, in_memory: int | None, host_blocks: int = 0) -> int:
+    """The number of blocks: those that a full batch takes, or of the size that the user gives, as far as memory has
+    room. InputError if that is none, or too many."""
+    max_tokens, size = config.max_tokens_in_paged_kvcache, config.tokens_per_block
+    wanted = min(full_batch, MAX_BLOCKS) if max_tokens is None else ceil_div(max_tokens, size)
+    blocks = wanted if in_memory is None else min(wanted, in_memory)
+    if max_tokens is not None and blocks < wanted:
+        _log.warning(
+            "--max_tokens_in_paged_kvcache %d: memory has room for %d blocks of %d tokens only.",
+            max_tokens,
+            blocks,
+            size,
+        )
+    if max(blocks, host_blocks) > MAX_BLOCKS:
+        raise InputError(
+            f"the KV cache has {max(blocks, host_blocks):,} blocks; expected at most {MAX_BLOCKS:,}. Lower "
+            "--max_tokens_in_paged_kvcache or --kv_host_cache_bytes, or raise --tokens_per_block."
+        )
+    if blocks < 1:
         raise InputError(
             f"no memory for a single KV cache block of {size} tokens; raise "
             "--kv_cache_free_gpu_mem_fraction, free memory, or choose a smaller model."
         )
-    return CacheLayout(tuple(windows), is_contiguous=config.kv_cache_type == "contiguous")
+    return blocks
 
 
 def windows_of_layers(layout: CacheLayout, model: ModelConfig) -> list[tuple[int | None, float]]:
     """For each window the number of positions up to its own that a query sees, None for all, and its share of the
-    layers."""
-    return [
-        (
-            window.attention_window.size if window.attention_window.is_limited else None,
-            len(window.layers) / model.num_layers,
-        )
-        for window in layout.windows
-    ]
+    layers with attention. The cache may keep more of a sequence than a layer attends to."""
+    layers = Counter[int | None]()
+    for window in layout.windows:
+        attention = window.attention_window
+        for layer in window.layers:
+            own = model.windows[layer] if model.windows else None
+            kept = attention.size if attention.is_limited else None
+            layers[kept if own is None else own if kept is None else min(own, kept)] += 1
+    total = sum(layers.values())
+    return [(size, count / total) for size, count in layers.items()]
 
 
 def kv_value_bytes(config: RunConfig) -> int:
@@ -403,10 +507,21 @@ def parse_windows(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def _has_windows_of_blocks(config: RunConfig) -> bool:
+    """Whether layers with windows of their own release or overwrite the blocks that they have left. Where blocks are
+    reused, only vLLM's cache does; the others keep whole sequences in all layers."""
+    if config.engine == VLLM:
+        return True
+    keeps = config.enable_kv_cache_reuse or config.kv_host_cache_bytes or config.draft_len
+    return config.engine != SGLANG and config.kv_cache_type == "paged" and not keeps
+
+
 def _layers_of_window(config: RunConfig, model: ModelConfig, longest: int) -> dict[int, list[int]]:
     """The layers of each attention window (tokens), longest window first. Windows of at least `longest`, the longest
     sequence, count as one."""
     asked = parse_windows(config.max_attention_window) or (model.sliding_window or longest,)
+    if model.windows and config.max_attention_window is None and _has_windows_of_blocks(config):
+        asked = tuple(window or longest for window in model.windows)
     if model.sliding_window is not None and max(asked) > model.sliding_window:
         raise InputError(
             f"--max_attention_window: {max(asked)} is more than the sliding window of model "
@@ -414,7 +529,7 @@ def _layers_of_window(config: RunConfig, model: ModelConfig, longest: int) -> di
             "out."
         )
     layers: dict[int, list[int]] = {}
-    for layer in range(model.num_layers):
+    for layer in model.attention_layers:
         layers.setdefault(min(asked[layer % len(asked)], longest), []).append(layer)
     for window in layers:
         if config.sink_token_len >= window:

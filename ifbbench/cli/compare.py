@@ -14,6 +14,7 @@ import click
 
 from ifbbench.cli.options import (
     NOT_NEGATIVE_INTEGER,
+    IntegerRange,
     SettingsCommand,
     config_table,
     given_config,
@@ -41,7 +42,7 @@ HEADLINES = (
     "duration_s", "request_throughput_per_s", "output_throughput_tokens_per_s", "total_throughput_tokens_per_s",
     "queue_time_s.mean", "queue_time_s.p99", "ttft_s.mean", "ttft_s.p50", "ttft_s.p99", "itl_s.mean", "itl_s.p99",
     "tpot_s.mean", "tpot_s.p99", "e2e_s.mean", "e2e_s.p99", "iterations", "pauses", "recomputed_tokens",
-    "prefix_hit_rate", "kv_blocks.peak_used", "requests.failed",
+    "prefix_hit_rate", "kv_blocks.peak_used", "requests.failed", "energy.joules_per_output_token",
 )  # fmt: skip
 # Names of runs in tables.
 RUN_NAMES = [*ascii_lowercase, *map("".join, product(ascii_lowercase, repeat=2))]
@@ -71,7 +72,7 @@ class Layout(Enum):
 )
 @click.option(
     "--repeat",
-    type=click.IntRange(2, MAX_REPEATS),
+    type=IntegerRange(2, MAX_REPEATS),
     metavar="N",
     help="Simulate each run again with N seeds, the same ones for all, and compare the means. That measures "
     "the intervals where the runs themselves are too short or overloaded.",
@@ -142,8 +143,9 @@ def compare(
         ]
         trace = paths[0] if listed and paths else None
         repeats = [] if repeat is None else _simulate_again(runs, repeat, as_json, trace)
-        for run, again in zip_longest(runs[1:], repeats[1:]):
-            comparisons.append(Comparison(runs[0], run, RepeatsComparison(repeats[0], again) if again else None))
+        for name, (run, again) in zip(RUN_NAMES[1:], zip_longest(runs[1:], repeats[1:]), strict=False):
+            of_repeats = RepeatsComparison(repeats[0], again) if again else None
+            comparisons.append(Comparison(runs[0], run, of_repeats, name))
     reasons = [
         reason
         for comparison in comparisons
@@ -189,7 +191,7 @@ def _run_all(
         raise click.UsageError("give one trace to compare several values of a setting.")
     names = {one.name for one in settings()} - set(_lists(options))
     single = {name: value for name, value in options.items() if name in names}
-    config = given_config(config_file, single, swept=swept_names(over))
+    config = given_config(config_file, single, runs_fleets=True, swept=swept_names(over))
     config_of = engine_configs(config_file, single, over)
     return run_points(paths[0] if paths else None, config, over, quiet or config.quiet, config_of)
 
@@ -206,7 +208,10 @@ def _simulate_again(
 
     asked = []
     for run in runs:
-        config, source = given_config(run.path, {}, is_noted=False), trace or config_table(run.path).get("trace")
+        config, source = (
+            given_config(run.path, {}, is_noted=False, runs_fleets=True),
+            trace or config_table(run.path).get("trace"),
+        )
         if config.hardware is None:
             raise click.UsageError(f"--repeat: {run.path} was not simulated; repeat it with `ifbbench run --repeat`.")
         if source is None:
@@ -400,10 +405,14 @@ def _percent(share: float, sign: str = "") -> str:
 
 def _print_divergence(comparison: "Comparison", name: str, console: "Console") -> None:
     """name: of the second run."""
+    if comparison.routing is not None:
+        console.print(comparison.routing.sentence(("a", name)), markup=False, soft_wrap=True)
     divergence = comparison.first_divergence
     if not comparison.has_decisions and not comparison.same_schedule:
         runs = {"a": comparison.a, name: comparison.b}
         why = "--recording summary leaves them out"
+        if comparison.a.data.is_fleet or comparison.b.data.is_fleet:
+            why = "a fleet has none, its replicas have"
         if comparison.has_endpoint:
             why = "those of a server that is not ours are unknown"
         elif not any(one.data.has_only_summary for one in runs.values()):

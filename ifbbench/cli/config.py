@@ -1,5 +1,5 @@
-"""`ifbbench config`: the settings that a command would run with, also as or from a command line of vLLM, and the JSON
-schema of config files."""
+"""`ifbbench config`: the settings that a command would run with, also as or from a command line of a server of vLLM or
+SGLang, and the JSON schema of config files."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from ifbbench.cli.options import (
     json_instead_of_tables,
     read_config_file,
 )
-from ifbbench.settings.config import RunConfig, settings
-from ifbbench.settings.vllm_serve import read_line, write_line
+from ifbbench.settings.config import FLEET_SETTINGS, RunConfig, settings
+from ifbbench.settings.servers import SERVERS, read_line, write_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,7 @@ def config() -> None:
 @click.option(
     "--as",
     "as_tool",
-    type=click.Choice(["vllm"]),
+    type=click.Choice(list(SERVERS)),
     help="Print the command line of this server.",
 )
 @json_instead_of_tables
@@ -53,7 +53,8 @@ def show(
     file = path or config_file
     rows = shown_settings(file, options)
     if as_tool is not None:
-        click.echo(write_line({row["name"]: row["value"] for row in rows if row["source"] not in (DEFAULT, DERIVED)}))
+        given = {row["name"]: row["value"] for row in rows if row["source"] not in (DEFAULT, DERIVED)}
+        click.echo(write_line(given, as_tool))
         return
     if changed:
         rows = [row for row in rows if row["value"] != row["default"]]
@@ -70,7 +71,7 @@ def show(
 @click.argument("line", metavar="LINE")
 @json_instead_of_tables
 def from_line(line: str, as_json: bool) -> None:
-    """Print the config file of a command line of `vllm serve`, given as one argument.
+    """Print the config file of a command line that starts a server of vLLM or SGLang, given as one argument.
 
     Options on which neither schedule nor times depend are left out, and named on standard error.
 
@@ -101,7 +102,7 @@ def schema() -> None:
 def shown_settings(file: Path | None, options: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each setting: name, group, value, source (a file, or one of DEFAULT, OPTION, DERIVED), default, unit.
     InputError as of a run with these settings."""
-    asked = given_config(file, options, needs_model=False, is_noted=False)
+    asked = given_config(file, options, needs_model=False, is_noted=False, runs_fleets=True)
     from_file = read_config_file(file) if file else {}
     given = {name for name, value in options.items() if value not in (None, ())}
     final, rows = _resolved(asked).as_dict(), []
@@ -133,7 +134,9 @@ def _resolved(asked: RunConfig) -> RunConfig:
     if asked.endpoint is not None:  # the server has settings of its own
         return asked
     if asked.makes_no_tokens:
-        return build_engine(asked).config
+        return build_engine(asked.of_one_replica()).config.with_values(
+            **{name: getattr(asked, name) for name in FLEET_SETTINGS}
+        )
     from ifbbench.torch.build import choose_device
 
     device = choose_device(asked)

@@ -42,8 +42,9 @@ def report_console(highlight: bool = True) -> "Console":
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # `main` handles it; rich would exit with status 1
 
-    console = OutputConsole(highlight=highlight)
-    return console if console.is_terminal else OutputConsole(width=FILE_WIDTH, highlight=highlight)
+    # Without emoji: a name such as `:bug:` stays as it is, and no text is searched for them.
+    console = OutputConsole(highlight=highlight, emoji=False)
+    return console if console.is_terminal else OutputConsole(width=FILE_WIDTH, highlight=highlight, emoji=False)
 
 
 class StageProgress:

@@ -13,12 +13,13 @@ from ifbbench.cli.options import COUNT, FloatRange, SettingOption, given_config,
 from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, check_output, synth, write
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory
+from ifbbench.settings.fields import MAX_NUMBER
 from ifbbench.settings.names import setting
 
 if TYPE_CHECKING:
     from ifbbench.workload.statistics import TraceStatistics
 
-SECONDS = FloatRange(0, float("inf"))
+SECONDS = FloatRange(0, MAX_NUMBER)  # arrivals may count from the year 1970
 READING = (
     "max_num_samples",
     "skip_bad_rows",
@@ -81,7 +82,7 @@ def convert(trace: str, output: Path, overwrite: bool, to: str | None, vocab_siz
 @click.option("--stratified", is_flag=True, help="Choose them one from each of N groups of equal size by length.")
 @click.option("--every", type=COUNT, default=1, metavar="K", help="Keep the first request and each K-th after it.")
 @click.option("--from", "from_s", type=SECONDS, default=0.0, metavar="S", help="Keep what arrives from second S …")
-@click.option("--to", "to_s", type=SECONDS, default=float("inf"), metavar="S", help="… until before second S.")
+@click.option("--to", "to_s", type=SECONDS, metavar="S", help="… until before second S.")
 @click.option(
     "--preserve-rate/--no-preserve-rate",
     default=True,
@@ -96,7 +97,7 @@ def sample(
     stratified: bool,
     every: int,
     from_s: float,
-    to_s: float,
+    to_s: float | None,
     preserve_rate: bool,
     vocab_size: int,
     **reading: Any,
@@ -110,9 +111,10 @@ def sample(
 
     if stratified and num_requests is None:
         raise click.UsageError("--stratified needs --num-requests.")
-    if to_s <= from_s:
+    if to_s is not None and to_s <= from_s:
         raise click.UsageError(f"--to {to_s:g} is not after --from {from_s:g}.")
-    selection = Selection(from_s, to_s, every, num_requests, stratified, preserve_rate)
+    end_s = float("inf") if to_s is None else to_s
+    selection = Selection(from_s, end_s, every, num_requests, stratified, preserve_rate)
     check_output(output, overwrite)
     config = given_config(None, reading)
     kept = Sample(load_trace(trace, config), selection, config.seed)

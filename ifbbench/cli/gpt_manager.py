@@ -13,7 +13,7 @@ import click
 from ifbbench.cli.options import SettingsCommand
 from ifbbench.errors import InputError
 from ifbbench.settings.fields import choice, number
-from ifbbench.settings.vllm_serve import NO_EFFECT, NO_EFFECT_FLAGS
+from ifbbench.settings.servers import SERVERS
 
 LOG_LEVELS = {
     "verbose": logging.DEBUG,
@@ -182,8 +182,10 @@ class TraceCommand(SettingsCommand):
                             if option.is_refused == is_refused
                         ]
                     )
-            with formatter.section("vllm serve options without effect in `ifbbench config from`"):
-                formatter.write_text(", ".join(f"--{name}" for name in sorted(NO_EFFECT | NO_EFFECT_FLAGS)))
+            for server in SERVERS.values():
+                with formatter.section(f"{server.usage} options without effect in `ifbbench config from`"):
+                    names = sorted(server.no_effect | server.no_effect_flags)
+                    formatter.write_text(", ".join(f"--{name}" for name in names))
             click.echo(formatter.getvalue().rstrip())
             ctx.exit()
 

@@ -14,11 +14,13 @@ import click
 from ifbbench.compressed import STANDARD_INPUT, is_read_once, read_text
 from ifbbench.errors import InputError
 from ifbbench.files import protect, protecting_inputs
-from ifbbench.rundir.run_directory import LINE_FILES, OPEN_SPANS, SWEEP_CONFIG
+from ifbbench.rundir.run_directory import LINE_FILES, OPEN_SPANS, RUN, SWEEP_CONFIG
 from ifbbench.settings.config import (
+    ARRIVAL_SETTINGS,
+    BY_ITERATION,
     DEVICE_FAMILIES,
     ENGINES,
-    MAX_REPLICAS,
+    FLEET_SETTINGS,
     RECORDING_FORMATS,
     SIDE_OUTPUTS,
     SIMULATED,
@@ -27,6 +29,8 @@ from ifbbench.settings.config import (
 )
 from ifbbench.settings.fields import (
     BYTES_FORMS,
+    MAX_INTEGER_SETTING,
+    MAX_NUMBER,
     MAX_NUMBER_SETTING,
     TECHNICAL_LIMIT,
     Setting,
@@ -35,14 +39,15 @@ from ifbbench.settings.fields import (
     did_you_mean,
     integer,
     located,
+    number,
     unexpected,
 )
 from ifbbench.settings.names import from_mapping, same_elsewhere, setting
 
 DEBUG = "ifbbench.debug"
-# Keys of config files that are no settings: arguments and options of the command itself. `run` takes the first three.
-COMMAND_KEYS = ("trace", "repeat", "replicas", "over", "zip", "keep", "processes", "executor")
-RUN_KEYS = COMMAND_KEYS[:3]
+# Keys of config files that are no settings: arguments and options of the command itself. `run` takes the first two.
+COMMAND_KEYS = ("trace", "repeat", "over", "zip", "keep", "processes", "executor")
+RUN_KEYS = COMMAND_KEYS[:2]
 CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")
 # A setting by the other one that decides the same.
 SAME_QUESTION = {"overlap": "enable_trt_overlap"}
@@ -191,20 +196,32 @@ def _suggestion(name: str, known: Collection[str]) -> str:
     return f" Did you mean {', '.join(options)}?" if options else ""
 
 
-class FloatRange(click.FloatRange):
-    """A number in a range, at most MAX_NUMBER_SETTING as of settings if the range has no end; NaN, which click takes,
-    is refused."""
+class IntegerRange(click.IntRange):
+    """An integer in a range, checked as settings are."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        found = super().convert(value, param, ctx)
-        highest = MAX_NUMBER_SETTING if self.max is None else self.max
-        if not found <= highest:
-            self.fail(f"{value} is not a number up to {highest:g}.", param, ctx)
-        return found
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        lowest, highest = -MAX_INTEGER_SETTING if self.min is None else self.min, self.max
+        top = MAX_INTEGER_SETTING if highest is None else highest
+        return integer(value, _option_name(param), int(lowest), int(top), from_text=True, guards=highest is None)
+
+
+class FloatRange(click.FloatRange):
+    """A finite number in a range, checked as settings are."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        lowest, highest = -MAX_NUMBER_SETTING if self.min is None else self.min, self.max
+        top = MAX_NUMBER_SETTING if highest is None else min(highest, MAX_NUMBER)
+        above = lowest if self.min_open else None
+        name, guards = _option_name(param), highest is None
+        return number(value, name, lowest, top, above=above, from_text=True, guards=guards)
+
+
+def _option_name(param: click.Parameter | None) -> str:
+    return "value" if param is None else param.opts[0] if isinstance(param, click.Option) else str(param.name)
 
 
 # Values of options that are no settings.
-COUNT, NOT_NEGATIVE_INTEGER = click.IntRange(min=1), click.IntRange(min=0)
+COUNT, NOT_NEGATIVE_INTEGER = IntegerRange(min=1), IntegerRange(min=0)
 POSITIVE, NOT_NEGATIVE = FloatRange(min=0, min_open=True), FloatRange(min=0)
 json_instead_of_tables = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of tables."
@@ -357,20 +374,20 @@ def given_config(
     *,
     needs_model: bool = True,
     is_noted: bool = True,
-    replays: bool = True,
+    runs_fleets: bool = False,
     swept: Collection[str] = (),
 ) -> RunConfig:
     """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong.
 
     needs_model: whether a GPU needs a model, which is not given otherwise. is_noted: whether what names stand for, and
-    what comes from a file, is printed. replays: whether the command replays a trace, of which a file that is made for
-    several replicas needs a share. swept: settings of which each run has a value of its own."""
+    what comes from a file, is printed. runs_fleets: whether the command runs several replicas; with the share of one,
+    --replica, those of a file are left out. swept: settings of which each run has a value of its own."""
     from_file = read_config_file(config_file) if config_file else {}
+    if options.get("replica") is not None:
+        from_file = {name: value for name, value in from_file.items() if name not in FLEET_SETTINGS}
     from_command_line = {name: value for name, value in options.items() if value not in (None, ())}
     values = {**from_file, **from_command_line}
     _protect(values)
-    if config_file and replays and "replica" not in values:
-        _check_one_replica(config_file)
     engine_dir = values.pop("engine_dir", None)
     if engine_dir:
         values = with_engine(engine_dir, values)
@@ -384,6 +401,8 @@ def given_config(
             if name not in values and SAME_QUESTION.get(name) not in values
         }
     config = from_mapping(from_engine | values, command_line=True)
+    if config.is_fleet and not runs_fleets:
+        raise _no_fleets(config, config_file if "replicas" in from_file else None)
     if needs_model and "model" not in swept:
         _check_model_is_given(config, values)
     if is_noted:
@@ -398,6 +417,25 @@ def given_config(
             )
             _log.warning("With %s: %s and %s.", config_file, model, device)
     return config
+
+
+def with_recording(
+    trace: str | None, config_file: Path | None, options: Mapping[str, Any]
+) -> tuple[Path | None, Mapping[str, Any]]:
+    """Config file and options of a replay of `trace`. The recording of a real engine is replayed with the settings of
+    that engine, and its requests come in the iterations in which they came there, unless options say otherwise."""
+    if trace is None or config_file is not None or not (Path(trace) / RUN).is_file():
+        return config_file, options
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    recorded = parse_config_file(Path(trace) / RUN)
+    if not isinstance(recorded, dict) or "recorded" not in recorded:
+        return None, options
+    if given.get("engine", recorded["recorded"]["engine"]) != recorded["recorded"]["engine"]:
+        return None, options
+    defaults: dict[str, Any] = {} if "device" in given else {"device": "null"}
+    if not any(name in given for name in (*ARRIVAL_SETTINGS, "time_scale", "concurrency")):
+        defaults["arrival"] = BY_ITERATION
+    return Path(trace), {**options, **defaults}
 
 
 def is_run(path: Path) -> bool:
@@ -453,16 +491,15 @@ def _origin(name: str, from_file: Mapping[str, Any], values: Mapping[str, Any]) 
     return "" if name in from_file and from_file[name] == values[name] else " (of the command line)"
 
 
-def _check_one_replica(path: Path) -> None:
-    """InputError if the settings of a config file are those of several servers that share the requests."""
-    with located(str(path)):
-        replicas = integer(config_table(path).get("replicas", 1), "replicas", 1, MAX_REPLICAS, from_text=True)
-        if replicas > 1:
-            raise InputError(
-                f"replicas is {replicas}: so many servers with these settings share the requests. Add --replica "
-                f"1/{replicas} to replay the share of the first (up to {replicas}/{replicas}), or --replica 1/1 to "
-                "replay all requests on one server."
-            )
+def _no_fleets(config: RunConfig, path: Path | None) -> InputError:
+    """The error of a command that runs one engine, for the settings of a fleet, which the config file `path` has."""
+    if path is None or config.replicas == 1:
+        return InputError("--replicas, --router: this command runs one engine; leave them out.")
+    return InputError(
+        f"{path}: replicas is {config.replicas}: so many servers with these settings share the requests, and this "
+        f"command runs one. Add --replica 1/{config.replicas} for the share of the first (up to "
+        f"{config.replicas}/{config.replicas}), or --replica 1/1 for all requests on one server."
+    )
 
 
 def with_engine(engine_dir: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -542,14 +579,16 @@ def config_table(path: Path) -> dict[str, Any]:
         derived = table.get("derived", [])
         if not isinstance(derived, list):
             raise unexpected("derived", derived, "a list of names of settings")
-        left_out, with_none = [*PLACES, *derived], [item.name for item in settings() if item.takes_none]
+        # A real engine that was recorded had a device and a model of its own.
+        own = ("device", "model") if "recorded" in table else ()
+        left_out, with_none = [*PLACES, *derived, *own], [item.name for item in settings() if item.has_default]
         of_run = {
             name: value
             for name, value in table["config"].items()
             if name not in left_out and (value is not None or name in with_none)
         }
         source = table["trace"].get("source")
-        return of_run | ({"trace": source} if source not in (None, STANDARD_INPUT) else {})
+        return of_run | ({"trace": source} if source not in (None, STANDARD_INPUT) and not own else {})
 
 
 def _is_config(path: Path) -> bool:

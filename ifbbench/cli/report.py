@@ -8,20 +8,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import Command, SettingsCommand, given_config
+from ifbbench.cli.options import Command, IntegerRange, SettingsCommand, given_config
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, check_new_file
-from ifbbench.rundir.run_directory import REPEATS_FILE
+from ifbbench.rundir.run_directory import REPEATS_FILE, SERVER_LOGS
 from ifbbench.settings.config import REPORT_FILES, RunConfig
 
 if TYPE_CHECKING:
-    from ifbbench.replay.run import RunResult
-    from ifbbench.report.charts import Output
+    from ifbbench.replay.single import RunResult
+    from ifbbench.report.chart_files import Output
     from ifbbench.rundir.reader import RunData
     from ifbbench.studies.point_table import SweepTable
 
@@ -106,7 +107,7 @@ def report_repeats(directory: Path, as_json: bool = False, known: Mapping[str, A
 
 def write_run_outputs(directory: Path, config: RunConfig) -> None:
     """Write the files for other tools that `config` asks for."""
-    is_logged = config.iteration_stats_format == "vllm"
+    is_logged = config.iteration_stats_format in SERVER_LOGS
     if config.result_format or is_logged or any(getattr(config, name) for name in REPORT_FILES):
         from ifbbench.report.outputs import write_outputs
         from ifbbench.rundir.reader import load_run
@@ -118,16 +119,13 @@ def print_result(result: "RunResult", print_whole: Callable[["RunData"], None]) 
     """Print a run that has ended with `print_whole`. OutputError if its directory was removed since: the tables of what
     is known without it are printed then, unless it was printed before."""
     from ifbbench.files import lost
-    from ifbbench.rundir.reader import RunData, load_run
+    from ifbbench.rundir.reader import RunData
     from ifbbench.rundir.run_directory import is_lost
 
-    try:
-        data = load_run(result.directory)
-    except InputError:
-        if not is_lost(result.directory):
-            raise
+    # Reading and checking run.json and summary.json, which were just written, takes as long as printing them.
+    data = RunData(result.directory, dict(result.description), result.summary)
     if is_lost(result.directory):
-        print_run(RunData(result.directory, dict(result.description), result.summary), with_lines=False)
+        print_run(data, with_lines=False)
     else:
         print_whole(data)
     if is_lost(result.directory):
@@ -225,7 +223,7 @@ def schema(file: str | None) -> None:
     show_default=True,
     help="Formats of the charts: png, svg, pdf.",
 )
-@click.option("--dpi", type=click.IntRange(30, 1200), help="Pixels per inch of PNG files. Default: 150.")
+@click.option("--dpi", type=IntegerRange(30, 1200), help="Pixels per inch of PNG files. Default: 150.")
 @click.option("--output", type=DIRECTORY, help="Directory of the files. Default: charts in each run directory.")
 def plot(
     paths: tuple[Path, ...],
@@ -259,7 +257,9 @@ def plot(
     from ifbbench.cli.console import progress_line
 
     with _libraries():
-        from ifbbench.report.charts import Output
+        from ifbbench.report.chart_files import Output
+
+        import_module("ifbbench.report.pages.page" if html else "ifbbench.report.charts")
 
     names = _names("--only", only, _chart_names(overlay)) if only else ()
     kinds = _names("--format", formats, FORMATS)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.gpt_manager import TraceCommand
-from ifbbench.cli.options import COMMAND_KEYS, PLACES, RUN_KEYS, engine_defaults, given_config, read_command_keys
+from ifbbench.cli.options import (
+    COMMAND_KEYS,
+    PLACES,
+    RUN_KEYS,
+    IntegerRange,
+    engine_defaults,
+    given_config,
+    read_command_keys,
+    with_recording,
+)
 from ifbbench.cli.report import benchmark_lines_option, json_option, print_result, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
@@ -22,7 +31,7 @@ from ifbbench.settings.fields import boolean, choice, integer, located
 from ifbbench.settings.names import usual_settings
 
 if TYPE_CHECKING:
-    from ifbbench.replay.run import RunResult
+    from ifbbench.replay.single import RunResult
     from ifbbench.studies.sweep import SweepResult
 
 EXECUTORS = ("local", "ray")
@@ -37,7 +46,7 @@ SWEEP_HELP = {
 @click.argument("trace", required=False)
 @click.option(
     "--repeat",
-    type=click.IntRange(1, MAX_REPEATS),
+    type=IntegerRange(1, MAX_REPEATS),
     metavar="N",
     help="Run N times, with the seeds --seed, --seed + 1, …; report means and confidence intervals.",
 )
@@ -58,7 +67,8 @@ def run(
 
     Without TRACE the small bundled one is replayed.
     """
-    config = given_config(config_file, options)
+    config_file, given = with_recording(trace, config_file, options)
+    config = given_config(config_file, given, runs_fleets=True)
     keys = read_command_keys(config_file, RUN_KEYS, "run")
     trace = keys.get("trace") if trace is None else trace
     repeat = repeat or integer(keys.get("repeat", 1), "repeat", 1, MAX_REPEATS, from_text=True)
@@ -95,7 +105,7 @@ def run(
 )
 @click.option(
     "--repeat",
-    type=click.IntRange(1, MAX_REPEATS),
+    type=IntegerRange(1, MAX_REPEATS),
     metavar="N",
     help="Run each point N times, with the seeds --seed, --seed + 1, …; the table has the means.",
 )
@@ -107,7 +117,7 @@ def run(
 )
 @click.option(
     "--processes",
-    type=click.IntRange(1, MAX_PROCESSES),
+    type=IntegerRange(1, MAX_PROCESSES),
     metavar="N",
     help="Simulated runs at the same time. Default: one for each core. Runs on a real device follow each other.",
 )
@@ -148,7 +158,7 @@ def sweep(
         "executor": executor,
     }
     asked = _sweep_of({name: value for name, value in given.items() if value is not None}, config_file)
-    config = given_config(config_file, options, swept=swept_names(asked.over))
+    config = given_config(config_file, options, runs_fleets=True, swept=swept_names(asked.over))
     result = _sweep(asked, config, config.quiet, engine_configs(config_file, options, asked.over))
     _report_sweep(result, as_json)
     if result.failed:
@@ -189,7 +199,6 @@ def _sweep_of(given: Mapping[str, Any], config_file: Path | None) -> SweepKeys:
     from ifbbench.studies.grid import axis_text
 
     keys = read_command_keys(config_file, COMMAND_KEYS, "sweep")
-    keys.pop("replicas", None)  # checked with the settings
     with located(str(config_file)):
         over = keys.get("over", ())
         if isinstance(over, Mapping):
@@ -231,7 +240,7 @@ def engine_configs(
     def config_of(point: Mapping[str, Any]) -> RunConfig:
         own = {name: value for name, value in point.items() if name != TRACE}
         others = {name: value for name, value in options.items() if name not in own}
-        return given_config(config_file, others | own, is_noted=False)
+        return given_config(config_file, others | own, is_noted=False, runs_fleets=True)
 
     return config_of
 

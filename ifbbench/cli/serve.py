@@ -59,7 +59,7 @@ def serve(config_file: Path | None, **options: Any) -> None:
     names = {one.name for one in server_settings()}
     given = {name: options.pop(name) for name in names}
     server = ServerConfig(**{name: value for name, value in given.items() if value is not None})
-    config = given_config(config_file, options, replays=False)
+    config = given_config(config_file, options)
 
     from ifbbench.cli.console import progress_line
     from ifbbench.serving.server import serve as run

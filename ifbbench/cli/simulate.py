@@ -116,8 +116,8 @@ def explain_step(
     multiple=True,
     type=click.Path(path_type=Path, exists=True),
     metavar="LOG",
-    help="Fit to this log instead of measuring: a run directory, TensorRT-LLM's iteration statistics, vLLM's "
-    "log, or a CSV file of load tests. Repeat it for several.",
+    help="Fit to this log instead of measuring: a run directory, TensorRT-LLM's iteration statistics, vLLM's or "
+    "SGLang's log, or a CSV file of load tests. Repeat it for several.",
 )
 @click.option("--gpu", metavar="NAME", help="With --from: the same as --device sim:NAME.")
 @click.option(

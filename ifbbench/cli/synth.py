@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import COUNT, NOT_NEGATIVE, NOT_NEGATIVE_INTEGER, POSITIVE, Command, FloatRange
+from ifbbench.cli.options import COUNT, NOT_NEGATIVE, NOT_NEGATIVE_INTEGER, POSITIVE, Command, FloatRange, IntegerRange
 from ifbbench.clock import Progress
 from ifbbench.files import check_new_file
 from ifbbench.settings.fields import MAX_INTEGER_SETTING
@@ -45,7 +45,7 @@ class Group(click.Group):
     show_default=True,
     help="Arrivals at --request-rate: as --arrival constant or poisson.",
 )
-@click.option("--task-id", type=click.IntRange(min=-1), metavar="N", help="LoRA task of all requests; -1: none.")
+@click.option("--task-id", type=IntegerRange(min=-1), metavar="N", help="LoRA task of all requests; -1: none.")
 @click.option(
     "--rand-task-id",
     type=(NOT_NEGATIVE_INTEGER, NOT_NEGATIVE_INTEGER),
@@ -97,7 +97,7 @@ FILE_OPTIONS = (
     click.option("--overwrite", is_flag=True, help="Replace an existing file."),
     click.option(
         "--vocab-size",
-        type=click.IntRange(1, MAX_INTEGER_SETTING),
+        type=IntegerRange(1, MAX_INTEGER_SETTING),
         default=32_000,
         show_default=True,
         metavar="N",

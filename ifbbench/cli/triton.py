@@ -40,7 +40,7 @@ def triton(config_file: Path | None, model_repository: Path | None, **options: A
     names = {one.name for one in triton_settings()}
     given = {name: options.pop(name) for name in names}
     server = TritonConfig(**{name: value for name, value in given.items() if value is not None})
-    config = given_config(config_file, options, replays=False)
+    config = given_config(config_file, options)
     if model_repository is not None:
         click.echo(
             f"Wrote {write_repository(model_repository, config, server)}; Triton needs the package ifbbench in "

@@ -25,9 +25,10 @@ from ifbbench.settings.names import from_mapping, usual_settings
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ifbbench.analysis.words import Words
     from ifbbench.studies.deployments import Deployment
     from ifbbench.studies.tune import Tuning
-    from ifbbench.studies.tune_candidates import Candidate
+    from ifbbench.studies.tune_candidates import Candidate, Goal
 
 
 class Prices(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of click only
@@ -46,7 +47,8 @@ class Prices(click.ParamType):  # type: ignore[type-arg]  # generic in some vers
 PRICES = Prices()
 # Settings of which --goal cost compares several values.
 COMPARED = ("device", "dtype", "tp_size", "pp_size")
-GOAL_NAMES = ("goodput", "output_throughput", "max_rate", "cost")
+OF_DTYPES = " A data type may change answers; that is not measured here."
+GOAL_NAMES = ("goodput", "output_throughput", "max_rate", "cost", "energy")
 HELP = {
     "output": "Directory of the answer, its files and the recorded run. Default: results/tune-<trace>.",
     "overwrite": "Replace the answer in an existing directory.",
@@ -61,13 +63,13 @@ HELP = {
     type=click.Choice(GOAL_NAMES),
     help="What is best: requests/s that meet every objective "
     "(default with an objective of each request), output tokens/s (default without), the highest rate of "
-    "arrivals that meets them, or the cost of enough GPUs.",
+    "arrivals that meets them, the cost of enough GPUs, or their energy for an output token.",
 )
 @click.option(
     "--max-gpus",
     type=COUNT,
     metavar="N",
-    help="GPUs of all replicas together. Default: as many as one replica needs; 64 for --goal cost.",
+    help="GPUs of all replicas together. Default: as many as one replica needs; 64 for --goal cost and energy.",
 )
 @click.option(
     "--gpu-hour-price",
@@ -106,13 +108,14 @@ def tune(
         | {name: value for name, value in options.items() if name not in choices},
     )
     from_file = read_config_file(config_file) if config_file else {}
-    keys = read_command_keys(config_file, ("trace", "replicas"), "tune")
+    keys = read_command_keys(config_file, ("trace",), "tune")
     trace = keys.get("trace") if trace is None else trace
     if config_file and is_run(config_file):  # that of a run has the defaults, too
         usual = usual_settings(engine_defaults(config.as_dict()))
         from_file = {name: value for name, value in from_file.items() if value != usual[name]}
     fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 
+    from ifbbench.analysis.words import words_of
     from ifbbench.cli.console import echo_beside_bar, progress_line, report_console
     from ifbbench.rundir.run_directory import default_directory
     from ifbbench.studies.deployments import compare_deployments, described_deployment, price_of
@@ -128,11 +131,11 @@ def tune(
         write_server_files,
     )
 
-    clock, quiet = WallClock(), config.quiet
+    clock, quiet, words = WallClock(), config.quiet, words_of(config.as_dict())
 
     def report_best(best: "Candidate") -> None:
         if not quiet:
-            echo_beside_bar(f"{clock.now():.0f} s: {_best_line(best, wanted)}")
+            echo_beside_bar(f"{clock.now():.0f} s: {_best_line(best, wanted, words)}")
 
     def report_cheapest(one: "Deployment") -> None:
         if not quiet:
@@ -211,15 +214,12 @@ def _choices(options: dict[str, Any]) -> dict[str, list[Any]]:
 
 def commands_of(trace: str | None, tuning: "Tuning") -> list[list[str]]:
     """The words of the commands that run the recommendation, one for each replica."""
+    from ifbbench.settings.command_line import option_words
     from ifbbench.studies.tune_files import settings_of_best
 
     assert tuning.best is not None
     words = ["ifbbench", "run", *([trace] if trace else [])]
-    for name, value in settings_of_best(tuning).items():
-        if isinstance(value, bool):
-            words.append(f"--{'' if value else 'no_'}{name}")
-        elif value is not None:
-            words += [f"--{name}", str(value)]
+    words += option_words(settings_of_best(tuning), tuning.runs.base.engine)
     if (replicas := tuning.best.run.case.replicas) == 1:
         return [words]
     return [[*words, "--replica", f"{number}/{replicas}"] for number in range(1, replicas + 1)]
@@ -267,12 +267,14 @@ def recorded_text(found: dict[str, Any] | None, tuning: "Tuning") -> str:
     return f"As recorded it needs {found['gpus']} {device}. {text}"
 
 
-def _best_line(best: "Candidate", goal: Any) -> str:
+def _best_line(best: "Candidate", goal: "Goal", words: "Words") -> str:
+    from ifbbench.studies.tune_candidates import misses_text
+
     ran = "all requests" if best.run.case.requests is None else f"the first {best.run.case.requests:,} requests"
     names = [name for name in ("max_batch_size", "max_num_tokens", "policy") if name in best.settings]
-    limits = ", ".join(f"{name} {best.settings[name]}" for name in names)
+    limits = words.with_values({name: best.settings[name] for name in names})
     missed = goal.shortfalls(best.summary)
-    figure = f"misses {', '.join(missed)}" if missed else f"{abs(best.score):,.4g} {goal.unit}"
+    figure = misses_text(missed) if missed else f"{abs(best.score):,.4g} {goal.unit}"
     return f"{figure} over {ran}, with {limits}"
 
 
@@ -328,7 +330,8 @@ def print_deployments(rows: list[dict[str, Any]], tuning: "Tuning", console: "Co
     console.print(
         "The first row of each device was searched, the others have the settings from which a search starts. "
         "Per million tokens: the price of all GPUs over the tokens of that kind alone. Nearest objective: its value as "
-        "a share of the limit. Spare rate: how much faster requests may come before these GPUs miss an objective.",
+        "a share of the limit. Spare rate: how much faster requests may come before these GPUs miss an objective."
+        f"{OF_DTYPES if len({row['dtype'] for row in rows}) > 1 else ''}",
         style="dim",
         markup=False,
     )
@@ -368,7 +371,7 @@ def _plot(tuning: "Tuning", directory: Path) -> None:
         [point(one) for one in pareto(alike, goal)],
         named,
         name.replace("_", " "),
-        "output tokens/s of a GPU" if goal.name == "cost" else "output tokens/s",
+        "output tokens/s of a GPU" if goal.is_minimised else "output tokens/s",
         first.target_s if first else None,
         f"{tuning.runs.trace.name} · {tuning.runs.base.model} · {tuning.runs.base.device} · goal {goal.name}",
         directory,
@@ -377,10 +380,13 @@ def _plot(tuning: "Tuning", directory: Path) -> None:
 
 def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") -> None:
     """Print the recommendation beside what users get without a search."""
-    from ifbbench.analysis.number_texts import percent, significant
+    from ifbbench.analysis.number_texts import count, percent, significant
+    from ifbbench.analysis.words import words_of
     from ifbbench.report import plain_table, print_fitting
+    from ifbbench.studies.tune_candidates import EQUAL_SHARE
+    from ifbbench.studies.tune_certainty import loss_text
 
-    best, baselines = found["recommendation"], found["baselines"]
+    best, baselines, words = found["recommendation"], found["baselines"], words_of(tuning.runs.base.as_dict())
     console.print(f"\n[bold]{found['verdict']}[/bold]")
     if text := recorded_text(best["as_recorded"], tuning):
         console.print(text, markup=False, highlight=False)
@@ -389,7 +395,7 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
         effect = found["importance"].get(name)
         matters = "given" if name in tuning.space.fixed else percent(effect["effect"]) if effect else ""
         others = [str(one["settings"].get(name, "")) for one in baselines]
-        table.add_row(name, f"[bold]{value}[/bold]", *others, matters)
+        table.add_row(words.own_name(name), f"[bold]{value}[/bold]", *others, matters)
     if tuners := {name for one in baselines for name in one["settings"]} - set(best["settings"]):
         table.add_row("tuners", "", *("on" if tuners & set(one["settings"]) else "" for one in baselines), "")
     replicas = [one["figures"]["replicas"] for one in (best, *baselines)]
@@ -403,7 +409,9 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
                 interval = best["figures"].get("max_rate_interval")
             low, high = (significant(limit, scale) for limit in interval or (None, None))
             between = f" [dim]({low}–{high})[/dim]" if interval else ""
-            first, *others = (f"{significant(value, scale)}{unit}" for value in values)
+            first, *others = (
+                count(value) if isinstance(value, int) else f"{significant(value, scale)}{unit}" for value in values
+            )
             table.add_row(label, f"[bold]{first}[/bold]{between}", *others, "")
     print_fitting(console, table)
     matters = "Matters: the largest loss among the values beside the best one."
@@ -411,15 +419,19 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
     if binding := found["binding"]:
         console.print(f"\n{binding['advice']}", markup=False)
     if other := best["next_best"]:
-        changed = ", ".join(f"{name} {value}" for name, value in other["changed"].items())
-        loss = _loss_text(other, tuning.goal.name)
+        changed, loss = words.with_values(other["changed"]), loss_text(other, tuning.goal.name)
         varies = f", less than other requests like these vary (±{percent(other['noise'], 1)})"
-        noise = varies if other["is_noise"] else ""
-        noise += "; within the simulation's error, it may be as good on a real server" if other["is_undecided"] else ""
+        is_equal = abs(other["loss"]) < EQUAL_SHARE and not other["misses"]
+        noise = varies if other["is_noise"] and not is_equal else ""
+        if other["is_undecided"] and abs(other["loss"]) >= EQUAL_SHARE:
+            noise += "; within the simulation's error, it may be as good on a real server"
         console.print(f"Next best: {changed or 'other tuning'}; it {loss}{noise}.", markup=False)
     if text := rate_text(best["figures"], tuning):
         console.print(text, markup=False)
-    if names := [one["name"] for one in baselines if one["is_undecided"]]:
+    equal = [one["name"] for one in baselines if abs(one["loss"]) < EQUAL_SHARE and one["meets_slo"]]
+    if equal:
+        console.print(f"Without a search, the result is the same: {' and '.join(equal)}.")
+    if names := [one["name"] for one in baselines if one["is_undecided"] and one["name"] not in equal]:
         console.print(
             f"The gain over {' and '.join(names)} is within the simulation's error: not certain on a real server."
         )
@@ -436,19 +448,6 @@ def print_answer(found: dict[str, Any], tuning: "Tuning", console: "Console") ->
             "share with one of these commands:"
         )
     click.echo(f"\n{best['command']}")  # never broken into lines, so that it can be copied
-
-
-def _loss_text(other: dict[str, Any], goal: str) -> str:
-    """What the next best settings are worse by, in the goal's figure."""
-    from ifbbench.analysis.number_texts import percent
-
-    if other["misses"]:
-        return f"misses {', '.join(other['misses'])}"
-    share, is_worse = percent(abs(other["loss"]), 1), other["loss"] >= 0
-    if goal == "cost":
-        return f"is {share} {'dearer' if is_worse else 'cheaper'}"
-    figure = {"goodput": "goodput", "output_throughput": "throughput", "max_rate": "highest rate"}[goal]
-    return f"has a {figure} that is {share} {'lower' if is_worse else 'higher'}"
 
 
 LATENCY_ROWS = [
@@ -468,6 +467,11 @@ ROWS = {
     "max_rate": [("highest rate (requests/s)", "max_rate_requests_per_s", "", 1.0), THROUGHPUT],
     "cost": [
         ("cost / million output tokens", "cost_per_million_output_tokens", "", 1.0),
+        ("GPUs", "gpus", "", 1.0),
+        THROUGHPUT,
+    ],
+    "energy": [
+        ("energy / output token", "joules_per_output_token", " J", 1.0),
         ("GPUs", "gpus", "", 1.0),
         THROUGHPUT,
     ],

@@ -3,8 +3,9 @@
 import json
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -19,10 +20,17 @@ if TYPE_CHECKING:
     from ifbbench.analysis.client_side import ClientFindings
     from ifbbench.analysis.explain import IterationFacts, RequestLife, Stretch
     from ifbbench.analysis.findings import Findings, SlowRequest
+    from ifbbench.analysis.generation_time import GenerationTime
     from ifbbench.analysis.recorded import RecordedRun
     from ifbbench.analysis.words import Words
+    from ifbbench.clock import Clock
+    from ifbbench.rundir.reader import RunData
+    from ifbbench.studies.what_if import WhatIf
 
 FIGURES = ("e2e", "ttft", "tpot", "queue_time")
+# What is left of the budget for starting the program, ending the trials and the output: seconds, and a share of the
+# time that reading the run took, because both take longer on a busy machine.
+SPARE_S, SPARE_SHARE = 2.0, 0.2
 IDS_SHOWN = 12
 PAUSES_SHOWN = 10
 GOALS = ("ttft.p99", "tpot.p99", "e2e.mean", "output_throughput", "goodput", "slo")
@@ -82,8 +90,15 @@ def _seconds(ctx: click.Context, option: click.Parameter, value: str) -> float:
     show_default=True,
     callback=_seconds,
     metavar="TIME",
-    help="How long other settings are tried, each on the trace of the run; 0 tries none.",
+    help="How long the command may take to try other settings, each on the trace of the run; 0 tries none.",
 )
+@click.option(
+    "--server",
+    metavar="LINE",
+    help='Of a run against an endpoint: the command line that started the server, such as "vllm serve MODEL '
+    '--max-num-seqs 64". Its requests are replayed with these settings on a simulated --device, fitted to the run.',
+)
+@click.option("--device", metavar="GPU", help="With --server: the GPU of the server, such as h100-sxm.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_instead_of_tables
 def why(
@@ -98,6 +113,8 @@ def why(
     improve: str | None,
     what_if: tuple[str, ...],
     budget: float,
+    server: str | None,
+    device: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -112,37 +129,56 @@ def why(
         raise click.UsageError("--improve and --what_if are of the whole run; leave out --request and --iteration.")
     if (by or of_class or missed) and (request_id is not None or iteration is not None):
         raise click.UsageError("--by, --class and --missed are of the whole run; leave out --request and --iteration.")
+    if (server is None) != (device is None):
+        raise click.UsageError("--server and --device belong together; give both, or none.")
     if pauses_csv is not None:
         check_new_file(pauses_csv, "--pauses-csv", overwrite)
 
-    from ifbbench.analysis.client_side import ClientFindings
+    from ifbbench.clock import WallClock
+
+    clock = WallClock()  # before the imports that take long
+
     from ifbbench.analysis.explain import iteration_facts
     from ifbbench.analysis.findings import Findings
     from ifbbench.analysis.recorded import RecordedRun
     from ifbbench.cli.console import report_console
+    from ifbbench.rundir.fleet import replica_directory
+    from ifbbench.rundir.reader import load_run
 
+    fleet = load_run(run)
+    if fleet.is_fleet:
+        if iteration is not None or pauses_csv is not None or by or of_class or missed or improve or what_if:
+            raise InputError(
+                f"{run}: a fleet; of the options of one engine it takes --request. Name one replica, such as "
+                f"{replica_directory(fleet.path, 0)}."
+            )
+        if request_id is None:
+            _explain_fleet(fleet, as_json)
+            return
+        run = _replica_of(fleet, request_id)
     is_of_all = request_id is None and iteration is None and pauses_csv is None
     recorded = RecordedRun.load(run, or_endpoint=iteration is None and pauses_csv is None, or_empty=is_of_all)
+    wanted = Wanted(improve, what_if, budget, clock)
     if recorded.data.endpoint:
         if by or of_class or missed:
             raise InputError("--by, --class, --missed: RUN is against an endpoint; leave them out.")
-        seen = ClientFindings(recorded)
-        if request_id is not None:
-            _print_json(seen.life(recorded.known_id(request_id)))
-        elif as_json:
-            _print_json(seen.as_dict(slowest) | {"what_if": _reason_only(recorded)})
-        else:
-            console = report_console(highlight=False)
-            _print_seen(seen, slowest, console)
-            console.print()
-            _print_trials(_reason_only(recorded), console)
+        of_server = _server_settings(server, device) if server and device else {}
+        _explain_endpoint(recorded, request_id, slowest, as_json, wanted, of_server)
         return
+    if server is not None:
+        raise InputError(f"--server: {recorded.data.path} is no run against an endpoint; leave it out.")
     if recorded.nothing_ran:
         text = f"There is nothing to explain: {recorded.nothing_ran}."
         facts = {"run": str(recorded.data.path), "partial": recorded.data.partial, "text": text}
         _print_json(facts) if as_json else click.echo(f"{recorded.data.path}: {text}")
         return
     findings = Findings(recorded)
+
+    def trials() -> "WhatIf":
+        from ifbbench.studies.what_if import WhatIf
+
+        return WhatIf(findings)
+
     if pauses_csv is not None:
         findings.ledger.write_csv(pauses_csv)
     console = report_console(highlight=False)
@@ -154,38 +190,124 @@ def why(
         _print_json(found.as_dict()) if as_json else _print_iteration(found, console)
     elif as_json:
         facts = findings.as_dict(slowest, by or "e2e", of_class, missed)
-        _print_json(facts | {"what_if": _tried(findings, improve, what_if, budget)})
+        _print_json(facts | {"what_if": _tried(recorded, trials, wanted)})
     else:
         slow = findings.slowest(slowest, by or "e2e", of_class, missed)
         _print_findings(findings, slow, slowest, console)
         console.print()
         if not console.is_terminal:
             sys.stdout.flush()  # the trials take longer
-        _print_trials(_tried(findings, improve, what_if, budget), console)
+        _print_trials(_tried(recorded, trials, wanted), console)
 
 
-def _reason_only(run: "RecordedRun") -> dict[str, Any]:
-    from ifbbench.studies.what_if import not_tried, why_not
+def _explain_fleet(run: "RunData", as_json: bool) -> None:
+    """Explain what the router of a fleet did."""
+    from ifbbench.analysis.fleet import FleetFindings
+    from ifbbench.cli.console import report_console
 
-    return not_tried(why_not(run))
+    if run.requests.empty:  # it was killed; its replicas have what they did
+        text = f"There is nothing to explain: no request is recorded of the fleet. Name a replica in {run.path}."
+        facts = {"run": str(run.path), "partial": run.partial, "text": text}
+        _print_json(facts) if as_json else click.echo(text)
+        return
+    findings = FleetFindings(run)
+    if as_json:
+        _print_json(findings.as_dict())
+        return
+    console = report_console(highlight=False)
+    for sentence in findings.sentences():
+        console.print(sentence, markup=False, soft_wrap=True)
 
 
-def _tried(findings: "Findings", improve: str | None, what_if: tuple[str, ...], budget_s: float) -> dict[str, Any]:
+def _replica_of(run: "RunData", request_id: str) -> Path:
+    """The run directory of the replica that had a request. InputError if there is no such request."""
+    from ifbbench.rundir.fleet import replica_directory
+
+    found = run.requests[run.requests["request_id"] == request_id]
+    if found.empty:
+        raise InputError(f"{run.path}: no request {request_id} has ended; requests.jsonl has the ids.")
+    return replica_directory(run.path, int(found["replica"].iloc[0]))
+
+
+class Wanted(NamedTuple):
+    """The trials that the command asks for. clock: the budget began at its 0."""
+
+    improve: str | None
+    what_if: tuple[str, ...]
+    budget_s: float
+    clock: "Clock"
+
+
+def _explain_endpoint(
+    run: "RecordedRun", request_id: str | None, slowest: int, as_json: bool, wanted: Wanted, server: Mapping[str, Any]
+) -> None:
+    """Explain a run against an endpoint, or one request of it. server: its settings and device; empty if not given."""
+    from ifbbench.analysis.client_side import ClientFindings
+    from ifbbench.cli.console import report_console
+    from ifbbench.studies.what_if import WhatIf
+
+    def trials() -> WhatIf:
+        return WhatIf.of_endpoint(run, server)
+
+    seen = ClientFindings(run)
+    if request_id is not None:
+        _print_json(seen.life(run.known_id(request_id)))
+    elif as_json:
+        _print_json(seen.as_dict(slowest) | {"what_if": _tried(run, trials, wanted, bool(server))})
+    else:
+        console = report_console(highlight=False)
+        _print_seen(seen, slowest, console)
+        console.print()
+        _print_trials(_tried(run, trials, wanted, bool(server)), console)
+
+
+def _server_settings(line: str, device: str) -> dict[str, Any]:
+    """The settings of a server from the line that started it, with its GPU."""
+    from ifbbench.settings.config import SIMULATED
+    from ifbbench.settings.servers import read_line
+
+    found = read_line(line)
+    if found.ignored:
+        click.echo(f"Without effect here: {', '.join(f'--{name}' for name in found.ignored)}.", err=True)
+    return found.values | {"device": SIMULATED + device.removeprefix(SIMULATED)}
+
+
+def _tried(
+    run: "RecordedRun", make_trials: "Callable[[], WhatIf]", wanted: Wanted, is_server_known: bool = False
+) -> dict[str, Any]:
     """`what_if` of `--json`."""
     from ifbbench.cli.console import progress_line
-    from ifbbench.studies.what_if import WhatIf, not_tried, parse_change, why_not
+    from ifbbench.rundir.what_if import keep_what_if
+    from ifbbench.studies.what_if import not_tried, parse_change, why_not
 
+    improve, what_if, budget_s, clock = wanted
     only = [parse_change(text) for text in what_if]
-    if reason := why_not(findings.run):
+    if reason := why_not(run, is_server_known):
         if only or improve:
-            raise InputError(f"{findings.run.path}: no other settings can be tried: {reason}.")
+            raise InputError(f"{run.path}: no other settings can be tried: {reason}.")
         return not_tried(reason)
     if not budget_s and not only:
         return not_tried("--budget 0")
-    trials = WhatIf(findings)
+
+    def left_s() -> float:
+        return budget_s - clock.now() - min(SPARE_S + SPARE_SHARE * clock.now(), budget_s / 4)
+
+    trials: WhatIf | None = None
+    if left_s() > 0 or only:
+        try:
+            trials = make_trials()
+        except InputError as error:
+            if only or improve or is_server_known:
+                raise
+            return not_tried(str(error).rstrip("."))
+    if trials is None or (left_s() <= 0 and not only):
+        return not_tried(f"the run was read after {clock.now():,.0f} s of --budget {budget_s:g}s; give more")
     goal = trials.goal(improve)
     with progress_line("why", quiet=False) as progress:
-        return trials.try_all(goal, only, budget_s, progress=progress).as_dict()
+        found = trials.try_all(goal, only, left_s(), progress=progress).as_dict()
+    if problem := keep_what_if(run.path, found):
+        click.echo(f"What was tried is not kept for the run page: {problem}", err=True)
+    return found
 
 
 def _print_trials(found: dict[str, Any], console: "Console") -> None:
@@ -237,7 +359,7 @@ def _print_findings(findings: "Findings", slow: "list[SlowRequest]", slowest: in
                 str(blocker.request_id),
                 findings.words.limit_name(blocker.limit),
                 significant(blocker.waited_s),
-                f"{blocker.max_behind:,} requests",
+                f"{blocker.max_behind:,} request{'s' * (blocker.max_behind != 1)}",
                 f"{blocker.first:,} – {blocker.last:,}",
             )
         console.print(table)
@@ -253,8 +375,26 @@ def _print_findings(findings: "Findings", slow: "list[SlowRequest]", slowest: in
         console.print(table)
         console.print()
     _print_ledger(findings, console)
+    if findings.generation is not None and findings.generation.of_run:
+        _print_generation(findings.generation, console)
     _print_lower_bound(findings.lower_bound, console)
     console.print(f"`ifbbench why {run.path} --request {slow[0].request_id if slow else 'ID'}` explains one request.")
+
+
+def _print_generation(found: "GenerationTime", console: "Console") -> None:
+    from ifbbench.analysis.generation_time import PARTS, SLOWEST_SHARE, shares
+    from ifbbench.analysis.number_texts import percent, significant
+    from ifbbench.report import bar, plain_table
+
+    of_all, of_slowest = shares(found.of_run), shares(found.of_slowest)
+    highest = f"of highest {percent(SLOWEST_SHARE)} TPOT"
+    table = plain_table("From first to last token", numbers=["request-seconds", "share", highest])
+    table.add_column("")
+    for part, seconds in found.of_run.items():
+        cells = (significant(seconds), percent(of_all[part]), percent(of_slowest[part]))
+        table.add_row(PARTS[part], *cells, f"[cyan]{bar(of_slowest[part])}[/cyan]")
+    console.print(table)
+    console.print()
 
 
 def _print_groups(title: str, groups: dict[str, Any], console: "Console") -> None:
@@ -372,10 +512,11 @@ def _print_lower_bound(bound: "LowerBound | str", console: "Console") -> None:
 
 
 def _print_life(life: "RequestLife", console: "Console") -> None:
+    from ifbbench.analysis.generation_time import PROMPTS
     from ifbbench.analysis.number_texts import percent, significant
     from ifbbench.report import plain_table
 
-    console.print(f"\n{' '.join(life.sentences())}\n", soft_wrap=True, markup=False)
+    console.print(f"\n{life.summary}\n", soft_wrap=True, markup=False)
     table = plain_table(numbers=["from s", "for s", "iterations"])
     table.add_column("the request")
     for stretches in _grouped(life.stretches):
@@ -391,6 +532,8 @@ def _print_life(life: "RequestLife", console: "Console") -> None:
     table = plain_table("End-to-end time", numbers=["s", "share"])
     for name, spent in sorted(life.attribution_s.items(), key=lambda item: -item[1]):
         table.add_row(life.words.part_name(name), significant(spent), percent(spent / e2e_s if e2e_s else None))
+        if name == "generation" and (prompts_s := life.generation_s.get(PROMPTS)):
+            table.add_row("  of it for prompts of others", significant(prompts_s), percent(prompts_s / e2e_s))
     table.add_row("[bold]in all[/bold]", significant(e2e_s), "")
     console.print(table)
 

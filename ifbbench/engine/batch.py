@@ -19,14 +19,20 @@ class Positions:
     """The positions of the next tokens of generation requests.
 
     count: of how many. total: their sum. of_each(): [requests]. idle: positions of the requests that only pad the
-    batch, which stay the same in further iterations. beam_width: of all of them.
+    batch, which stay the same in further iterations. beam_width: of all of them. slots: [requests], of each.
     """
 
     def __init__(
-        self, count: int, total: int, of_each: Callable[[], Int64Array], idle: Rows = NO_ROWS, beam_width: int = 1
+        self,
+        count: int,
+        total: int,
+        of_each: Callable[[], Int64Array],
+        idle: Rows = NO_ROWS,
+        beam_width: int = 1,
+        slots: Rows = NO_ROWS,
     ) -> None:
         self.count, self.total, self.of_each, self.idle = count, total, of_each, idle
-        self.beam_width = beam_width
+        self.beam_width, self.slots = beam_width, slots
 
 
 # The adapter of a request without one, in `AdapterUse.tasks`.

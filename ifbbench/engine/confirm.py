@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ifbbench.engine.arrays import BoolArray, Int64Array, Rows
+from ifbbench.engine.arrays import Rows
 from ifbbench.engine.batch import NO_OUTPUTS, StepOutputs
-from ifbbench.engine.beam_search import BeamSearch
-from ifbbench.engine.drafts import DraftCounts, DraftVerifier
+from ifbbench.engine.confirm_special import confirm_context, confirm_drafted, confirm_special
+from ifbbench.engine.drafts import DraftVerifier
 from ifbbench.engine.records import InFlightIteration
 from ifbbench.engine.request import Request, RequestTable
 
@@ -22,14 +22,15 @@ def confirm(
     None of a scheduler without draft tokens."""
     if outputs:
         table.makes_tokens = outputs[-1].tokens is not None or outputs[-1].candidates is not None
-    rows = iteration.output_rows
-    if drafts is not None and table.max_draft_tokens and any(batch.drafts is not None for batch in iteration.batches):
-        return _confirm_drafted(iteration, outputs, table, drafts)
-    if len(outputs) < 2:
-        return _confirm_pass(iteration, rows, outputs[0] if outputs else NO_OUTPUTS, table)
-    num_context = iteration.batches[0].num_last_chunks
-    done = _confirm_pass(iteration, rows[:num_context], outputs[0], table)
-    return done + _confirm_pass(iteration, rows[num_context:], outputs[1], table)
+    rows, done = iteration.output_rows, list[Request]()
+    for batch, of_pass in zip(iteration.batches, outputs, strict=True):
+        count = len(rows) if len(outputs) == 1 else batch.num_outputs
+        if batch.drafts is None or drafts is None:
+            done += _confirm_pass(iteration, rows[:count], of_pass, table)
+        else:
+            done += confirm_drafted(iteration, rows[:count], batch.drafts, of_pass, table, drafts)
+        rows = rows[count:]
+    return done
 
 
 def _confirm_pass(iteration: InFlightIteration, rows: Rows, outputs: StepOutputs, table: RequestTable) -> list[Request]:
@@ -46,113 +47,6 @@ def _confirm_pass(iteration: InFlightIteration, rows: Rows, outputs: StepOutputs
         if table.any_end_tokens:
             done |= (tokens[:, None] == table.end_tokens[rows]).any(axis=1)
     if table.num_special and outputs is not NO_OUTPUTS:
-        _confirm_context(iteration, outputs)
-        _confirm_special(rows, np.arange(len(rows)) if indices is None else indices, done, outputs, table)
+        confirm_context(iteration, outputs)
+        confirm_special(rows, np.arange(len(rows)) if indices is None else indices, done, outputs, table)
     return [table.requests[row] for row in rows[done].tolist()]
-
-
-def _confirm_context(iteration: InFlightIteration, outputs: StepOutputs) -> None:
-    for index, logits in outputs.context_logits.items():
-        chunk = iteration.record.context[index]
-        if chunk.request.numbers is not None and chunk.request.slot not in iteration.dropped:
-            chunk.request.numbers.add_context(chunk.start, logits)
-
-
-def _confirm_drafted(
-    iteration: InFlightIteration, outputs: Sequence[StepOutputs], table: RequestTable, drafts: DraftVerifier
-) -> list[Request]:
-    """`confirm` of an iteration with draft tokens: each output is one token or several."""
-    found, counts = list[Request](), DraftCounts()
-    iteration.record.drafts, first = counts, 0
-    for batch, of_pass in zip(iteration.batches, outputs, strict=True):
-        rows, first = iteration.output_rows[first : first + batch.num_outputs], first + batch.num_outputs
-        if batch.drafts is None:
-            found += _confirm_pass(iteration, rows, of_pass, table)
-            continue
-        kept = np.flatnonzero(~np.isin(rows, list(iteration.dropped)))
-        rows, asked = rows[kept], batch.drafts.counts[kept]
-        accepted = drafts.accepted(rows, asked) if of_pass.accepted is None else of_pass.accepted[kept]
-        _confirm_context(iteration, of_pass)
-        yielded, done = _confirm_tokens(rows, kept, accepted.astype(np.int64) + 1, of_pass, table)
-        drafts.settle(rows)
-        requests = [table.requests[row] for row in rows.tolist()]
-        counts.add(asked, yielded - 1, requests, of_pass.draft_s)
-        found += [request for request, is_done in zip(requests, done.tolist(), strict=True) if is_done]
-    return found
-
-
-def _confirm_tokens(
-    rows: Rows, indices: Int64Array, yielded: Int64Array, outputs: StepOutputs, table: RequestTable
-) -> tuple[Int64Array, BoolArray]:
-    """Store the first `yielded` tokens of each of `rows`, at most up to the one that ends its request. Returns how many
-    were stored, and which requests end. indices: [rows], index of each row's output in `outputs`."""
-    before = table.confirmed[rows]
-    yielded = np.minimum(yielded, table.stop_after[rows] - before)
-    done = before + yielded == table.stop_after[rows]
-    if outputs.tokens is not None:
-        tokens = outputs.tokens[indices]
-        steps = np.arange(tokens.shape[1])
-        if table.any_end_tokens:
-            ends = (tokens[:, :, None] == table.end_tokens[rows][:, None, :]).any(axis=2) & (steps < yielded[:, None])
-            is_ended = ends.any(axis=1)
-            yielded = np.where(is_ended, ends.argmax(axis=1) + 1, yielded)
-            done |= is_ended
-        is_valid = steps < yielded[:, None]
-        columns = (table.joined[rows] + before)[:, None] + steps
-        table.write_outputs(np.repeat(rows, yielded), columns[is_valid], tokens[is_valid])
-    table.confirmed[rows] = before + yielded
-    for at in np.flatnonzero(table.is_special[rows]).tolist():
-        request, index, row = table.requests[int(rows[at])], int(indices[at]), int(rows[at])
-        for step in range(int(yielded[at])):
-            table.confirmed[row] = before[at] + step + 1
-            position = request.num_outputs - 1
-            if request.numbers is not None:
-                if outputs.log_probs is not None:
-                    request.numbers.add_log_prob(position, float(outputs.log_probs[index, step]))
-                if (logits := outputs.generation_logits.get(index)) is not None:
-                    request.numbers.add_generation(position, logits[step : step + 1])
-            if request.stop.stop_sequences and outputs.tokens is not None and _ends_with_stop_sequence(request):
-                yielded[at], done[at] = step + 1, True
-                break
-    # Nothing of these requests is in flight any more.
-    table.generated[rows] = table.confirmed[rows]
-    return yielded, done
-
-
-def _confirm_special(
-    rows: Rows, indices: Int64Array, done: BoolArray, outputs: StepOutputs, table: RequestTable
-) -> None:
-    """Confirm the special requests among `rows`; `done` becomes true for those that end.
-
-    indices: [rows], index of each row's output in `outputs`."""
-    for at in np.flatnonzero(table.is_special[rows]).tolist():
-        request, index = table.requests[int(rows[at])], int(indices[at])
-        if request.numbers is not None:
-            position = request.num_outputs - 1
-            if outputs.log_probs is not None and request.beam_width == 1:
-                request.numbers.add_log_prob(position, float(outputs.log_probs[index]))
-            if (logits := outputs.generation_logits.get(index)) is not None:
-                request.numbers.add_generation(position, logits)
-        if request.beam_width > 1:
-            if (candidates := outputs.candidates) is not None:
-                search = request.search
-                if search is None:
-                    search = BeamSearch(request.beam_width, request.sampling, request.stop, request.max_new_tokens)
-                    request.search = search
-                done[at] = search.advance(
-                    candidates.tokens[index],
-                    candidates.beams[index],
-                    candidates.scores[index],
-                    is_last=bool(done[at]),
-                )
-        elif request.stop.stop_sequences and outputs.tokens is not None:
-            done[at] |= _ends_with_stop_sequence(request)
-
-
-def _ends_with_stop_sequence(request: Request) -> bool:
-    """Whether the newest output tokens are a stop sequence of the request. The prompt is never part of a match."""
-    assert request.table is not None
-    num_outputs = request.num_outputs
-    longest = max(map(len, request.stop.stop_sequences))
-    tail = tuple(request.table.outputs(request.slot, max(0, num_outputs - longest), num_outputs).tolist())
-    return any(tail[-len(sequence) :] == sequence for sequence in request.stop.stop_sequences)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ifbbench.engine.batch import AdapterUse, Batch, BatchLayout, Positions, StepInputs, StepOutputs
 from ifbbench.engine.plan import ContextChunk, Plan
-from ifbbench.engine.records import CacheState, Growth, InFlightIteration, IterationRecord, Stretch
+from ifbbench.engine.records import CacheState, InFlightIteration, IterationRecord
 from ifbbench.engine.request import Request, RequestTable
+from ifbbench.engine.stretch import Growth, Stretch
 from ifbbench.errors import IfbbenchError
 
 # What `RequestSource.get` is asked for where all requests that have arrived are to be returned.
@@ -98,7 +99,8 @@ class Scheduler(Protocol):
 
     def horizon(self, plan: Plan) -> int:
         """For how many iterations, this one included, `plan` is certain to be decided again while no request arrives,
-        and only the last one to be collected completes requests; 0 if the iteration needs a batch."""
+        and only the last one to be collected completes requests, or the one in flight those that `plan.num_ending`
+        counts; 0 if the iteration needs a batch."""
         return 0
 
     def cycle(self, plan: Plan) -> Sequence[Plan]:
@@ -111,7 +113,9 @@ class Scheduler(Protocol):
         raise SchedulerStalled(f"{self.name} repeats no plan")
 
     def repeat(self, plan: Plan, count: int) -> Growth:
-        """`allocate` and `advance` for `count` iterations from `plan` on, at most those of `horizon`."""
+        """`allocate` and `advance` for `count` iterations from `plan` on, at most those of `horizon`. If requests are
+        ending, or the plan awaits what is in flight, there are two calls: for the first iteration, and for the others
+        once that was collected."""
         raise SchedulerStalled(f"{self.name} repeats no plan")
 
     def confirm(self, count: int) -> list[Request]:

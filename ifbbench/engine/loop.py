@@ -14,23 +14,17 @@ from ifbbench.engine.interfaces import (
     IterationWork,
     Observer,
     PredictableExecutor,
+    PredictedTimes,
     RequestSource,
     Scheduler,
     SchedulerStalled,
     Unobserved,
 )
 from ifbbench.engine.plan import Plan
-from ifbbench.engine.records import (
-    NO_CACHE_STATE,
-    CacheState,
-    Growth,
-    InFlightIteration,
-    IterationRecord,
-    Stretch,
-    forget_empty_turns,
-)
+from ifbbench.engine.records import NO_CACHE_STATE, CacheState, InFlightIteration, IterationRecord, forget_empty_turns
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response, response_of, streamed
+from ifbbench.engine.stretch import Growth, Stretch, later_record
 from ifbbench.errors import IfbbenchError
 
 # More iterations at once are no faster, and no progress is shown while they are computed.
@@ -72,6 +66,9 @@ class TokenGenerationLoop:
         one has left. If the executor can predict its times too, iterations between two events are advanced together,
         without a call to any of these functions.
     next_priority(): see `RequestSource`.
+    is_open_loop: no response lets a request arrive.
+    holds_ends: on a virtual clock, `step` does not take in the outputs of its iterations, and leaves the clock at their
+        end; `take_in` does, before the next step. Who steps several loops learns so what arrives until then.
     """
 
     def __init__(
@@ -84,8 +81,11 @@ class TokenGenerationLoop:
         observer: Observer | None = None,
         queued: Callable[[], int] = nothing_queued,
         poll_stop_signals: Callable[[], Collection[int]] = no_stop_signals,
+        *,
         next_change: NextChange | None = None,
         next_priority: Callable[[], float | None] | None = None,
+        is_open_loop: bool = False,
+        holds_ends: bool = False,
     ) -> None:
         self.scheduler, self.iteration = scheduler, 0
         self._executor, self._clock = executor, clock
@@ -105,10 +105,15 @@ class TokenGenerationLoop:
         self._device = executor if isinstance(executor, PredictableExecutor) else None
         self._virtual_clock = clock if isinstance(clock, VirtualClock) else None
         self._in_flight: deque[InFlightIteration] = deque()
+        self._is_open_loop = is_open_loop
         self._activated: list[Request] = []
         self._failure: ExecutorFailed | None = None
+        # How many iterations the step leaves in flight, and what is left of it to do.
+        self._stay_in_flight = 0
+        self._holds_ends = holds_ends
+        self._held: Callable[[], None] | None = None
         # Until then no request arrives; a request that leaves may let one in.
-        self._quiet_until_s = -math.inf
+        self._quiet_until_s, self._known_queued = -math.inf, 0
 
     def step(self) -> bool:
         """Run one iteration; False, with nothing done, if no request is active.
@@ -132,26 +137,40 @@ class TokenGenerationLoop:
             self._run_together(self._device, plan, count, start_s)
             return True
 
-        stays_in_flight = 0
-        if not plan.does_nothing or self._has_empty_turn:
+        self._stay_in_flight = 0
+        if not plan.does_nothing or self._is_empty_turn(plan):
             submitted = self._submit(plan, start_s)
             # All but the oldest of a full set of iterations stay in flight. After an error none is built upon another.
             if submitted.error is None:
-                stays_in_flight = self._max_in_flight - 1
+                self._stay_in_flight = self._max_in_flight - 1
         elif not in_flight and self._table.requests and self._failure is None:
             blocked = ", ".join(f"request {item.request.request_id} by {item.limit}" for item in plan.blocked)
             raise SchedulerStalled(
                 f"{scheduler.name} runs none of {len(self._table.requests)} active requests (blocked: {blocked})"
             )
-        while len(in_flight) > stays_in_flight:
+        if self._holds_ends:
+            self._hold_oldest()
+            return True
+        while len(in_flight) > self._stay_in_flight:
             self._complete_oldest()
-
-        for request_id in self._poll_stop_signals():
-            self.stop(request_id)
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        self._end_step()
         return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it does nothing until more requests arrive."""
+        return not (self._table.requests or self.scheduler.waiting or self._in_flight or self._held is not None)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether outputs of the latest step are to be taken in."""
+        return self._held is not None
+
+    def take_in(self) -> None:
+        """Take in outputs of the latest step; if it has more, they are held, and the clock is at their end."""
+        held, self._held = self._held, None
+        if held is not None:
+            held()
 
     def stop(self, request_id: int, error: str | None = None) -> None:
         """End a waiting or active request now: its blocks are released, and its final response has the tokens generated
@@ -176,6 +195,11 @@ class TokenGenerationLoop:
         """Release the reusable blocks of a conversation after its first `num_tokens` tokens."""
         self.scheduler.truncate(conversation, num_tokens)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Iterations that were submitted and not collected."""
+        return len(self._in_flight)
+
     # The stages of an iteration, in order.
 
     def _admit(self, now_s: float) -> Sequence[Request]:
@@ -183,23 +207,28 @@ class TokenGenerationLoop:
         if self._next_change is not None:
             change_s = self._next_change(now_s)
             self._quiet_until_s = math.inf if change_s is None else change_s
+            self._known_queued = self._queued()
         return activated
 
     @property
-    def _has_empty_turn(self) -> bool:
+    def _num_queued(self) -> int:
+        """Requests that have arrived and were not returned by `get_requests`; the same as before in a quiet period."""
+        if self._clock.now() >= self._quiet_until_s:
+            self._known_queued = self._queued()
+        return self._known_queued
+
+    def _is_empty_turn(self, plan: Plan) -> bool:
         """Whether an iteration without requests is run: the turn of a micro batch while others are in flight, or wait
         for their turn because their iterations were collected before a pause, or after an error."""
-        table = self._table
-        if self._num_micro_batches == 1 or not table.requests:
+        if self._num_micro_batches == 1 or not self._table.requests:
             return False
-        return table.num_in_flight > 0 or any(not iteration.is_empty for iteration in self._in_flight)
+        return plan.in_flight > 0 or any(not iteration.is_empty for iteration in self._in_flight)
 
     def _submit(self, plan: Plan, start_s: float) -> InFlightIteration:
         """Build and submit the iteration, and advance its requests. An exception of the executor is kept in `error`."""
         scheduler = self.scheduler
         batches = self._builder.build(self.iteration, plan, scheduler.allocate(plan))
         record = self._record(plan, scheduler.cache_state(), start_s)
-        record.in_flight = self._table.num_in_flight
         if batches and batches[0].adapters is not None:
             record.loads = batches[0].adapters.loads
         iteration = InFlightIteration(record, batches, plan.output_rows(), set(plan.idle.tolist()))
@@ -235,7 +264,7 @@ class TokenGenerationLoop:
             start_s=start_s,
             timestamp=self._clock.timestamp(),
             active=len(table.requests),
-            queued=len(waiting) + self._queued(),
+            queued=len(waiting) + self._num_queued,
             activated=self._activated,
             context=chunks,
             num_context_tokens=num_context_tokens,
@@ -250,6 +279,7 @@ class TokenGenerationLoop:
             idle=len(plan.idle) if chunks or num_generation else 0,
             padding=padding,
             num_micro_batches=self._num_micro_batches,
+            in_flight=plan.in_flight,
         )
 
     def _complete_oldest(self) -> None:
@@ -271,6 +301,28 @@ class TokenGenerationLoop:
             for response in streamed(iteration, table):
                 self._send_response(response)
         self._finish(record.finished)
+
+    def _end_step(self) -> None:
+        for request_id in self._poll_stop_signals():
+            self.stop(request_id)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _hold_oldest(self) -> None:
+        """Collect the oldest iteration that does not stay in flight, and hold it; end the step if there is none."""
+        if len(self._in_flight) <= self._stay_in_flight:
+            self._end_step()
+            return
+        iteration = self._in_flight.popleft()
+        outputs = self._collect(iteration)
+        end_s = iteration.record.submit_s if iteration.is_empty else self._clock.now()
+
+        def complete() -> None:
+            self._complete(iteration, outputs, end_s)
+            self._hold_oldest()
+
+        self._held = complete
 
     def _collect(self, iteration: InFlightIteration) -> list[StepOutputs]:
         """The outputs of each pass. An exception, also of outputs that do not fit the pass, is kept in `error`."""
@@ -319,8 +371,10 @@ class TokenGenerationLoop:
         """Run iterations of `plan`, at most `count`, up to the one that starts after requests have arrived. With
         overlap the latest ones stay in flight, and those that were in flight before are completed first."""
         scheduler, in_flight, number = self.scheduler, self._in_flight, self.iteration
+        if plan.num_ending and not self._is_open_loop:
+            count = 1
         change_s = self._next_change(start_s) if count > 1 and self._next_change is not None else None
-        plans, num_in_flight = scheduler.cycle(plan)[:count], self._table.num_in_flight
+        plans = scheduler.cycle(plan)[:count]
         turns = [self._record(one, NO_CACHE_STATE, start_s) for one in plans]
         works = [IterationWork(one.chunks, *scheduler.positions(one)) for one in plans]
         if (adapters := works[0].adapters) is not None:
@@ -333,26 +387,39 @@ class TokenGenerationLoop:
             self._max_in_flight,
             None if change_s is None else tick(change_s),
         )
+        self.iteration += len(times.start_ns)
+        if self._holds_ends:
+            self._held = lambda: self._complete_together(plan, turns, times, number, start_s)
+        else:
+            self._complete_together(plan, turns, times, number, start_s)
+
+    def _complete_together(
+        self, plan: Plan, turns: list[IterationRecord], times: PredictedTimes, number: int, start_s: float
+    ) -> None:
+        """Take in iterations of `plan` from `number` on, of which `turns` are the first records."""
+        scheduler, in_flight = self.scheduler, self._in_flight
         starts = [to_seconds(time_ns) for time_ns in times.start_ns]
         starts[0] = start_s  # before what the decision had to wait for
         submitted = [to_seconds(time_ns) for time_ns in times.submit_ns]
         ends = [to_seconds(time_ns) for time_ns in times.collect_ns]
-        growth = scheduler.repeat(plan, len(starts))
+        before_leaving = 1 if plan.num_ending or plan.awaits_in_flight else len(starts)
+        growth = scheduler.repeat(plan, before_leaving)
         turns[0].recomputed = growth.recomputed
-        epoch_s = self._virtual_clock.epoch_s if self._virtual_clock is not None else 0
-        self._complete_records(turns, num_in_flight, starts, submitted, growth, epoch_s)
         self._activated = []
-        self.iteration += len(starts)
         if in_flight:
             before, ends = ends[: len(in_flight)], ends[len(in_flight) :]
             for end_s in before:
                 iteration = in_flight.popleft()
                 outputs = [NO_OUTPUTS] * iteration.num_submitted
                 self._complete(iteration, outputs, iteration.record.submit_s if iteration.is_empty else end_s)
+        if before_leaving < len(starts):
+            growth = scheduler.repeat(plan, len(starts) - 1).after(growth.last, plan.num_ending)
+        epoch_s = self._virtual_clock.epoch_s if self._virtual_clock is not None else 0
+        self._complete_records(turns, starts, submitted, growth, epoch_s)
         collected = len(ends)
         for index in range(collected, len(starts)):
             turn = turns[index % len(turns)]
-            record = turn.later(number + index, index, starts[index], epoch_s, growth, self._max_in_flight)
+            record = later_record(turn, number + index, index, starts[index], epoch_s, growth, self._max_in_flight)
             record.submit_s = submitted[index]
             is_empty = turn.budget_used == 0 and turn.idle == 0
             in_flight.append(InFlightIteration(record, (), NO_ROWS, is_repeated=not is_empty))
@@ -369,20 +436,18 @@ class TokenGenerationLoop:
     def _complete_records(
         self,
         turns: list[IterationRecord],
-        in_flight: int,
         starts: list[float],
         submitted: list[float],
         growth: Growth,
         epoch_s: int,
     ) -> None:
-        """Complete the records of the first iterations of a stretch, which were made before any of them began.
-        in_flight: of the first one."""
+        """Complete the records of the first iterations of a stretch, which were made before any of them began."""
         first = turns[0]
-        first.cache, first.submit_s, first.in_flight = growth.cache(0), submitted[0], in_flight
+        first.cache, first.submit_s = growth.cache(0), submitted[0]
         del turns[len(starts) :]
         for index, record in enumerate(turns[1:], start=1):
             record.iteration = first.iteration + index
             record.micro_batch = record.iteration % self._max_in_flight
             record.start_s, record.timestamp = starts[index], epoch_s + starts[index]
             record.submit_s, record.cache, record.activated = submitted[index], growth.cache(index), []
-            record.in_flight = in_flight + first.num_scheduled - record.num_scheduled
+            record.in_flight = first.in_flight + first.num_scheduled - record.num_scheduled

@@ -1,7 +1,6 @@
 """The decision for one iteration, in words that all schedulers share: what runs, what was paused for what, what waits.
 
-A plan names differences only where it can: generation requests are rows of the request table, and those that run as
-before cost nothing.
+Generation requests are rows of the request table, so that those that run as before cost nothing.
 """
 
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ class Limit(StrEnum):
     KV_BLOCKS = "kv_blocks"
     WATERMARK = "watermark"
     FULL_PROMPT = "full_prompt"
+    PREFILL = "prefill"
     LORA_PAGES = "lora_pages"
     STATIC_BATCH = "static_batch"
     BEAM_WIDTH = "beam_width"
@@ -71,7 +71,9 @@ class Plan:
     pause, in this order. blocked: the first request that each part of the scheduler left out, and those paused.
     valid_until_next_allocation: the decision may differ as soon as a generation request takes a block.
     chunks: of `context`, once their requests have blocks and it is known how many of their tokens are reused.
-    entered: requests that this decision takes from the queue into the running set.
+    entered: requests that this decision takes from the queue into the running set. in_flight: requests in other micro
+    batches, which are in flight. num_ending: requests that do not run because their last token is in flight.
+    awaits_in_flight: iterations in flight change the KV cache once the first one of this plan was submitted.
     """
 
     context: list[Request]
@@ -83,6 +85,9 @@ class Plan:
     valid_until_next_allocation: bool = False
     chunks: tuple[ContextChunk, ...] = ()
     entered: Sequence[Request] = ()
+    in_flight: int = 0
+    num_ending: int = 0
+    awaits_in_flight: bool = False
 
     @property
     def does_nothing(self) -> bool:

@@ -1,6 +1,6 @@
 """A request, its state machine, its tokens as a KV cache with reuse needs them; and the table of requests that run."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -45,14 +45,17 @@ class ReuseIdentity:
     """What decides, beside token ids, whether two requests may share blocks.
 
     extra_ids: [prompt length], one for each prompt token. cache_salt: requests with different salts share nothing.
-    runs: the prompt as symbolic tokens (no ids recorded), runs of (first number, length); the output is then the run
-        that starts with `output_symbol`.
+    runs: the prompt as symbolic tokens (no ids recorded), runs of (first number, length); the output then begins with
+        `output_runs` and goes on with the run that starts with `output_symbol`.
+    num_shared: no other request has prompt tokens beyond this many, nor the output; None if one may have them.
     """
 
     extra_ids: Int64Array | None = None
     cache_salt: Hashable = None
     runs: Sequence[tuple[int, int]] | None = None
     output_symbol: int = 0
+    output_runs: Sequence[tuple[int, int]] = ()
+    num_shared: int | None = None
 
 
 NO_IDENTITY = ReuseIdentity()
@@ -65,12 +68,13 @@ class Request:
     `prompt_len` is the current prompt: when a paused request is resumed, its generated tokens have
     joined the prompt, and `max_new_tokens` (N) is smaller by as much. `position` is the context cursor and `chunk` the
     size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
-    brings, until they are verified with the prompt's last chunk; those of generation steps are in the table.
+    brings, until they are verified with the prompt's last chunk; those of generation steps are in the table. `name` is
+    what a recorded engine calls the request.
     """
 
     __slots__ = (
         "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id",
-        "max_new_tokens", "num_draft_tokens", "num_drafted", "num_sent", "numbers", "options", "order",
+        "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent", "numbers", "options", "order",
         "original_prompt_len", "output_len", "pauses", "position", "prepopulated", "priority", "prompt_len",
         "prompt_tokens", "recomputed_tokens", "request_id", "retention", "reuse", "reused_tokens", "sampling", "search",
         "slot", "state", "stop", "table",
@@ -97,6 +101,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.index = index
+        self.name: str | None = None
         self.original_prompt_len = self.prompt_len = self.chunk = prompt_len
         self.prompt_tokens = prompt_tokens
         self.max_new_tokens = max_new_tokens
@@ -340,10 +345,22 @@ class Request:
         if self.num_outputs <= appended:
             return known
         if isinstance(known.tokens, SymbolicTokens):
-            known.tokens.append(self.reuse.output_symbol + appended, self.num_outputs - appended)
+            self._append_symbols(known.tokens, appended, self.num_outputs)
         elif self.table.makes_tokens:
             known.tokens.append(self.table.outputs(self.slot, appended, self.num_outputs))
         return known
+
+    def _append_symbols(self, tokens: SymbolicTokens, start: int, stop: int) -> None:
+        """Add the symbols of output tokens `start` to `stop` - 1."""
+        end = 0
+        for first, length in self.reuse.output_runs:
+            begin, end = end, end + length
+            if start < end:
+                tokens.append(first + start - begin, min(stop, end) - start)
+                start = min(stop, end)
+                if start == stop:
+                    return
+        tokens.append(self.reuse.output_symbol + start, stop - start)
 
     def _known_prompt(self) -> KnownTokens | None:
         if self.reuse.runs is not None:
@@ -379,10 +396,12 @@ class RequestTable:
     end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
     started: by row, the context requests past their first chunk.
     makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
+    shares_outputs: whether another request may go on with the symbolic output of one.
     is_special: whether a new token needs more than to be stored (see `Request.is_special`).
     micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.
     any_in_flight: whether a request may be in another micro batch than the one that has its turn.
     lora_tasks: LoRA task id, -1 for none.
+    choose_row: takes one of the free rows for a request, where these are not all alike.
     """
 
     def __init__(self, rows: int) -> None:
@@ -407,19 +426,21 @@ class RequestTable:
         self.num_special = 0
         self.lora_tasks = np.full(rows, -1, np.int64)
         self.started: dict[int, Request] = {}
-        self.makes_tokens = False
+        self.makes_tokens = self.shares_outputs = False
         self.micro_batch = np.full(rows, NO_MICRO_BATCH, np.int64)
         self.any_in_flight = False
+        self.choose_row: Callable[[Request], int] | None = None
         self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
         self.free_rows = list(range(rows - 1, -1, -1))
 
     def take_row(self, request: Request) -> int:
         """A free row for `request`. IndexError if there is none, which admission prevents."""
-        row = self.free_rows.pop()
+        row = self.free_rows.pop() if self.choose_row is None else self.choose_row(request)
         self.requests[row] = request
         self.generated[row] = self.confirmed[row] = 0
         self.is_special[row] = request.is_special
         self.num_special += request.is_special
+        self.shares_outputs |= len(request.reuse.output_runs) > 0
         return row
 
     def return_row(self, row: int) -> None:

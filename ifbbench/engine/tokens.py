@@ -61,9 +61,19 @@ class TokenIds:
         data = bytes(self._bytes[first * size : stop * size])
         return [data[start : start + size] for start in range(0, len(data), size)]
 
+    def block_runs(self, first: int, stop: int, tokens_per_block: int) -> list[tuple[BlockKey, int]]:
+        """The full blocks `first` to `stop` - 1, as runs of blocks that go on with the next symbols: the key of the
+        first block of each, and how many they are. Token ids have no runs."""
+        return [(key, 1) for key in self.block_keys(first, stop, tokens_per_block)]
+
     def num_tokens(self, key: BlockKey) -> int:
         """Number of tokens of a key."""
         return len(key) // self._bytes_per_token
+
+    def split_key(self, key: BlockKey, count: int) -> tuple[BlockKey, BlockKey]:
+        """The keys of the first `count` tokens of a key, and of the others."""
+        end = count * self._bytes_per_token
+        return key[:end], key[end:]
 
     def num_common_tokens(self, key: BlockKey, other: BlockKey) -> int:
         """Number of tokens of the longest common prefix of two keys."""
@@ -124,24 +134,37 @@ class SymbolicTokens:
 
     def block_keys(self, first: int, stop: int, tokens_per_block: int) -> list[BlockKey]:
         size, keys = tokens_per_block, list[BlockKey]()
+        for key, count in self.block_runs(first, stop, size):
+            if count == 1:
+                keys.append(key)
+            else:
+                keys += zip(range(key[0], key[0] + count * size, size), repeat(size, count), strict=True)
+        return keys
+
+    def block_runs(self, first: int, stop: int, tokens_per_block: int) -> list[tuple[BlockKey, int]]:
+        size, runs = tokens_per_block, list[tuple[BlockKey, int]]()
         start, last = first * size, stop * size
         index = bisect_right(self._ends, start)
         while start < last:
             number, length = self._runs[index]
             end = self._ends[index]
             number += start - (end - length)
-            within = (min(end, last) - start) // size
-            keys += zip(range(number, number + within * size, size), repeat(size, within), strict=True)
+            if within := (min(end, last) - start) // size:
+                runs.append(((number, size), within))
             start += within * size
             if start < last and start != end:  # a block in several runs
-                keys.append(self.key(start, start + size))
+                runs.append((self.key(start, start + size), 1))
                 start += size
             while start < last and self._ends[index] <= start:
                 index += 1
-        return keys
+        return runs
 
     def num_tokens(self, key: BlockKey) -> int:
         return sum(key[1::2])
+
+    def split_key(self, key: BlockKey, count: int) -> tuple[BlockKey, BlockKey]:
+        tokens = SymbolicTokens(list(zip(key[::2], key[1::2], strict=True)))
+        return tokens.key(0, count), tokens.key(count, len(tokens))
 
     def num_common_tokens(self, key: BlockKey, other: BlockKey) -> int:
         common = 0

@@ -3,6 +3,7 @@
 import numpy as np
 
 from ifbbench.engine.arrays import Rows
+from ifbbench.engine.records import CacheState
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.blocks import BlockCounters
@@ -22,14 +23,6 @@ class ContiguousCache(KvCache):
         self.block_tables = np.zeros((slots, attention_window.max_beam_width, 1), np.int32)
         self.num_positions = slots * attention_window.max_beam_width * attention_window.max_seq_len
         self._beams: dict[int, int] = {}
-
-    @property
-    def held_positions(self) -> int:
-        return sum(self._beams.values()) * self.attention_window.max_seq_len
-
-    @property
-    def filled_positions(self) -> int:
-        return int(self.registered.sum())
 
     def first_chunk_need(self, request: Request) -> int:
         return 0
@@ -69,6 +62,10 @@ class ContiguousCache(KvCache):
     def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
         del self._beams[slot]
         self.registered[slot] = 0
+
+    def state(self) -> CacheState:
+        held, filled = sum(self._beams.values()) * self.attention_window.max_seq_len, int(self.registered.sum())
+        return CacheState(None, None, None, None, None, None, self.num_positions, held, filled)
 
     def check_consistency(self) -> None:
         """Raise AssertionError if a slot without a request has tokens."""

@@ -8,7 +8,7 @@ from mypy_extensions import mypyc_attr
 
 from ifbbench.engine.arrays import IntArray, Rows
 from ifbbench.engine.batch import BlockCopy
-from ifbbench.engine.records import CacheState, WindowBlocks
+from ifbbench.engine.records import CacheState
 from ifbbench.engine.request import Request
 from ifbbench.engine.tokens import KnownTokens
 from ifbbench.kv.attention_window import AttentionWindow
@@ -116,12 +116,16 @@ class KvCache(ABC):
         """Take the blocks of the request's whole prompt; returns how many of its tokens they hold already."""
 
     def begin_generation(self, slot: int, micro_batch: int = 0) -> None:
-        """The prompt is computed, in this micro batch: from the next step on, `add_tokens` may register tokens of the
-        sequence."""
+        """The prompt is computed: from the next step on, the sequence takes its steps together with the others of this
+        micro batch. Without this call it takes them alone."""
         return None
 
     def end_generation(self, slot: int) -> None:
-        """`add_tokens` registers no further tokens of the sequence, unless its generation begins again."""
+        """The sequence takes no further steps together with others, unless its generation begins again."""
+        return None
+
+    def join(self, rows: Rows, micro_batch: int) -> None:
+        """The sequences in `rows`, which are in generation, are in this micro batch from now on."""
         return None
 
     def cached_tokens(self, rows: Rows) -> Rows:
@@ -185,43 +189,9 @@ class KvCache(ABC):
     def counters(self) -> BlockCounters:
         """Sums since the start; they continue to change."""
 
-    @property
     @abstractmethod
-    def held_positions(self) -> int:
-        """Cache positions that requests hold, with or without a token."""
-
-    @property
-    @abstractmethod
-    def filled_positions(self) -> int:
-        """Cache positions with a token; a token that several sequences share counts for each."""
-
     def state(self) -> CacheState:
         """The cache now, as records hold it."""
-        blocks = self.num_blocks
-        if not blocks:
-            return CacheState(
-                None, None, None, None, None, None, self.num_positions, self.held_positions, self.filled_positions
-            )
-        counters, used, size = self.counters, self.num_used, self.attention_window.tokens_per_block
-        windows: Sequence[WindowBlocks] = ()
-        if len(self.window_tables):
-            windows = [
-                WindowBlocks(window.attention_window.size, window.num_blocks, window.num_used)
-                for window in self.of_windows()
-            ]
-        return CacheState(
-            blocks,
-            used,
-            size,
-            counters.allocated_total,
-            counters.allocated_new,
-            counters.reused,
-            blocks * size,
-            used * size,
-            self.filled_positions,
-            counters.missed,
-            windows,
-        )
 
     @abstractmethod
     def check_consistency(self) -> None:

@@ -1,4 +1,4 @@
-"""The paged KV cache manager of one attention window: the number of tokens and blocks of each sequence slot."""
+"""The paged KV cache manager of one attention window: a cache that gives its blocks ids."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -17,13 +17,12 @@ from ifbbench.kv.paged import PagedCache
 from ifbbench.kv.reuse_tree import MissingBlockSearch
 from ifbbench.kv.sequence import ReleasePlan, ReuseRules, Sequences
 
-NO_LIMIT = np.iinfo(np.int64).max
-
 
 class KvCacheManager(PagedCache):
-    """A paged cache that gives out blocks by id, for executors that store keys and values in them.
+    """A paged cache that gives out blocks by id, for executors that store keys and values in them, and for sequences
+    that share blocks.
 
-    blocks_held: [slots], blocks of one beam. Entries of `block_tables` beyond it are meaningless.
+    Entries of `block_tables` beyond the blocks of a sequence are meaningless.
     """
 
     def __init__(
@@ -33,35 +32,22 @@ class KvCacheManager(PagedCache):
         slots: int,
         num_host_blocks: int = 0,
         reuse: ReuseRules = NO_REUSE,
+        num_groups: int = 1,
     ) -> None:
-        super().__init__(attention_window, num_blocks, slots, reuse)
+        super().__init__(attention_window, num_blocks, slots, num_groups, reuse)
         window = attention_window
         self.blocks = Blocks(num_blocks, num_host_blocks, window.tokens_per_block)
         self._sequences = Sequences(window, self.blocks, reuse)
         self.sequences = self._sequences.by_slot
-        self.blocks_held = np.zeros(slots, np.int64)
-        # By slot, the blocks that the beams of its request hold, a shared one once for each, and those still to come.
-        self._all_blocks = np.zeros(slots, np.int64)
         self.block_tables = np.zeros((slots, window.max_beam_width, window.max_blocks_per_sequence), np.int32)
         # By slot, of requests that have no sequence yet: how far the search for their first missing block has come.
         self._searches: dict[int, MissingBlockSearch] = {}
 
+    # For schedulers.
+
     @property
     def free_blocks(self) -> int:
         return self.blocks.num_free
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.blocks.num_free
-
-    @property
-    def counters(self) -> BlockCounters:
-        return self.blocks.counters
-
-    # For schedulers.
-
-    def reserved_blocks(self, rows: Rows) -> int:
-        return int(np.add.reduce(self._all_blocks[rows] - self.blocks_held[rows] * self._beam_width[rows]))
 
     def plan_release(self) -> ReleasePlan:
         return ReleasePlan(self.blocks, self._sequences)
@@ -78,27 +64,6 @@ class KvCacheManager(PagedCache):
 
     # For the loop.
 
-    def holds(self, slot: int) -> bool:
-        return slot in self.sequences
-
-    def add_request(self, request: Request, now_s: float = 0.0) -> int:
-        self.blocks.eviction.refresh(now_s)
-        self._forget_waiting(request.slot)
-        reused = self.add_sequence(
-            request.slot,
-            request.prompt_len,
-            request.beam_width,
-            self._known(request),
-            request.retention,
-            # Logits of reused tokens are not computed.
-            may_look_up=not request.options.return_context_logits,
-        )
-        held, beams = int(self.blocks_held[request.slot]), request.beam_width
-        to_come = self.attention_window.blocks_to_completion(request.prompt_len, request.max_new_tokens, held, beams)
-        self._all_blocks[request.slot] = held * beams + to_come
-        self._limit[request.slot] = request.prompt_len + request.max_new_tokens + self.attention_window.bubble
-        return reused
-
     def add_sequence(
         self,
         slot: int,
@@ -108,82 +73,51 @@ class KvCacheManager(PagedCache):
         retention: Retention = NO_RETENTION,
         may_look_up: bool = True,
     ) -> int:
-        """Take the blocks of a prompt; returns how many of its tokens they hold already.
+        """Take the blocks of a prompt, without a request; returns how many of its tokens they hold already.
 
         Raises OutOfBlocks, having taken nothing, when too few are free; ValueError when `slot` is taken."""
         reused = self._sequences.add(slot, prompt_len, beam_width, known, retention, may_look_up)
-        self._set_tables(slot, beam_width)
-        self.registered[slot] = prompt_len + self.attention_window.bubble
-        self._filled += min(prompt_len + self.attention_window.bubble, self.attention_window.capacity)
-        self._limit[slot] = NO_LIMIT
+        self._set_tables(slot)
+        self._begin(slot, prompt_len, beam_width, None)
         return reused
 
     def add_blocks(self, slot: int, count: int, beam_width: int, share_last: bool) -> None:
         """Give `slot` a sequence of `count` blocks, shared by its beams except the last one unless `share_last`."""
         private = range(count, count) if share_last else range(count - 1, count)
         self._sequences.add_blocks(slot, count, beam_width, private)
-        self._set_tables(slot, beam_width)
+        self._set_tables(slot)
+        self._slots.add(slot)
 
     def add_tokens(self, rows: Rows) -> Rows:
         """Beyond the window's capacity tokens overwrite the oldest ones."""
+        self._settle()
         window, registered = self.attention_window, self.registered[rows]
-        starts_block, within = self._positions_in_block(registered) == 0, len(rows)
+        starts_block = self._positions_in_block(registered) == 0
         if window.wraps:
-            is_within = registered < window.capacity
-            starts_block, within = starts_block & is_within, int(is_within.sum())
+            starts_block &= registered < window.capacity
         growing = rows[starts_block]
         if len(growing):
-            self.grow(growing)
-        if within < len(rows):
+            self.grow(growing, registered[starts_block])
+        if window.wraps:
             self._wrap(rows, registered)
-        self.register(rows, registered + 1, within)
-        return registered
+        return super().add_tokens(rows)
 
-    def grow(self, rows: Rows) -> None:
-        """Add a block to each beam of each of `rows`, in this order."""
-        slots, indices = rows.tolist(), self.blocks_held[rows]
+    def grow(self, rows: Rows, registered: Rows) -> None:
+        """Give each beam of each of `rows`, in this order, the block of its next token, which starts one. registered:
+        [rows], tokens of each."""
+        slots, indices = rows.tolist(), registered // self.attention_window.tokens_per_block
         taken = self._sequences.grow(slots)
-        self.blocks_held[rows] = indices + 1
         if self.attention_window.max_beam_width == 1:
             self.block_tables[rows, 0, indices] = self._memory_indices(taken)
             return
         for slot, index in zip(slots, indices.tolist(), strict=True):
             self._set_table_entry(slot, index)
 
-    def register(self, rows: Rows, registered: Rows, new: int) -> None:
-        """Set the numbers of tokens of `rows`. `new` tokens in all did not overwrite another one."""
-        self._filled += new
-        self.registered[rows] = registered
-
-    def rewind(self, rows: Rows, registered: Rows) -> None:
-        before, size = self.registered[rows], self.attention_window.tokens_per_block
-        self._filled -= int((before - registered).sum())
-        self.registered[rows] = registered
-        emptied = -(-before // size) - -(-registered // size)
-        for index in np.flatnonzero(emptied).tolist():
-            for _ in range(int(emptied[index])):
-                self._shrink(int(rows[index]))
-
-    def _shrink(self, slot: int) -> None:
-        """Release the last block of each beam."""
-        self._sequences.shrink(slot)
-        self.blocks_held[slot] -= 1
-
     def store_context(self, slot: int) -> None:
         self._sequences.store(slot, int(self.registered[slot]) - self.attention_window.bubble - 1)
 
     def store_generated(self, slot: int, num_tokens: int) -> None:
         self._sequences.store(slot, num_tokens)
-
-    def remove_sequence(self, slot: int, store: int | None = None, now_s: float = 0.0) -> None:
-        self._forget_waiting(slot)  # a resumed request has another prompt
-        window, registered = self.attention_window, int(self.registered[slot])
-        has_wrapped = registered >= window.kept_tokens + window.bubble
-        if store is not None and len(self.sequences[slot].beams) == 1 and not has_wrapped:
-            self._sequences.store(slot, store, with_partial=True)
-        self._sequences.remove(slot, now_s)
-        self._filled -= min(registered, window.capacity)
-        self.blocks_held[slot] = self.registered[slot] = 0
 
     def forget_sequence(self, slot: int) -> None:
         self._sequences.forget(slot)
@@ -197,39 +131,66 @@ class KvCacheManager(PagedCache):
         self.blocks.copies.clear()
         return copies
 
-    # For records and tests.
-
     @property
-    def held_positions(self) -> int:
-        return self.num_used * self.attention_window.tokens_per_block
+    def counters(self) -> BlockCounters:
+        return self.blocks.counters
 
-    @property
-    def filled_positions(self) -> int:
-        return self._filled
+    # What a cache that counts does without ids.
 
-    def check_consistency(self) -> None:
-        """Raise AssertionError unless every block is free or held, never both, and all counts agree."""
+    def _take_prompt(self, request: Request, held: int, now_s: float) -> int:
+        self.blocks.eviction.refresh(now_s)
+        self._searches.pop(request.slot, None)
+        reused = self._sequences.add(
+            request.slot,
+            request.prompt_len,
+            request.beam_width,
+            self._known(request),
+            request.retention,
+            # Logits of reused tokens are not computed.
+            may_look_up=not request.options.return_context_logits,
+        )
+        self._set_tables(request.slot)
+        return reused
+
+    def _take(self, count: int) -> None:
+        """Does nothing: `grow` has taken the blocks, which needs the sequences that they are for."""
+
+    def _return(self, rows: Rows, counts: Rows) -> None:
+        for index in np.flatnonzero(counts).tolist():
+            for _ in range(int(counts[index])):
+                self._sequences.shrink(int(rows[index]))
+
+    def _release(self, slot: int, store: int | None, now_s: float) -> None:
+        self._searches.pop(slot, None)  # a resumed request has another prompt
+        window = self.attention_window
+        has_wrapped = int(self.registered[slot]) >= window.kept_tokens + window.bubble
+        if store is not None and len(self.sequences[slot].beams) == 1 and not has_wrapped:
+            self._sequences.store(slot, store, with_partial=True)
+        self._sequences.remove(slot, now_s)
+
+    def _overwrite_need(self, slot: int) -> int:
+        """If the beams of the sequence share the block that it overwrites, all of them but one take another."""
+        window = self.attention_window
+        index, offset = divmod(int(window.wrapped(self.registered[slot])), window.tokens_per_block)
+        is_shared = self.blocks.references[self.sequences[slot].beams[0][index]] > 1
+        return int(self._beam_width[slot]) - 1 if offset == 0 and is_shared else 0
+
+    def _check_blocks(self) -> None:
+        """Every block is free or held, never both, and the tables are up to date."""
         held: Counter[int] = Counter()
         for sequence in self.sequences.values():
             held.update(sequence.references())
         self.blocks.check_consistency(dict(held))
-        filled = np.minimum(self.registered[list(self.sequences)], self.attention_window.capacity).sum()
-        assert self._filled == filled, "the number of filled cache positions disagrees with the sequences"
         for slot, sequence in self.sequences.items():
             for beam, table in zip(sequence.beams, self.block_tables[slot], strict=False):
                 indices = [self.blocks.memory[block] for block in beam]
                 assert table[: len(beam)].tolist() == indices, f"the block table of slot {slot} is out of date"
 
-    def _forget_waiting(self, slot: int) -> None:
-        self._searches.pop(slot, None)
-        self._of_waiting.pop(slot, None)
+    # Tables and tokens.
 
-    def _set_tables(self, slot: int, beam_width: int) -> None:
-        beams = self.sequences[slot].beams
-        for number, beam in enumerate(beams):
+    def _set_tables(self, slot: int) -> None:
+        for number, beam in enumerate(self.sequences[slot].beams):
             self.block_tables[slot, number, : len(beam)] = self._memory_indices(beam)
-        self.blocks_held[slot] = len(beams[0])
-        self._beam_width[slot] = beam_width
 
     def _memory_indices(self, blocks: list[int]) -> list[int]:
         """The indices of device blocks in memory: their ids, unless they may have moved to host memory and back."""
@@ -249,18 +210,8 @@ class KvCacheManager(PagedCache):
         for slot, index in zip(rows[starts_block].tolist(), (positions[starts_block] // size).tolist(), strict=True):
             if taken := self._sequences.overwrite(slot, index):
                 self._all_blocks[slot] -= taken
+                self._reserved -= taken if slot in self._group_of else 0
                 self._set_table_entry(slot, index)
-
-    def _overwrite_need(self, slot: int) -> int:
-        """Blocks that a sequence beyond its capacity takes for its next token: if its beams share the block that it
-        overwrites, all of them but one take another."""
-        window = self.attention_window
-        index, offset = divmod(int(window.wrapped(self.registered[slot])), window.tokens_per_block)
-        is_shared = self.blocks.references[self.sequences[slot].beams[0][index]] > 1
-        return int(self._beam_width[slot]) - 1 if offset == 0 and is_shared else 0
-
-    def _blocks_to_come(self, slot: int) -> int:
-        return int(self._all_blocks[slot] - self.blocks_held[slot] * self._beam_width[slot])
 
     def _known(self, request: Request) -> KnownTokens | None:
         """The request's tokens, if its blocks may be shared. A sequence that will wrap overwrites its beginning, so it

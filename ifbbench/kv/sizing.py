@@ -28,10 +28,13 @@ class CacheLayout:
 
     is_contiguous: each slot has contiguous memory for its longest sequence instead of blocks, and block tables are
         meaningless.
+    shares_blocks: all windows take their blocks from one pool. A block holds tokens of one of them, and has room for
+        as many layers as the largest has.
     """
 
     windows: tuple[WindowLayout, ...]
     is_contiguous: bool = False
+    shares_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import numpy as np
 
 from ifbbench.engine.arrays import Rows
 from ifbbench.engine.batch import BlockCopy
+from ifbbench.engine.records import CacheState, WindowBlocks
 from ifbbench.engine.request import Request
 from ifbbench.kv.blocks import BlockCounters, OutOfBlocks
-from ifbbench.kv.counted import CountedCache, CountedRelease
 from ifbbench.kv.interface import KvCache
 from ifbbench.kv.manager import KvCacheManager
-from ifbbench.kv.paged import PagedCache
+from ifbbench.kv.paged import PagedCache, ReleaseCount
 from ifbbench.kv.sequence import ReleasePlan
 from ifbbench.kv.sizing import WindowLayout
 
@@ -61,7 +61,7 @@ class BlockCounts:
 class ReleasePlans:
     """A release plan for each window."""
 
-    plans: tuple[ReleasePlan | CountedRelease, ...]
+    plans: tuple[ReleasePlan | ReleaseCount, ...]
 
     @property
     def free_blocks(self) -> BlockCounts:
@@ -80,12 +80,16 @@ class VariableWindowCache(KvCache):
     each window size.)
     """
 
-    def __init__(self, windows: tuple[WindowLayout, ...], slots: int, counted_groups: int = 0) -> None:
-        """counted_groups: if not 0, blocks are only counted in each window, with so many groups of sequences."""
-        self.windows = tuple(
-            CountedCache(window.attention_window, window.num_blocks, slots, counted_groups)
-            if counted_groups
-            else KvCacheManager(window.attention_window, window.num_blocks, slots, window.num_host_blocks)
+    def __init__(
+        self, windows: tuple[WindowLayout, ...], slots: int, num_groups: int = 1, has_ids: bool = True
+    ) -> None:
+        """num_groups: micro batches. has_ids: of the blocks; else they are only counted."""
+        self.windows: tuple[PagedCache, ...] = tuple(
+            KvCacheManager(
+                window.attention_window, window.num_blocks, slots, window.num_host_blocks, num_groups=num_groups
+            )
+            if has_ids
+            else PagedCache(window.attention_window, window.num_blocks, slots, num_groups)
             for window in windows
         )
         first = self.windows[0]
@@ -143,6 +147,10 @@ class VariableWindowCache(KvCache):
     def holds(self, slot: int) -> bool:
         return self.windows[0].holds(slot)
 
+    def join(self, rows: Rows, micro_batch: int) -> None:
+        for window in self.windows:
+            window.join(rows, micro_batch)
+
     def cached_tokens(self, rows: Rows) -> Rows:
         return self.windows[0].cached_tokens(rows)
 
@@ -181,13 +189,21 @@ class VariableWindowCache(KvCache):
             replace(copy, window=index) for index, window in enumerate(self.windows) for copy in window.take_copies()
         )
 
-    @property
-    def held_positions(self) -> int:
-        return sum(window.held_positions for window in self.windows)
-
-    @property
-    def filled_positions(self) -> int:
-        return sum(window.filled_positions for window in self.windows)
+    def state(self) -> CacheState:
+        counters, used, size = self.counters, self.num_used, self.attention_window.tokens_per_block
+        return CacheState(
+            self.num_blocks,
+            used,
+            size,
+            counters.allocated_total,
+            counters.allocated_new,
+            counters.reused,
+            self.num_positions,
+            used * size,
+            sum(window.filled_positions for window in self.windows),
+            counters.missed,
+            [WindowBlocks(one.attention_window.size, one.num_blocks, one.num_used) for one in self.windows],
+        )
 
     def check_consistency(self) -> None:
         for window in self.windows:

@@ -1,8 +1,12 @@
 """The shape of a decoder: its sizes, its architecture and how its rotary embedding is scaled."""
 
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ifbbench.errors import InputError
+from ifbbench.models.layers import LatentAttention, LayerKind, Mixer, Mlp, Recurrent, Routing
 
 LLAMA = "llama"
 GPT2 = "gpt2"
@@ -33,7 +37,8 @@ class YarnRopeScaling:
     """YaRN (Peng et al., arXiv:2309.00071; `rope_type` yarn).
 
     Pairs that turn fewer than `beta_slow` times within the original positions have their frequency divided by `factor`,
-    pairs that turn more than `beta_fast` times are unchanged. Cosines and sines are multiplied by `attention_factor`.
+    pairs that turn more than `beta_fast` times are unchanged. Cosines and sines are multiplied by `attention_factor`,
+    and attention scores by `softmax_factor` (DeepSeek).
     """
 
     factor: float
@@ -41,6 +46,7 @@ class YarnRopeScaling:
     attention_factor: float
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    softmax_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +67,17 @@ class ModelConfig:
     attention_bias: biases of query, key and value. query_key_norm: each head of queries and keys is normalised before
     the rotary embedding (Qwen 3). architecture: LLAMA, or GPT2 with learned positions, LayerNorm, biases everywhere and
     an MLP without a gate. rms_norm_eps and activation apply to the norms and the MLP of either architecture.
-    num_experts, experts_per_token: of a mixture of experts, whose MLPs have `intermediate_size` each; 0 if there is one
-    MLP. Such models run on simulated devices only.
+    num_experts, experts_per_token: of a mixture of experts; 0 if there is one MLP. Most such models run on simulated
+    devices only. expert_size: intermediate size of each expert, 0 if it is `intermediate_size`. shared_expert_size:
+    that of the experts that every token passes, together. has_shared_gate: whether their output is weighted.
+    layers: the kinds of the layers, none if all are the same. latent: of models with latent attention. routing: of
+    models with experts that are computed here, too. recurrent: of
+    layers without attention. windows: of each layer, None for all positions; empty if all have `sliding_window`.
+    gated_attention: whether queries come with a gate of their output. gated_mlp: whether MLPs of the Llama family have
+    a gate. has_expert_bias: biases of the experts. num_norms: of a layer, 0 if one before each mixer and MLP.
+    query_key_norm_size: weights of the norms of queries and keys, 0 if they are those of one head each.
+    num_draft_layers: layers for multi-token prediction, which are not among `num_layers`. is_draft: such a layer, with
+    the product that joins a hidden state and the embedding of the next token.
     """
 
     vocab_size: int
@@ -87,6 +102,21 @@ class ModelConfig:
     activation: str = "silu"
     num_experts: int = 0
     experts_per_token: int = 0
+    expert_size: int = 0
+    shared_expert_size: int = 0
+    has_shared_gate: bool = False
+    has_expert_bias: bool = False
+    layers: tuple[LayerKind, ...] = ()
+    latent: LatentAttention | None = None
+    routing: Routing | None = None
+    recurrent: Recurrent | None = None
+    windows: tuple[int | None, ...] = ()
+    gated_attention: bool = False
+    gated_mlp: bool = True
+    num_norms: int = 0
+    query_key_norm_size: int = 0
+    num_draft_layers: int = 0
+    is_draft: bool = False
 
     @classmethod
     def tiny(cls) -> "ModelConfig":
@@ -112,41 +142,147 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def kinds(self) -> Mapping[LayerKind, int]:
+        """How many layers there are of each kind."""
+        if self.layers:
+            return Counter(self.layers)
+        return {LayerKind(mlp=Mlp.EXPERTS if self.num_experts else Mlp.DENSE): self.num_layers}
+
+    def count(self, part: Mixer | Mlp) -> int:
+        """How many layers have this mixer or MLP."""
+        return sum(number for kind, number in self.kinds.items() if part in kind)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with keys and values."""
+        if not self.layers:
+            return tuple(range(self.num_layers))
+        return tuple(index for index, kind in enumerate(self.layers) if kind.mixer is Mixer.ATTENTION)
+
+    def window_of(self, layer: int) -> int | None:
+        """Number of positions, its own included, that a query attends to in this layer; None if all."""
+        return self.windows[layer] if self.windows else self.sliding_window
+
+    @property
+    def size_of_expert(self) -> int:
+        """Intermediate size of each routed expert."""
+        return self.expert_size or self.intermediate_size
+
+    @property
+    def up_products(self) -> int:
+        """Products of the hidden state in an MLP: gate and up, or up alone (GPT-2, Nemotron-H)."""
+        return 1 if self.architecture == GPT2 or not self.gated_mlp else 2
+
+    @property
     def gate_up_size(self) -> int:
-        """Outputs per token of the first product of an MLP: gate and up, or up alone (GPT-2)."""
-        return (1 if self.architecture == GPT2 else 2) * self.intermediate_size
+        """Outputs per token of the first product of an MLP."""
+        return self.up_products * self.intermediate_size
 
     @property
     def num_parameters(self) -> int:
         """Trained values in all weights; tied embeddings count once."""
         is_gpt2 = self.architecture == GPT2
-        qkv_size = self.query_size + 2 * self.kv_size
-        biases = self.attention_bias * qkv_size + self.attention_output_bias * self.hidden_size
-        biases += self.mlp_bias * (self.gate_up_size + self.hidden_size) * max(1, self.num_experts)
         norm = (2 if is_gpt2 else 1) * self.hidden_size
-        layer = self.layer_matrix_parameters + biases + 2 * norm + self.query_key_norm * 2 * self.head_dim
+        layers = sum(
+            number * (self.matrix_parameters(kind) + self._vectors(kind, norm)) for kind, number in self.kinds.items()
+        )
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         embeddings += is_gpt2 * self.max_position_embeddings * self.hidden_size
-        return self.num_layers * layer + embeddings + norm
+        return layers + embeddings + norm
 
     @property
-    def layer_matrix_parameters(self) -> int:
-        """Trained values in the matrices of one layer, the only weights that `--dtype fp8` stores in eight bits."""
-        attention = 2 * (self.query_size + self.kv_size)
-        mlps = max(1, self.num_experts) * (self.gate_up_size + self.intermediate_size)
-        return self.hidden_size * (attention + mlps + self.num_experts)  # the last for the router
+    def active_parameters(self) -> int:
+        """Trained values in the weights that one token uses."""
+        expert = self.hidden_size * (self.up_products + 1) * self.size_of_expert
+        expert += self.has_expert_bias * (self.up_products * self.size_of_expert + self.hidden_size)
+        unused = self.count(Mlp.EXPERTS) * (self.num_experts - self.experts_per_token) * expert
+        return self.num_parameters - unused
+
+    def matrix_parameters(self, kind: LayerKind) -> int:
+        """Trained values in the matrices of such a layer, the only weights that a quantised model has in few bits."""
+        hidden, number = self.hidden_size, 0
+        if kind.mixer is Mixer.ATTENTION:
+            heads = (2 + self.gated_attention) * self.query_size + 2 * self.kv_size
+            number += hidden * heads if self.latent is None else self.latent.matrices(hidden, self.num_heads)
+        elif kind.mixer is Mixer.RECURRENT and self.recurrent is not None:
+            number += self.recurrent.matrices(hidden)
+        if kind.mlp is Mlp.DENSE:
+            number += hidden * (self.gate_up_size + self.intermediate_size)
+        elif kind.mlp is Mlp.EXPERTS:
+            sizes = self.num_experts * self.size_of_expert + self.shared_expert_size
+            number += hidden * ((self.up_products + 1) * sizes + self.num_experts)  # the last for the router
+        return number
+
+    def _vectors(self, kind: LayerKind, norm: int) -> int:
+        """Trained values of such a layer that are in no matrix. norm: of one norm."""
+        parts = (kind.mixer is not Mixer.NONE) + (kind.mlp is not Mlp.NONE)
+        number = norm * (self.num_norms or parts)
+        if kind.mixer is Mixer.ATTENTION:
+            qkv_size = self.query_size + 2 * self.kv_size
+            number += self.attention_bias * qkv_size + self.attention_output_bias * self.hidden_size
+            number += self.query_key_norm * (self.query_key_norm_size or 2 * self.head_dim)
+            number += 0 if self.latent is None else self.latent.vectors
+        elif kind.mixer is Mixer.RECURRENT and self.recurrent is not None:
+            number += self.recurrent.vectors
+        if kind.mlp is Mlp.DENSE:
+            number += self.mlp_bias * (self.gate_up_size + self.hidden_size)
+        elif kind.mlp is Mlp.EXPERTS:
+            biases = self.up_products * self.size_of_expert + self.hidden_size
+            number += self.has_expert_bias * self.num_experts * biases + self.has_shared_gate * self.hidden_size
+        return number
+
+    @property
+    def kv_values_per_layer(self) -> int:
+        """Values that the cache has for one token in one layer with attention."""
+        return 2 * self.kv_size if self.latent is None else self.latent.cached
+
+    @property
+    def cached_heads(self) -> tuple[int, int]:
+        """Heads of keys in the cache, and the size of each. A latent vector is one head, of keys and of values."""
+        return (self.num_kv_heads, self.head_dim) if self.latent is None else (1, self.latent.cached)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Bytes of one token's keys and values in all layers together."""
-        return 2 * self.num_layers * self.kv_size * bytes_per_value
+        """Bytes of one token in the cache of all layers together."""
+        return len(self.attention_layers) * self.kv_values_per_layer * bytes_per_value
+
+    @property
+    def draft_layer(self) -> "ModelConfig":
+        """The layer for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): one more layer like the
+        last one. It shares embeddings and output layer with the model."""
+        return dataclasses.replace(
+            self, num_layers=1, layers=self.layers[-1:], windows=(), num_draft_layers=0, is_draft=True
+        )
 
 
-def check_split(model: ModelConfig, tp_size: int, pp_size: int) -> None:
-    """InputError if `tp_size` devices cannot share a layer evenly, or there are fewer layers than stages."""
-    if model.num_heads % tp_size or model.intermediate_size % tp_size:
+def check_split(model: ModelConfig, tp_size: int, pp_size: int, ep_size: int = 1, attention_dp_size: int = 1) -> None:
+    """InputError if `tp_size` devices cannot share a layer evenly, or there are fewer layers than stages.
+
+    ep_size: parts of the devices that share the experts. attention_dp_size: parts that have requests of their own."""
+    for name, size in (("ep_size", ep_size), ("attention_dp_size", attention_dp_size)):
+        if tp_size % size:
+            raise InputError(
+                f"--{name}: {size} parts of the {tp_size} devices of --tp_size; choose a divisor of these."
+            )
+    if ep_size > 1 and not model.num_experts:
+        raise InputError(f"--ep_size: {ep_size} parts of the experts, but the model has none; leave it out.")
+    heads_over, experts_over = tp_size // attention_dp_size, tp_size // ep_size
+    mlps_over = heads_over if attention_dp_size > 1 else tp_size
+    has_dense = model.count(Mlp.DENSE) > 0
+    size = model.intermediate_size if has_dense else model.size_of_expert
+    if model.num_heads % heads_over or size % (mlps_over if has_dense else experts_over):
         raise InputError(
             f"--tp_size: {tp_size} devices cannot share {model.num_heads} attention heads and an MLP of "
-            f"{model.intermediate_size} evenly; choose a divisor of both."
+            f"{size} evenly; choose a divisor of both."
+        )
+    if model.num_experts and (model.size_of_expert % experts_over or model.num_experts < ep_size):
+        raise InputError(
+            f"--ep_size: {tp_size} devices in {ep_size} parts cannot share {model.num_experts} experts of "
+            f"{model.size_of_expert}; choose a divisor of --tp_size with which they can."
+        )
+    if model.recurrent is not None and model.recurrent.num_heads % heads_over:
+        raise InputError(
+            f"--tp_size: {heads_over} devices cannot share {model.recurrent.num_heads} groups of heads in recurrent "
+            "layers evenly; choose a divisor."
         )
     if pp_size > model.num_layers:
         raise InputError(
@@ -154,9 +290,13 @@ def check_split(model: ModelConfig, tp_size: int, pp_size: int) -> None:
         )
 
 
-def check_ranks(model: ModelConfig, tp_size: int, pp_size: int) -> None:
+def check_ranks(model: ModelConfig, tp_size: int, pp_size: int, ep_size: int = 1) -> None:
     """`check_split`, and InputError if a rank's query heads do not share whole KV heads."""
-    check_split(model, tp_size, pp_size)
+    check_split(model, tp_size, pp_size, ep_size)
+    if model.num_experts % ep_size:
+        raise InputError(
+            f"--ep_size: {ep_size} ranks cannot share {model.num_experts} experts evenly; choose a divisor."
+        )
     kv_heads = model.num_kv_heads
     if kv_heads % tp_size and tp_size % kv_heads:
         raise InputError(

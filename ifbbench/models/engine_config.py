@@ -48,7 +48,10 @@ _EQUAL_NAMES = (
 _ACTIVATIONS = {"swiglu": "silu"}
 _LIMITS = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "max_beam_width")
 _DTYPES = {"float32": "float32", "float16": "fp16", "bfloat16": "bf16"}
-_QUANTIZATIONS = {"FP8": "fp8", "W4A16": "int4", "W4A16_AWQ": "int4", "W4A16_GPTQ": "int4", "W4A8_AWQ": "int4"}
+_QUANTIZATIONS = {
+    "FP8": "fp8", "FP8_BLOCK_SCALES": "fp8_block", "NVFP4": "nvfp4", "W4A16": "int4", "W4A16_AWQ": "int4",
+    "W4A16_GPTQ": "int4", "W4A8_AWQ": "int4",
+}  # fmt: skip
 
 
 def hugging_face_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,21 @@ from ifbbench.models.config import (
     YarnRopeScaling,
 )
 from ifbbench.models.engine_config import ENGINE_KEYS, hugging_face_fields
+from ifbbench.models.layer_fields import (
+    Fields,
+    deepseek,
+    deepseek_v3,
+    experts,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    jamba,
+    llama4,
+    minimax_m2,
+    nemotron_h,
+    qwen3_next,
+    qwen_moe,
+)
 from ifbbench.settings.fields import (
     boolean,
     choice,
@@ -56,7 +71,8 @@ class Family:
     attention output too. has_window: whether `sliding_window` applies. activations: supported values of `hidden_act`.
     names: Llama's field names to the family's. defaults: values of fields that the family's files omit. expected:
     fields that must be absent or have this value. is_simulated_only: models whose layers nothing here computes, so that
-    no other field is checked.
+    no other field is checked. has_rope_scaling: whether scaled rotary embedding is read of such models, with DeepSeek's
+    factors, because some of them are computed. layers: reads what differs from layer to layer; see `layer_fields`.
     """
 
     architecture: str = LLAMA
@@ -68,6 +84,14 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     expected: Mapping[str, object] = field(default_factory=dict)
     is_simulated_only: bool = False
+    has_rope_scaling: bool = False
+    layers: Callable[[Fields], dict[str, Any]] | None = None
+
+
+def _simulated(layers: Callable[[Fields], dict[str, Any]], **values: Any) -> Family:
+    """A family that is only simulated. values: fields of Family, or names of its own by Llama's."""
+    own = {name: values.pop(name) for name in [*values] if name not in Family.__slots__}
+    return Family(is_simulated_only=True, layers=layers, names=own, **values)
 
 
 # By `model_type`.
@@ -93,21 +117,35 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
         expected={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     ),
-    "mixtral": Family(names={"num_experts": "num_local_experts"}, is_simulated_only=True),
-    "qwen3_moe": Family(
+    "mixtral": _simulated(experts, num_experts="num_local_experts"),
+    "qwen3_moe": _simulated(qwen_moe, query_key_norm=True, defaults={"head_dim": 128, "intermediate_size": 1}),
+    "qwen3_next": _simulated(qwen3_next, query_key_norm=True, defaults={"head_dim": 256, "intermediate_size": 1}),
+    "gpt_oss": _simulated(gpt_oss, defaults={"mlp_bias": True, "sliding_window": 128}, num_experts="num_local_experts"),
+    "deepseek_v2": _simulated(deepseek, num_experts="n_routed_experts"),
+    "deepseek_v3": _simulated(deepseek_v3, has_rope_scaling=True, num_experts="n_routed_experts"),
+    "kimi_k2": _simulated(deepseek_v3, has_rope_scaling=True, num_experts="n_routed_experts"),
+    "glm4_moe": _simulated(glm4_moe, num_experts="n_routed_experts"),
+    "minimax_m2": _simulated(minimax_m2, num_experts="num_local_experts"),
+    "llama4_text": _simulated(llama4, num_experts="num_local_experts"),
+    "gemma3_text": _simulated(
+        gemma3,
         query_key_norm=True,
-        defaults={"head_dim": 128},
-        names={"intermediate_size": "moe_intermediate_size"},
-        is_simulated_only=True,
+        activations=("gelu_pytorch_tanh",),
+        defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256},
+        hidden_act="hidden_activation",
     ),
-    # Weights of experts have 4 bits (MXFP4), which is near --dtype int4. Every other layer has a window of 128 tokens:
-    # --max_attention_window 128,131072.
-    "gpt_oss": Family(
-        names={"num_experts": "num_local_experts"},
-        defaults={"mlp_bias": True},
-        is_simulated_only=True,
+    "jamba": _simulated(jamba),
+    "nemotron_h": _simulated(
+        nemotron_h,
+        activations=("relu2",),
+        defaults={"hidden_act": "relu2"},
+        hidden_act="mlp_hidden_act",
+        rms_norm_eps="layer_norm_epsilon",
+        num_experts="n_routed_experts",
     ),
 }
+# Models of text and images, whose decoder is described in `text_config`: the `model_type` of that.
+OF_TEXT_CONFIG = {"llama4": "llama4_text", "gemma3": "gemma3_text"}
 
 
 def built_in_models() -> list[str]:
@@ -205,10 +243,12 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
             values = hugging_face_fields(values)
             names = FAMILIES[values["model_type"]].names
             values = {names.get(name, name): value for name, value in values.items()}
+        if (nested := OF_TEXT_CONFIG.get(str(values.get("model_type")))) is not None:
+            values = {**values, **table(values.get("text_config"), "text_config"), "model_type": nested}
         family = FAMILIES[choice(values.get("model_type"), "model_type", FAMILIES)]
         if not family.is_simulated_only:
             _check_expected(values, {**ALWAYS_EXPECTED, **family.expected})
-        return _ConfigJson(values, family).model_config()
+        return ConfigJson(values, family).model_config()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -277,94 +317,111 @@ def _check_expected(values: Mapping[str, Any], expected: Mapping[str, object], p
             raise unexpected(prefix + name, values[name], "null" if wanted is None else repr(wanted))
 
 
-class _ConfigJson:
+class ConfigJson:
     """The fields of a config.json, or of its rotary settings. A null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], family: Family) -> None:
-        self._values = values
+        self.values = values
         self._family = family
 
     def model_config(self) -> ModelConfig:
-        hidden_size, num_heads = self._integer("hidden_size"), self._integer("num_attention_heads")
-        num_kv_heads = self._integer("num_key_value_heads", num_heads)
+        hidden_size, num_heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        num_kv_heads = self.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise unexpected("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
         is_gpt2 = self._family.architecture == GPT2
-        head_dim = self._integer("head_dim", hidden_size // num_heads)
+        head_dim = self.integer("head_dim", hidden_size // num_heads)
         if head_dim % 2 and not is_gpt2:
             raise unexpected("head_dim", head_dim, "an even number, because rotary embedding rotates pairs")
-        bias = self._boolean("attention_bias")
-        longest = self._integer("max_position_embeddings")
-        window = self._integer("sliding_window", longest) if self._family.has_window else longest
+        bias = self.boolean("attention_bias")
+        longest = self.integer("max_position_embeddings")
+        window = self.integer("sliding_window", longest) if self._family.has_window else longest
         # In transformers 5 and before.
-        rotary = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
-        rope = _ConfigJson(table(rotary, "rope_scaling"), self._family)
-        return ModelConfig(
-            vocab_size=self._integer("vocab_size"),
+        rotary = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        rope = ConfigJson(table(rotary, "rope_scaling"), self._family)
+        model = ModelConfig(
+            vocab_size=self.integer("vocab_size"),
             hidden_size=hidden_size,
-            num_layers=self._integer("num_hidden_layers", maximum=MAX_LAYERS),
+            num_layers=self.integer("num_hidden_layers", self._listed_layers(), MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            intermediate_size=self._integer("intermediate_size", 4 * hidden_size if is_gpt2 else None),
+            intermediate_size=self.integer("intermediate_size", 4 * hidden_size if is_gpt2 else None),
             max_position_embeddings=longest,
-            rms_norm_eps=self._number("rms_norm_eps", 1e-6),
-            rope_theta=(rope if "rope_theta" in rope._values else self)._number("rope_theta", DEFAULT_ROPE_THETA),
-            rope_scaling=None if self._family.is_simulated_only else self._rope_scaling(rope),
-            tie_word_embeddings=self._boolean("tie_word_embeddings"),
+            rms_norm_eps=self.number("rms_norm_eps", 1e-6),
+            rope_theta=(rope if "rope_theta" in rope.values else self).number("rope_theta", DEFAULT_ROPE_THETA),
+            rope_scaling=self._rope_scaling(rope) if self._has_rope_scaling else None,
+            tie_word_embeddings=self.boolean("tie_word_embeddings"),
             attention_bias=bias if self._family.attention_bias is None else self._family.attention_bias,
             attention_output_bias=bias or is_gpt2,
-            mlp_bias=is_gpt2 or self._boolean("mlp_bias"),
+            mlp_bias=is_gpt2 or self.boolean("mlp_bias"),
             eos_token_ids=self._eos_token_ids(),
             sliding_window=window if window < longest else None,
             query_key_norm=self._family.query_key_norm,
             architecture=self._family.architecture,
-            activation=choice(*self._field("hidden_act", "silu"), self._family.activations),
-            num_experts=self._integer("num_experts") if self._family.is_simulated_only else 0,
-            experts_per_token=self._integer("num_experts_per_tok") if self._family.is_simulated_only else 0,
+            activation=choice(*self.field("hidden_act", "silu"), self._family.activations),
         )
+        return model if self._family.layers is None else replace(model, **self._family.layers(self))
 
-    def _rope_scaling(self, rope: "_ConfigJson") -> RopeScaling | None:
-        match rope._values.get("rope_type", rope._values.get("type", "default")):
+    @property
+    def _has_rope_scaling(self) -> bool:
+        return self._family.has_rope_scaling or not self._family.is_simulated_only
+
+    def _rope_scaling(self, rope: "ConfigJson") -> RopeScaling | None:
+        match rope.values.get("rope_type", rope.values.get("type", "default")):
             case "default":
                 return None
             case "linear":
-                return LinearRopeScaling(rope._number("factor"))
+                return LinearRopeScaling(rope.number("factor"))
             case "llama3":
-                factor, low, high = map(rope._number, ("factor", "low_freq_factor", "high_freq_factor"))
-                return Llama3RopeScaling(factor, low, high, rope._integer("original_max_position_embeddings"))
+                factor, low, high = map(rope.number, ("factor", "low_freq_factor", "high_freq_factor"))
+                return Llama3RopeScaling(factor, low, high, rope.integer("original_max_position_embeddings"))
             case "yarn":
-                _check_expected(
-                    rope._values, {"mscale": None, "mscale_all_dim": None, "truncate": True}, "rope_scaling."
+                expected: dict[str, object] = {"truncate": True}
+                if not self._family.has_rope_scaling:
+                    expected |= {"mscale": None, "mscale_all_dim": None}
+                _check_expected(rope.values, expected, "rope_scaling.")
+                factor, longest = rope.number("factor"), self.integer("max_position_embeddings")
+                of_angles, of_scores = (
+                    0.1 * rope.number(name) * math.log(max(factor, 1.0)) + 1.0 if rope.values.get(name) else None
+                    for name in ("mscale", "mscale_all_dim")
                 )
-                factor, longest = rope._number("factor"), self._integer("max_position_embeddings")
+                usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
+                if of_angles is not None and of_scores is not None:
+                    usual = of_angles / of_scores
                 return YarnRopeScaling(
                     factor,
-                    rope._integer("original_max_position_embeddings", longest),
-                    attention_factor=rope._number("attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1.0),
-                    beta_fast=rope._number("beta_fast", 32.0),
-                    beta_slow=rope._number("beta_slow", 1.0),
+                    rope.integer("original_max_position_embeddings", longest),
+                    attention_factor=rope.number("attention_factor", usual),
+                    beta_fast=rope.number("beta_fast", 32.0),
+                    beta_slow=rope.number("beta_slow", 1.0),
+                    softmax_factor=(of_scores or 1.0) ** 2,
                 )
             case kind:
                 raise unexpected("rope_scaling", kind, "rope_type default, linear, llama3 or yarn")
 
+    def _listed_layers(self) -> int | None:
+        """The number of layers of files that only list their kinds."""
+        listed = self.values.get("layers_block_type")
+        return len(listed) if isinstance(listed, list) else None
+
     def _eos_token_ids(self) -> tuple[int, ...]:
-        ids = self._values.get("eos_token_id")
+        ids = self.values.get("eos_token_id")
         if ids is None or ids == []:
             return ()
         return integers(ids if isinstance(ids, list) else [ids], "eos_token_id", "token id", 0)
 
-    def _integer(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-        return integer(*self._field(name, default), 1, maximum, guards=True)
+    def integer(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        return integer(*self.field(name, default), 1, maximum, guards=True)
 
-    def _number(self, name: str, default: float | None = None) -> float:
-        return number(*self._field(name, default), above=0)
+    def number(self, name: str, default: float | None = None) -> float:
+        return number(*self.field(name, default), above=0)
 
-    def _boolean(self, name: str) -> bool:
-        return boolean(*self._field(name, False))
+    def boolean(self, name: str) -> bool:
+        return boolean(*self.field(name, False))
 
-    def _field(self, name: str, default: Any) -> tuple[Any, str]:
+    def field(self, name: str, default: Any) -> tuple[Any, str]:
         """A field's value, or its default in the family or in general, and its name in the family."""
         own_name = self._family.names.get(name, name)
-        value = self._values.get(own_name)
+        value = self.values.get(own_name)
         return (self._family.defaults.get(name, default) if value is None else value), own_name

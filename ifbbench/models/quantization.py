@@ -1,8 +1,8 @@
 """The data types of a quantized checkpoint, from its files or from its name.
 
-Files: `hf_quant_config.json` of NVIDIA ModelOpt, and `quantization_config` in config.json (fp8, fbgemm_fp8, modelopt,
-compressed-tensors, awq, gptq, bitsandbytes, mxfp4). Names: the words that publishers put behind the model's own name
-(`nvidia/Llama-3.1-8B-Instruct-FP8`, `…-AWQ`, `…-quantized.w4a16`).
+Files: `hf_quant_config.json` of NVIDIA ModelOpt, and `quantization_config` in config.json or in the file of a built-in
+shape (fp8, fbgemm_fp8, modelopt, compressed-tensors, awq, gptq, bitsandbytes, mxfp4). Names: the words that publishers
+put behind the model's own name (`nvidia/Llama-3.1-8B-Instruct-FP8`, `…-AWQ`, `…-quantized.w4a16`).
 """
 
 import json
@@ -12,28 +12,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ifbbench.errors import InputError
+from ifbbench.models.named_models import config_path
 from ifbbench.settings.fields import located, table
 
-FP8, INT4 = "fp8", "int4"
+FP8, FP8_BLOCK, INT4, MXFP4, NVFP4 = "fp8", "fp8_block", "int4", "mxfp4", "nvfp4"
 # Formats of weights: the data type of ours that they are simulated in, None if there is none.
-FORMATS: Mapping[str, str | None] = {"fp8": FP8, "int4": INT4, "fp4": INT4, "int8": None}
-# What is simulated instead of 4 bits in floating point.
-NEAREST = {"fp4": "as int4: 4 bits in memory, products in 16 bits"}
+FORMATS: Mapping[str, str | None] = {
+    "fp8": FP8, "fp8_block": FP8_BLOCK, "int4": INT4, "mxfp4": MXFP4, "nvfp4": NVFP4, "fp4": NVFP4, "int8": None,
+}  # fmt: skip
+# What is simulated for a format that does not say which of several it is.
+NEAREST = {"fp4": "as nvfp4"}
 # Formats by the words of a name, of which the first that a name has decides.
 NAME_WORDS = (
-    ("fp4", ("fp4", "nvfp4", "mxfp4")),
+    ("mxfp4", ("mxfp4",)),
+    ("nvfp4", ("nvfp4",)),
+    ("fp4", ("fp4",)),
     ("fp8", ("fp8", "w8a8fp8")),
     ("int8", ("int8", "w8a8", "w8a16", "8bit", "smoothquant")),
     ("int4", ("int4", "w4a16", "w4a8", "awq", "gptq", "4bit")),
 )
 # Formats by the algorithms of ModelOpt and TensorRT-LLM.
 ALGORITHMS = {
-    "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "FP8_PB_WO": "fp8", "FP8_BLOCK_SCALES": "fp8",
-    "NVFP4": "fp4", "W4A8_NVFP4_FP8": "fp4", "W4A16_MXFP4": "fp4", "W4A8_MXFP4_FP8": "fp4",
+    "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "FP8_PB_WO": "fp8_block", "FP8_BLOCK_SCALES": "fp8_block",
+    "NVFP4": "nvfp4", "W4A8_NVFP4_FP8": "nvfp4", "W4A16_MXFP4": "mxfp4", "W4A8_MXFP4_FP8": "mxfp4",
     "W4A16": "int4", "W4A16_AWQ": "int4", "W4A16_GPTQ": "int4", "W4A8_AWQ": "int4",
     "INT8": "int8", "W8A16": "int8", "W8A8_SQ_PER_CHANNEL": "int8",
 }  # fmt: skip
-METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4"}
+METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4"}
 QUANTIZATION_FILE, CONFIG_FILE = "hf_quant_config.json", "config.json"
 
 
@@ -62,7 +68,18 @@ def quantization_of(model: str) -> Quantization | None:
     directory = Path(model)
     if directory.is_dir():
         return _of_files(directory)
-    return None if directory.is_file() else _of_name(model)
+    if directory.is_file():
+        return None
+    return _of_name(model) or _of_shape(model)
+
+
+def _of_shape(model: str) -> Quantization | None:
+    """The data types of a built-in shape whose published weights are quantised."""
+    try:
+        path = config_path(model)
+    except InputError:
+        return None  # reported when the model is loaded
+    return _of_config(path) if path.suffix == ".json" else None
 
 
 def _quantization(format: str, kv_cache_dtype: str | None, source: str) -> Quantization:
@@ -88,18 +105,24 @@ def _of_files(directory: Path) -> Quantization | None:
         cache = FP8 if fields.get("kv_cache_quant_algo") == "FP8" else None
         format = ALGORITHMS.get(str(algorithm), str(algorithm))
         return _quantization(format, cache, QUANTIZATION_FILE)
-    config = _read(directory / CONFIG_FILE) or {}
+    return _of_config(directory / CONFIG_FILE)
+
+
+def _of_config(path: Path) -> Quantization | None:
+    config = _read(path) or {}
     if not config.get("quantization_config"):
         return None
-    with located(str(directory / CONFIG_FILE)):
+    with located(str(path)):
         fields = table(config["quantization_config"], "quantization_config")
         format, cache = _format_of(fields), FP8 if _is_fp8(fields.get("kv_cache_scheme")) else None
-    return _quantization(format, cache, f"quantization_config in {CONFIG_FILE}")
+    return _quantization(format, cache, f"quantization_config in {path.name}")
 
 
 def _format_of(fields: Mapping[str, Any]) -> str:
     """The format of `quantization_config` in the form of Hugging Face."""
     method = str(fields.get("quant_method", "")).lower()
+    if method == "fp8" and fields.get("weight_block_size"):
+        return FP8_BLOCK
     if method in METHODS:
         return METHODS[method]
     if (algorithm := fields.get("quant_algo")) is not None:  # of ModelOpt

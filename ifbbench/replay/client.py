@@ -17,9 +17,10 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.replay.priority_queue import PriorityQueue
 from ifbbench.rundir.metrics import distribution
+from ifbbench.schedulers.vllm.planner import TOGETHER
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.arrivals import predecessors, session_starts
-from ifbbench.workload.trace import NO_REQUEST, RequestColumns, Trace, TraceRequest, columns_of
+from ifbbench.workload.trace import NO_ITERATION, NO_REQUEST, RequestColumns, Trace, TraceRequest, columns_of
 
 MILLISECONDS = 1000
 MANY_SLEEPS = 10_000
@@ -54,6 +55,8 @@ class ReplayClient:
 
     The turn of a session arrives `think_s` after the final response to the turn before, whatever that is.
     Requests are numbered in the order of submission; without sessions, that is their order in the trace.
+
+    is_open_loop: no response lets a request arrive.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class ReplayClient:
         self._is_real_time = not isinstance(clock, VirtualClock)
         self._make_request = make_request
         columns = columns_of(trace.requests)
+        self.is_open_loop = concurrency is None and columns.after is None and emulation is None
         self._places = len(trace) if concurrency is None else concurrency
         self._keeps_arrivals = keeps_arrivals or concurrency is None
         self._duration_s = inf if duration_s is None else duration_s
@@ -304,6 +308,80 @@ class ReplayClient:
             coming = sorted([*map(self._arrivals.__getitem__, first), *(arrival_s for arrival_s, _ in self._later)])
             full_s = coming[:missing][-1] if coming else self._arrival_of(self.submitted - 1)
         return min(full_s, self._oldest_s + emulation.timeout_s)
+
+
+class IterationClient(ReplayClient):
+    """A ReplayClient that hands out requests in the iterations in which a recorded engine got them, in their order
+    there, and stops those that were stopped there. A request arrives when it is handed out."""
+
+    def follow(self, iteration: Callable[[], int], in_flight: Callable[[], int], numbers_by_arrival: bool) -> None:
+        """Requests come in the iterations of an engine. Called once, before anything else.
+
+        iteration(): the number of iterations so far; in_flight(): of those in flight. numbers_by_arrival: requests of
+        equal priority run in the order of their recorded arrivals."""
+        columns = columns_of(self._trace.requests)
+        assert columns.added_in is not None
+        assert columns.added_with is not None
+        assert columns.stopped_in is not None
+        self._iteration, self._in_flight, self._numbers_by_arrival = iteration, in_flight, numbers_by_arrival
+        self.is_open_loop = False
+        self._added_in, self._added_with, self._ids = columns.added_in, columns.added_with, columns.request_id
+        self._in_order = np.lexsort((columns.request_id, columns.added_in)).tolist()
+        self._order = array("q", self._in_order)
+        self._queue = None
+        arrivals_s = np.asarray(columns.arrival_s)
+        self._arrival_ranks = np.unique(arrivals_s, return_inverse=True)[1].tolist()
+        stopped_in = columns.stopped_in
+        self._stops = sorted(
+            (stopped_in[index], index) for index in self._in_order if stopped_in[index] != NO_ITERATION
+        )
+        self._num_reached = 0  # iterations that count as over, because the engine is idle
+
+    @property
+    def done(self) -> bool:
+        return self.answered == len(self._trace)
+
+    @property
+    def next_event_s(self) -> float | None:
+        return None if self.submitted == len(self._trace) else self._clock.now()
+
+    def next_arrival_s(self, now_s: float) -> float | None:
+        """See ReplayClient. It depends on the iteration, so that each is looked at."""
+        return now_s if self.submitted < len(self._trace) or self._stops else None
+
+    def get_requests(self, max_requests: int) -> list[Request]:
+        requests = super().get_requests(max_requests)
+        for request in requests if self._numbers_by_arrival else ():
+            number = (self._arrival_ranks[request.index] + 1) * TOGETHER + request.index % TOGETHER
+            request.order = (request.order[0], number)
+        return requests
+
+    def wait(self) -> bool:
+        """The engine is idle: it gets the next request, in whichever iteration that was."""
+        if self.submitted == len(self._trace) or self._due() > self.handed_out:
+            return False
+        self._num_reached = self._added_in[self._in_order[self.submitted]]
+        return True
+
+    def stops(self) -> list[int]:
+        """The ids of the requests to stop before the next iteration."""
+        count = sum(stopped_in <= self._iteration() for stopped_in, _ in self._stops)
+        stopped, self._stops = self._stops[:count], self._stops[count:]
+        return [self._ids[index] for _, index in stopped]
+
+    def _find_due(self) -> None:
+        self._due_s = inf
+
+    def _submit_until(self, now: float) -> None:
+        iteration = max(self._iteration(), self._num_reached)
+        order = self._in_order
+        while self.submitted < len(order) and self._added_in[index := order[self.submitted]] <= iteration:
+            if self._in_flight() > self._added_with[index]:
+                return
+            self._arrivals[index] = now
+            self._enter(self.submitted, index)
+            self.submitted += 1
+            self._lateness_s.append(0.0)
 
 
 def make_client(

@@ -4,9 +4,7 @@
 What the ranks do, also without this parent under torchrun or mpirun: see `rank_runs`.
 """
 
-import ctypes
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -25,19 +23,19 @@ from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.models.config import check_ranks
 from ifbbench.models.named_models import load_model_config
+from ifbbench.processes import end_with_parent
 from ifbbench.replay.rank_runs import WRITING, end_others, follow, starts_ranks
 from ifbbench.settings.config import RunConfig
 from ifbbench.torch.ranks import Place, RankFailed, cause_of
 
 # After the first failure, how long others may take to report theirs, and rank 0 to write what it has.
-REPORT_S, WRITE_S = 4.0, 20.0
+REPORT_S, WRITE_S = 15.0, 20.0
 # After a rank has waited for another in vain for --rank_timeout, how long others may take to report the same.
 REPORT_TIMEOUT_S = 0.5
 POLL_S = 0.2
 LOADING = "loading model"
 # Messages of a rank that has failed: by itself, or because another rank is lost or has not answered.
 FAILED, LOST, TIMED_OUT = "failed", "lost", "timed_out"
-PR_SET_PDEATHSIG = 1
 # Until the model is loaded, a signal ends the process at once: an exception would fall into imports, some of which make
 # another error of it.
 START = (
@@ -97,7 +95,7 @@ def other_ranks(config: RunConfig, subject: str) -> "Iterator[Ranks | None]":
 
 @contextmanager
 def _new_ranks(config: RunConfig, subject: str, callbacks: Mapping[str, Any]) -> "Iterator[Ranks]":
-    check_ranks(load_model_config(config.model), config.tp_size, config.pp_size)
+    check_ranks(load_model_config(config.model), config.tp_size, config.pp_size, config.ep_size)
     with TemporaryDirectory(prefix="ifbbench-ranks-") as directory:
         ranks = Ranks(config, Path(directory) / "store", subject, callbacks)
         try:
@@ -303,10 +301,7 @@ class Ranks:
 def work() -> None:
     """Do the job of rank 0, or follow it as another rank. Ends when the parent does."""
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    if platform.system() == "Linux":  # a rank that hangs ends with its parent too
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent)  # also a rank that hangs
     try:
         job = connection.recv()
         threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()

@@ -9,10 +9,10 @@ from ifbbench.build.engine import Engine, sampling_params
 from ifbbench.engine.request import NO_IDENTITY, Request, ReuseIdentity
 from ifbbench.engine.sampling_params import GREEDY, OutputOptions, StopConditions
 from ifbbench.replay.client import MakeRequest
-from ifbbench.schedulers.tensorrt_llm.admission import AdmissionLimits, Refusal
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.refusals import AdmissionLimits, Refusal
 from ifbbench.settings.config import ENGINES, RunConfig
-from ifbbench.workload.prompts import output_symbol, prompt_tokens, symbolic_runs
+from ifbbench.workload.prompts import output_runs, output_symbol, prompt_tokens, symbolic_runs
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 RECORDED = "recorded token ids"
@@ -62,13 +62,18 @@ def request_maker(engine: Engine, draws_loras: bool = False) -> MakeRequest:
 
 
 def _symbols(row: TraceRequest, index: int) -> ReuseIdentity:
-    """Symbols in the place of tokens, where no model makes any. Those of an output are unique, so that blocks with
-    output in them are stored, and found as rarely, as with a model."""
+    """Symbols in the place of tokens, where no model makes any. Those of an output are unique unless the trace names
+    them, so that blocks with output in them are stored, and found as rarely, as with a model."""
+    output = output_symbol(index, 0)
     if row.prompt_tokens is None:
-        return ReuseIdentity(runs=symbolic_runs(row, index), output_symbol=output_symbol(index, 0))
+        named = output_runs(row)
+        num_shared = sum([length for _, length in (*row.prefix_runs(), *named)])
+        return ReuseIdentity(
+            runs=symbolic_runs(row, index), output_symbol=output, output_runs=named, num_shared=num_shared
+        )
     # Recorded ids are numbers too, but are not to be found by the symbols of other rows.
     runs = [(token, 1) for token in row.prompt_tokens]
-    return ReuseIdentity(cache_salt=RECORDED, runs=runs, output_symbol=output_symbol(index, 0))
+    return ReuseIdentity(cache_salt=RECORDED, runs=runs, output_symbol=output, num_shared=row.prompt_len)
 
 
 def expected_refusals(trace: Trace, config: RunConfig, limits: BatchingConfig) -> list[tuple[Refusal, int]]:

@@ -1,27 +1,27 @@
 """The client of a replay behind a serving process: requests reach the engine, and tokens their clients, later."""
 
 from array import array
-from bisect import bisect_left
 from math import inf
-from typing import Any
 
-import numpy as np
+from mypy_extensions import mypyc_attr
 
-from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.records import IterationRecord
+from ifbbench.engine.stretch import Stretch
 from ifbbench.replay.client import ReplayClient, on_tick
-from ifbbench.simulated.engines import Floats, ServingProcess
+from ifbbench.simulated.serving_process import ServingProcess
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ServedClient(ReplayClient):
-    """A ReplayClient that hands out requests once `process` has accepted them, and takes responses once it has
+    """A ReplayClient that hands out requests once a process has accepted them, and takes responses once it has
     delivered them. Not with emulated static batches.
 
     Requests and iterations pass through the process in order of time, so that each must be reported to it before
     anything later is: iterations by `of_iteration` and `of_stretch` (it is the Delivery of a Recorder).
     """
 
-    def __init__(self, *arguments: Any, process: ServingProcess, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def pass_through(self, process: ServingProcess) -> None:
+        """Requests and tokens pass through `process`. Called once, before anything else."""
         self._process = process
         # By the number of a request: its index, and, once the process has accepted it, when the engine gets it.
         self._indices = array("q")
@@ -36,19 +36,15 @@ class ServedClient(ReplayClient):
         self._delivered_s = self._process.deliver(record.end_s, outputs)
         return self._delivered_s
 
-    def of_stretch(self, stretch: Stretch) -> Floats:
+    def of_stretch(self, stretch: Stretch) -> list[float]:
         """When the tokens of each iteration of a stretch reach their clients, [iterations]."""
         if len(stretch.turns) > 1:
-            return np.array([self.of_iteration(record) for record in stretch.records()])
-        end_s, outputs, parts, done = stretch.end_s, stretch.first.num_generation, [], 0
-        while (received_s := self._next_received_s()) <= end_s[-1]:
-            before = max(done, bisect_left(end_s, received_s))
-            parts.append(self._process.deliver_many(np.array(end_s[done:before]), outputs))
-            done = before
-            self._accept(received_s)
-        parts.append(self._process.deliver_many(np.array(end_s[done:]), outputs))
-        delivered_s = np.concatenate(parts)
-        self._delivered_s = float(delivered_s[-1])
+            return [self.of_iteration(record) for record in stretch.records()]
+        outputs, delivered_s = stretch.first.num_generation, list[float]()
+        for end_s in stretch.end_s:
+            self._accept(end_s)
+            delivered_s.append(self._process.deliver(end_s, outputs))
+        self._delivered_s = delivered_s[-1]
         return delivered_s
 
     @property

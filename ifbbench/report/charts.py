@@ -16,13 +16,14 @@ from ifbbench.analysis.token_times import output_tokens
 from ifbbench.analysis.words import BINDING, window_name, words_of
 from ifbbench.errors import InputError
 from ifbbench.report.cells import draw_cells, tint
+from ifbbench.report.chart_files import Output
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PAUSE, PHASE_COLOURS, limit_colours
+from ifbbench.report.fleet_charts import draw_replicas
 from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue
 from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.latency_charts import draw_itl, draw_latency, draw_ttft
 from ifbbench.report.style import (
-    FORMATS,
     LIMIT_DASHES,
     WIDTH,
     TimeBins,
@@ -75,17 +76,11 @@ NOT_DRAWN = frozenset(
 ENDPOINT_CHARTS = ("timeline", "throughput", "latency", "ttft", "itl", "server")
 # The charts that need neither iterations nor spans.
 SUMMARY_CHARTS = ("latency", "ttft")
+# The charts of a fleet; others are of a replica.
+FLEET_CHARTS = ("replicas", *SUMMARY_CHARTS)
+# Charts that most runs do not have: of an endpoint, of a fleet.
+NOT_OF_A_RUN = frozenset(("server", "replicas"))
 _log = logging.getLogger("ifbbench")
-
-
-@dataclass(frozen=True)
-class Output:
-    """How charts are written. directory: None for `charts` in the run directory. title: in place of the chart's own."""
-
-    directory: Path | None = None
-    formats: tuple[str, ...] = FORMATS
-    dpi: float | None = None
-    title: str | None = None
 
 
 def plot_run(
@@ -110,6 +105,13 @@ def plot_run(
                 f"{', '.join(ENDPOINT_CHARTS)}."
             )
         only = only or [name for name in ENDPOINT_CHARTS if name != "server" or find_lines(run.path, METRICS).exists()]
+    elif run.is_fleet:
+        if unknown := [name for name in only if name not in FLEET_CHARTS]:
+            raise InputError(
+                f"--only {unknown[0]}: {run.path} is a fleet, of which {', '.join(FLEET_CHARTS)} are drawn; name the "
+                "directory of a replica for others."
+            )
+        only = only or (FLEET_CHARTS if run.config.get("recording") != "summary" else SUMMARY_CHARTS)
     elif run.has_only_summary:
         needs = "recorded with --recording summary, which leaves out the iterations and spans that"
         if unknown := [name for name in only if name not in SUMMARY_CHARTS]:
@@ -126,7 +128,7 @@ def plot_run(
             return []
         raise nothing_to_draw(run)
     output = output or Output(directory)
-    charts = {name: chart.draw for name, chart in CHARTS.items() if name in (only or set(CHARTS) - {"server"})}
+    charts = {name: chart.draw for name, chart in CHARTS.items() if name in (only or set(CHARTS) - NOT_OF_A_RUN)}
     if run.endpoint and "throughput" in charts:
         charts["throughput"] = draw_client_throughput
     if not run.has_only_summary and not run.iterations["max_kv_cache_blocks"].max() > 0:
@@ -314,6 +316,7 @@ CHARTS: Mapping[str, Chart] = MappingProxyType(
         "latency": Chart(draw_latency, "distributions of TTFT and ITL"),
         "ttft": Chart(draw_ttft, "TTFT against prompt length, by what the request waited for"),
         "itl": Chart(draw_itl, "gaps between tokens over time, with stalls"),
+        "replicas": Chart(draw_replicas, "of a fleet, the KV cache and the queue of each replica, a lane each"),
         "server": Chart(draw_server_metrics, "of a run against an endpoint, the server's metrics over time"),
     }
 )

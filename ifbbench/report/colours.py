@@ -20,6 +20,7 @@ LIMIT_COLOURS = {
     "kv_blocks": "#009E73",
     "watermark": "#5FBF9F",
     "full_prompt": "#00543D",
+    "prefill": "#7A9EB1",
     "none": "#C4C4C4",
     "head_of_line": "#A89F91",
     "paused": "#F0C000",

@@ -10,13 +10,16 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pandas as pd
+from msgspec import Raw
+from msgspec.json import Encoder
 
 from ifbbench.errors import InputError
 from ifbbench.files import new_file
 from ifbbench.rundir.figures import figures
 from ifbbench.rundir.lines import encode
-from ifbbench.rundir.reader import RunData, read_lines
+from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.reader import load_run as read_run
+from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import find_lines
 
 TABLES = ("iterations", "requests", "spans", "trace")
@@ -25,6 +28,8 @@ TRACE_FIELDS = ("request_id", "arrival_s")
 MIXED = ("cause",)
 ROWS_AT_ONCE = 10_000
 _NEEDS_QUOTES = re.compile('[,"\\r\\n]')
+NOTHING, EMPTY = Raw(b""), Raw(b"[]")
+_ENCODER = Encoder()
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -67,11 +72,10 @@ def export_tables(run: Run, file_format: str) -> list[Path]:
 def _write(table: pd.DataFrame, path: Path) -> Path:
     if path.suffix == ".csv":
         with new_file(path, overwrite=True) as file:
-            file.write((",".join(map(_cell, table)) + "\n").encode())
+            file.write((",".join(map(_text, table)) + "\n").encode())
             for start in range(0, len(table), ROWS_AT_ONCE):
                 rows = table.iloc[start : start + ROWS_AT_ONCE]
-                lines = map(",".join, zip(*(_cells(rows[name]) for name in rows), strict=True))
-                file.write(("\n".join(lines) + "\n").encode())
+                file.write(_lines([_cells(rows[name]) for name in rows]))
     else:
         texts = {name: table[name].map(str, na_action="ignore") for name in MIXED if name in table}
         with new_file(path, overwrite=True) as file:
@@ -79,29 +83,45 @@ def _write(table: pd.DataFrame, path: Path) -> Path:
     return path
 
 
-def _cells(column: "pd.Series[Any]") -> list[str]:
-    """The cells of a column in CSV: lists as JSON, empty where there is no value."""
+def _lines(columns: list[list[Any]]) -> bytes:
+    """Lines of CSV, of columns of cells as `_cells` returns them: JSON arrays without their brackets, which msgspec
+    writes in a third of the time that joining texts takes."""
+    encoded = _ENCODER.encode_lines(zip(*columns, strict=True))
+    if encoded.count(b"]\n[") == len(columns[0]) - 1:
+        return encoded[1:-2].replace(b"]\n[", b"\n") + b"\n"
+    return b"".join(encode(row)[1:-1] + b"\n" for row in zip(*columns, strict=True))  # a text has such characters too
+
+
+def _cells(column: "pd.Series[Any]") -> list[Any]:
+    """The cells of a column: numbers that JSON and CSV write in the same way, and texts of CSV (see `_text`)."""
     if column.dtype == object:
-        return ["" if value is None else _cell(value) for value in column.tolist()]
-    if column.dtype == np.float64 and ((column >= 1e-4) & (column < 1e16) | (column == 0) & ~np.signbit(column)).all():
-        return encode(column.tolist())[1:-1].decode().split(",")  # as `repr` writes them: see `number`
-    numbers = column.to_numpy() if column.dtype in (np.int64, np.float64) else None
+        return [value if type(value) is int else _cell(value) for value in column.tolist()]
+    numbers = column.to_numpy()
+    if numbers.dtype == np.int64 or (
+        numbers.dtype == np.float64
+        and ((numbers >= 1e-4) & (numbers < 1e16) | (numbers == 0) & ~np.signbit(numbers)).all()
+    ):
+        return column.tolist()  # msgspec writes these floats as `repr` does: see `number`
     # Few different values: each becomes a text once; -0.0 would become that of 0.0.
-    if numbers is None or not np.signbit(numbers).any():
+    if numbers.dtype != np.float64 or not np.signbit(numbers).any():
         codes, values = pd.factorize(column)
-        cells: list[str] = np.array([*map(_cell, values.tolist()), ""], object)[codes].tolist()
-        return cells
-    return list(map(_cell, numbers.tolist()))
+        cells = [*map(_cell, values.tolist()), NOTHING]
+        return [cells[code] for code in codes.tolist()]
+    return list(map(_cell, column.tolist()))
 
 
-def _cell(value: Any) -> str:
-    """A value as `csv.writer` writes it, and a list as JSON."""
+def _cell(value: Any) -> Raw:
+    if value is None:
+        return NOTHING
+    return EMPTY if value == [] else Raw(_text(value).encode())
+
+
+def _text(value: Any) -> str:
+    """A value as `csv.writer` writes it, and a list as JSON; empty where there is none."""
     if type(value) is float:
         return "" if value != value else repr(value)
-    if type(value) is int:
-        return str(value)
     if isinstance(value, list):
-        return _quoted(_encode(value)) if value else "[]"
+        return _quoted(_encode(value))
     return "" if value is None or value != value else _quoted(str(value))
 
 

@@ -1,13 +1,17 @@
 """Charts of latencies: distributions, TTFT against prompt length, and gaps between tokens over time."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from ifbbench.analysis.number_texts import percent, significant, time_unit
-from ifbbench.analysis.token_times import TokenGaps, inter_token_gaps
+from ifbbench.analysis.token_times import TokenGaps
 from ifbbench.analysis.words import Words, words_of
 from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES, limit_colours
 from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks, steps
@@ -28,57 +32,90 @@ MAX_CURVE_POINTS = 2000
 STALL_RATIO, POINTS_OF_A_BIN = 5.0, 12
 
 
+@dataclass(frozen=True)
+class Pool:
+    """Numbers in ascending order, and up to each of them how many there are, equal ones included."""
+
+    values: Floats
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, values: Floats, counts: NDArray[np.int64] | None = None) -> "Pool":
+        """counts: how often each value is there; once by default."""
+        order = np.argsort(values)
+        return cls(values[order], np.arange(1, len(values) + 1) if counts is None else np.cumsum(counts[order]))
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def at(self, positions: NDArray[np.int64]) -> Floats:
+        """The values at positions of the list of all, equal ones included."""
+        return self.values[np.searchsorted(self.ends, positions, side="right")]
+
+    def below(self, limits: Floats) -> NDArray[np.int64]:
+        """How many values are less than each of `limits`."""
+        return np.concatenate([[0], self.ends])[np.searchsorted(self.values, limits)]
+
+    def percentiles(self, marks: Sequence[float]) -> Floats:
+        """As of `np.percentile`: straight between neighbouring values."""
+        positions = np.array(marks) / 100 * (len(self) - 1)
+        low = positions.astype(np.int64)
+        begin, end = self.at(low), self.at(np.minimum(low + 1, len(self) - 1))
+        return begin + (end - begin) * (positions - low)
+
+
 def draw_latency(run: RunData) -> Figure:
     """TTFT of each request at the left, every gap between tokens (ITL) at the right."""
     figure = Figure(figsize=(WIDTH, 5.2))
     grid = figure.subplots(2, 2, sharex="col", gridspec_kw={"height_ratios": [1, 1.6]})
     ttft = run.completed["ttft_s"].dropna().to_numpy(dtype=float)
-    _distribution(grid[0, 0], grid[1, 0], ttft, "TTFT", "requests", SERIES[0])
+    _distribution(grid[0, 0], grid[1, 0], Pool.of(ttft), "TTFT", "requests", SERIES[0])
     if run.recorded_every > 1 or run.has_only_summary:
         _unrecorded_gaps(grid[0, 1], grid[1, 1], run)
     else:
-        _distribution(grid[0, 1], grid[1, 1], inter_token_gaps(run), "ITL", "gaps", SERIES[0])
+        gaps = TokenGaps.of(run)
+        _distribution(grid[0, 1], grid[1, 1], Pool.of(gaps.seconds, gaps.count), "ITL", "gaps", SERIES[0])
     grid[1, 0].set_ylabel("share of values up to here")
     heading(grid[0, 0], "Latency", run)
     figure.align_ylabels(grid[:, 0])
     return figure
 
 
-def _distribution(shape: Axes, shares: Axes, seconds: Floats, name: str, counted: str, colour: str) -> None:
-    unit, scale = time_unit([float(np.median(seconds))] if seconds.size else [])
-    values = np.sort(seconds) * scale
+def _distribution(shape: Axes, shares: Axes, seconds: Pool, name: str, counted: str, colour: str) -> None:
+    unit, scale = time_unit(seconds.percentiles([50]).tolist() if len(seconds) else [])
+    pool = replace(seconds, values=seconds.values * scale)
     shape.set_ylabel(counted)
     round_ticks(shape.yaxis, 5, whole=True)
     shares.set_xlabel(f"{name} ({unit})")
     shares.set_ylim(0, 1.06)
     round_ticks(shares.yaxis, text=in_percent)
-    if not values.size:
+    if not len(pool):
         shares.text(0.5, 0.5, f"no {counted}", transform=shares.transAxes, ha="center", color=MUTED)
         return
-    logarithmic = values[0] > 0 and values[-1] / values[0] >= LOG_LATENCY_FROM_RATIO
+    low, high = float(pool.values[0]), float(pool.values[-1])
+    logarithmic = low > 0 and high / low >= LOG_LATENCY_FROM_RATIO
     if logarithmic:
         shares.set_xscale("log")
     round_ticks(shares.xaxis)
-    low, high = float(values[0]), float(values[-1])
     high_value = high
     if low == high:
         low, high = low * 0.95, high * 1.05 or 1.0
     # More bins for more values; even ones, and on a logarithmic axis evenly growing ones.
-    bins = int(np.clip(np.sqrt(values.size), 6, 60))
+    bins = int(np.clip(np.sqrt(len(pool)), 6, 60))
     edges = (np.geomspace if logarithmic else np.linspace)(low, high, bins + 1)
-    counts = np.diff(np.append(values.searchsorted(edges[:-1]), len(values)))
+    counts = np.diff(np.append(pool.below(edges[:-1]), len(pool)))
     shape.hist(edges[:-1], bins=list(edges), weights=counts, color=colour)
-    if np.max(counts) > RARE_RATIO * len(values) / bins:
+    if np.max(counts) > RARE_RATIO * len(pool) / bins:
         # A few long stalls among many short gaps are visible on a logarithmic axis only.
         shape.set_yscale("log")
         shape.set_ylim(bottom=0.5)
         round_ticks(shape.yaxis)
     # As percentiles are computed: straight between neighbouring values. The curve of many values needs few of them.
-    grid = np.unique(np.linspace(0, len(values) - 1, min(len(values), MAX_CURVE_POINTS)).astype(int))
-    shares.plot(values[grid], grid / max(len(values) - 1, 1), color=colour, linewidth=1.6)
-    percentiles = np.percentile(values, MARKS)
+    grid = np.unique(np.linspace(0, len(pool) - 1, min(len(pool), MAX_CURVE_POINTS)).astype(int))
+    shares.plot(pool.at(grid), grid / max(len(pool) - 1, 1), color=colour, linewidth=1.6)
+    percentiles = pool.percentiles(MARKS)
     shares.plot(percentiles, np.array(MARKS) / 100, "o", color=INK, markersize=4, zorder=3)
-    shares.plot(values[-1:], [1.0], "D", color=LIMIT, markersize=4, zorder=3)
+    shares.plot([high_value], [1.0], "D", color=LIMIT, markersize=4, zorder=3)
     texts = [f"p{mark} {significant(value)}" for mark, value in zip(MARKS, percentiles, strict=True)]
     shares.set_title(" · ".join([*texts, f"max {significant(high_value)} {unit}"]), fontsize=8.5, color=MUTED)
 
@@ -193,7 +230,7 @@ def draw_itl(run: RunData) -> Figure:
     if not len(gaps.seconds):
         shares.text(0.5, 0.5, "no request has two tokens", transform=shares.transAxes, ha="center", color=MUTED)
         return figure
-    median = float(np.median(gaps.ascending))
+    median = float(Pool.of(gaps.seconds, gaps.count).percentiles([50])[0])
     unit, scale = time_unit([median])
     indices = np.clip(np.searchsorted(bins.edges_s, gaps.end_s, side="left") - 1, 0, len(bins.edges_s) - 2)
     # By bin, then by length: the stable sort of small integers takes one pass.
@@ -270,7 +307,7 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float, word
     round_ticks(axes.yaxis)
     longest = time_unit([float(gaps.seconds.max())])
     axes.set_title(
-        f"{total:,} gaps ({percent(total / len(gaps.ascending))}) exceed {STALL_RATIO:.0f} × the median; "
+        f"{total:,} gaps ({percent(total / gaps.count.sum())}) exceed {STALL_RATIO:.0f} × the median; "
         f"the longest is {significant(float(gaps.seconds.max()), longest[1])} {longest[0]}",
         fontsize=8.5,
         color=MUTED,

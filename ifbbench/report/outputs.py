@@ -1,16 +1,17 @@
 """The files that a run is also written to for the scripts of other benchmarks, all made from its directory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from ifbbench.errors import IfbbenchError
-from ifbbench.report.compat import trtllm_bench, vllm_bench, vllm_log
+from ifbbench.files import new_file
+from ifbbench.report.compat import sglang_log, trtllm_bench, vllm_bench, vllm_log
 from ifbbench.report.compat.gpt_manager_benchmark import write_benchmark_csv
 from ifbbench.rundir.reader import RunData
-from ifbbench.rundir.run_directory import RESULT, VLLM_LOG
-from ifbbench.settings.config import RunConfig
+from ifbbench.rundir.run_directory import RESULT, SERVER_LOGS
+from ifbbench.settings.config import SGLANG, VLLM, RunConfig
 
 Write = Callable[[RunData, Path], None]
 WRITERS: Mapping[str, Write] = MappingProxyType(
@@ -21,6 +22,9 @@ WRITERS: Mapping[str, Write] = MappingProxyType(
         "iteration_log": trtllm_bench.write_iterations,
     }
 )
+SERVER_LINES: Mapping[str, Callable[[RunData], Iterator[str]]] = MappingProxyType(
+    {VLLM: vllm_log.lines, SGLANG: sglang_log.lines}
+)
 
 
 def write_outputs(run: RunData, config: RunConfig) -> None:
@@ -30,8 +34,8 @@ def write_outputs(run: RunData, config: RunConfig) -> None:
     if config.result_json or config.result_format:
         path = Path(config.result_json) if config.result_json else run.path / RESULT
         wanted.append((path, partial(vllm_bench.write_result, detailed=config.save_detailed)))
-    if config.iteration_stats_format == "vllm":
-        wanted.append((run.path / VLLM_LOG, vllm_log.write_log))
+    if (engine := config.iteration_stats_format) in SERVER_LOGS:
+        wanted.append((run.path / SERVER_LOGS[engine], partial(write_server_log, engine)))
     errors: list[IfbbenchError] = []
     for path, write in wanted:
         try:
@@ -40,3 +44,10 @@ def write_outputs(run: RunData, config: RunConfig) -> None:
             errors.append(error)
     if errors:
         raise type(errors[0])(" ".join(map(str, errors)))
+
+
+def write_server_log(engine: str, run: RunData, path: Path) -> None:
+    """Write the log that the server of `engine` would have written of a run."""
+    with new_file(path, overwrite=True) as file:
+        for line in SERVER_LINES[engine](run):
+            file.write(line.encode() + b"\n")

@@ -12,7 +12,7 @@ from ifbbench.analysis.number_texts import significant, time_unit
 from ifbbench.analysis.token_times import inter_token_gaps, output_tokens, span_ends
 from ifbbench.analysis.words import words_of
 from ifbbench.report.cells import request_order
-from ifbbench.report.charts import Output
+from ifbbench.report.chart_files import Output
 from ifbbench.report.colours import INK, LIMIT_COLOURS, MUTED, PAUSE
 from ifbbench.report.style import (
     MAX_BINS,

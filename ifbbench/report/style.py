@@ -25,6 +25,7 @@ from ifbbench.analysis.token_times import IterationClock
 from ifbbench.analysis.words import SIZES, setting_of, words_of
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
+from ifbbench.report.chart_files import FORMATS
 from ifbbench.report.colours import GRID, INK, LIMIT, MUTED, SERIES
 from ifbbench.rundir.reader import Floats, RunData, once_a_run
 
@@ -34,7 +35,6 @@ WIDTH = 11.0
 # The first line of a set of axes is solid and widest.
 DASHES = ("-", "--", ":", "-.")
 WIDEST_LINE = 2.4
-FORMATS = ("png", "svg")
 METADATA: dict[str, dict[str, str | None]] = {
     ".png": {"Software": None},
     ".svg": {"Date": None, "Creator": "ifbbench"},
@@ -52,6 +52,8 @@ STYLE: Any = {
     "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID,
     "grid.linewidth": 0.8, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelsize": 8, "ytick.labelsize": 8,
     "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 1.2, "legend.columnspacing": 1.4,
+    # No chart has ticks at its top. A title that makes room for some looks at the texts of all ticks in each drawing.
+    "axes.titley": 1.0,
     "figure.constrained_layout.use": True, "figure.constrained_layout.h_pad": 0.06, "savefig.dpi": 150,
     # The same run gives the same bytes: element ids come from this salt, not from a random one.
     "svg.hashsalt": "ifbbench",
@@ -78,7 +80,7 @@ def save(
             left, bottom, width, height = (round(part, POSITION_DIGITS) for part in axes.get_position().bounds)
             axes.set_position((left, bottom, width, height))
         for path in paths:
-            fast: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if path.suffix == ".png" else {}
+            fast: dict[str, Any] = {"pil_kwargs": {"compress_level": 1}} if path.suffix == ".png" else {}
             write_figure(figure, path, metadata=METADATA[path.suffix], dpi=dpi or STYLE["savefig.dpi"], **fast)
     return paths
 

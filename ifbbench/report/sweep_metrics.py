@@ -57,6 +57,7 @@ METRICS = (
     Metric("TTFT", {"ttft_s.p50": "p50", "ttft_s.p99": "p99"}, None, colours=PERCENTILES, is_better_low=True),
     Metric("TPOT", {"tpot_s.p50": "p50", "tpot_s.p99": "p99"}, None, colours=PERCENTILES, is_better_low=True),
     Metric("goodput", {"goodput_share": ""}, "%", 100),
+    Metric("energy of an output token", {"energy.joules_per_output_token": ""}, "J", is_better_low=True),
     Metric("prefix hit rate", {"prefix_hit_rate": ""}, "%", 100),
 )
 

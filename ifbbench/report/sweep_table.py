@@ -1,11 +1,13 @@
 """The table of a sweep as text: a row a point, and what bound it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import nan
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from ifbbench.analysis.figures import neighbours
 from ifbbench.analysis.number_texts import NOTHING, count, percent, significant, time_unit
 from ifbbench.analysis.words import words_of
 from ifbbench.report import plain_table, print_fitting
@@ -38,6 +40,8 @@ MAX_REASONS = 5
 THROUGHPUT = "output_throughput_tokens_per_s"
 # Throughput that differs by less is the same.
 EQUAL_SHARE = 1e-3
+# So many points beside the best one are named.
+MAX_BESIDE = 6
 
 
 def print_sweep(
@@ -125,10 +129,16 @@ def _print_reasons(
 def meets_objectives(row: SweepRow) -> bool | None:
     """Whether a point meets all objectives of `--slo` and no request failed; of repeats, each of them. None without
     objectives, and for a point without figures."""
-    met = [value for key, value in row.items() if key.startswith("slo.") and key.endswith(".met")]
+    met = [row[f"slo.{name}.met"] for name in objectives_of([row])]
     if not met or row.get("error"):
         return None
     return all(value is True for value in met) and not number_in(row, "requests.failed")
+
+
+def objectives_of(rows: Sequence[SweepRow]) -> list[str]:
+    """The names of the objectives of these points."""
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith("slo.") and key.endswith(".met"))
+    return [key[len("slo.") : -len(".met")] for key in keys]
 
 
 def best_meeting(rows: Sequence[SweepRow]) -> SweepRow | None:
@@ -145,22 +155,54 @@ def best_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> str:
     best = best_meeting(rows)
     if best is None:
         return ""
-    count = sum(meets_objectives(row) is True for row in rows)
-    return (
-        f"{count} of {len(rows)} points meet every objective; the best of them is {point_of(best, over)}: "
-        f"{significant(number_in(best, THROUGHPUT))} output tokens/s."
-    )
+    met = sum(meets_objectives(row) is True for row in rows)
+    meet = "meets every objective:" if met == 1 else "meet every objective; the best of them is"
+    tokens_per_s = significant(number_in(best, THROUGHPUT))
+    text = f"{met} of {len(rows)} points {meet} {point_of(best, over)}, with {tokens_per_s} output tokens/s."
+    beside = [f"{name}={as_text(row.get(name))} {_against(best, row)}" for name, row in _beside(best, rows, over)]
+    return f"{text} Of the points beside it, {'; '.join(beside)}." if beside else text
+
+
+def _beside(best: SweepRow, rows: Sequence[SweepRow], over: Sequence[str]) -> list[tuple[str, SweepRow]]:
+    """The points that differ from `best` in one setting, with its name: of a number the nearest smaller and larger."""
+    found = []
+    for name in over:
+        same = [other for other in over if other != name]
+        alone = [
+            row
+            for row in rows
+            if meets_objectives(row) is not None
+            and row.get(name) != best.get(name)
+            and all(row.get(other) == best.get(other) for other in same)
+        ]
+        value, values = number_in(best, name), [number_in(row, name) for row in alone]
+        if value is not None:
+            numbers = [nan if one is None else one for one in values]
+            alone = [alone[index] for index in neighbours(numbers, value)]
+        found += [(name, row) for row in alone]
+    return found[:MAX_BESIDE]
+
+
+def _against(best: SweepRow, row: SweepRow) -> str:
+    """What a point does in place of the best one."""
+    missed = [
+        f"{name} ({significant(number_in(row, f'slo.{name}.value'))} s)"
+        for name in objectives_of([row])
+        if not row[f"slo.{name}.met"]
+    ]
+    if missed:
+        return f"misses {', '.join(missed)}"
+    if failed := number_in(row, "requests.failed"):
+        return f"fails {count(failed)} requests"
+    highest, other = number_in(best, THROUGHPUT) or 0.0, number_in(row, THROUGHPUT) or 0.0
+    if abs(highest - other) <= EQUAL_SHARE * highest:
+        return "has the same throughput"
+    return f"has a throughput that is {percent(1 - other / highest, 1)} lower"
 
 
 def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[str]:
     """Whether no point meets an objective, with the nearest one, or every point meets all of them."""
-    names = {
-        key[len("slo.") : -len(".met")]: None
-        for row in rows
-        for key in row
-        if key.startswith("slo.") and key.endswith(".met")
-    }
-    known = {name: [row for row in rows if row.get(f"slo.{name}.met") is not None] for name in names}
+    known = {name: [row for row in rows if row.get(f"slo.{name}.met") is not None] for name in objectives_of(rows)}
     found = []
     for name, some in known.items():
         # An objective of each request has the share of requests that meet it.
@@ -175,10 +217,7 @@ def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[s
             f"{target} s."
         )
     if known and all(some and all(row[f"slo.{name}.met"] for row in some) for name, some in known.items()):
-        found.append(
-            "Every point meets every objective: the traffic decides, not the settings. More load "
-            "(--request_rate, --time_scale) or stricter objectives tell the points apart."
-        )
+        found.append("Every point meets every objective, so that the objectives do not tell the points apart.")
     return found
 
 

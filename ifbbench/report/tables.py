@@ -76,11 +76,15 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         (_latency_table(known),),
         (_slo_table(known),),
         *((_group_table(known, title),) for title in ("by_class", "by_priority")),
+        (_fleet_table(known),),
     ]
     for tables in forms:
         if found := [table for table in tables if table is not None]:
             print_fitting(console, *found)
             console.print()
+    sentences += fleet_sentences(known)
+    if energy := known.get("energy"):
+        sentences.append(energy_sentence(energy))
     if (expected := known.get("expected_error")) and expected["compared"]:
         sentences.append(expected_error_sentence(expected))
     for sentence in sentences:
@@ -136,7 +140,8 @@ def settings_line(run: RunData) -> str:
     engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
     gpus = [f"{name} {size}" for name in ("TP", "PP") if (size := config.get(f"{name.lower()}_size") or 1) > 1]
     dtype = (run.run.get("model") or {}).get("quantization") or config.get("dtype")
-    parts = [trace.get("name"), run.decided_by, *sizes, chunking, *types, where, *gpus, engine, dtype]
+    replicas = f"{config['replicas']} × {config.get('router')}" if config.get("router") else None
+    parts = [trace.get("name"), replicas, run.decided_by, *sizes, chunking, *types, where, *gpus, engine, dtype]
     return " · ".join(str(part) for part in parts if part)
 
 
@@ -186,6 +191,16 @@ def traffic_sentences(known: dict[str, Any]) -> list[str]:
             f"Fairness among classes (Jain's index of tokens/s of a request): {significant(known['fairness_index'])}."
         )
     return found
+
+
+def energy_sentence(energy: dict[str, Any]) -> str:
+    """What the GPUs of a simulated run took. energy: of `summary.json`."""
+    parts = [
+        f"{significant(energy[f'joules_per_{name}'])} J per {name.replace('_', ' ')}"
+        for name in ("output_token", "request")
+        if energy[f"joules_per_{name}"] is not None
+    ]
+    return f"Power: {significant(energy['power_w_per_gpu'])} W per GPU; {', '.join(parts)}."
 
 
 def expected_error_sentence(expected: dict[str, Any]) -> str:
@@ -368,6 +383,48 @@ def _group_table(known: dict[str, Any], title: str) -> Table | None:
         ]
         table.add_row(*row, *([percent(group["goodput_share"])] if has_goodput else []))
     return table
+
+
+def _fleet_table(known: dict[str, Any]) -> Table | None:
+    """The main figures of each replica of a fleet."""
+    replicas: list[dict[str, Any]] = (known.get("fleet") or {}).get("replicas") or []
+    if not replicas:
+        return None
+    unit, scale = common_unit(replicas)
+    columns = {"Queue time p99": ("queue_time_s", "p99")} | dict(list(GROUP_COLUMNS.items())[:4])
+    headings = ("requests", *(f"{heading}\n({unit})" for heading in columns), "output\ntokens/s", "hit rate", "KV peak")
+    table = plain_table("Replica", numbers=headings)
+    for one in replicas:
+        blocks, latencies = (
+            one.get("kv_blocks") or {},
+            ((one.get(key) or {}).get(name) for key, name in columns.values()),
+        )
+        peak, pool = blocks.get("peak_used"), blocks.get("max")
+        table.add_row(
+            str(one["replica"]),
+            count(one["requests"]["total"]),
+            *(significant(value, scale) for value in latencies),
+            significant(one["output_throughput_tokens_per_s"]),
+            percent(one.get("prefix_hit_rate")),
+            percent(peak / pool) if peak is not None and pool else NOTHING,
+        )
+    return table
+
+
+def fleet_sentences(known: dict[str, Any]) -> list[str]:
+    """How many GPUs a fleet had for how long, and how unevenly its router divided the work."""
+    fleet = known.get("fleet") or {}
+    if not fleet.get("replicas"):
+        return []
+    gpus = f"{count(fleet['gpus'])} GPU{'s' if fleet['gpus'] != 1 else ''}"
+    number = len(fleet["replicas"])
+    text = f"{number} replica{'s' if number > 1 else ''} behind {fleet['router']}: {gpus}, "
+    text += f"{significant(fleet['gpu_hours'])} GPU hours."
+    if number == 1:
+        return [text]
+    more = {name: share for name, share in (fleet.get("imbalance") or {}).items() if share}
+    parts = [f"{significant(share)} times the mean of {name.replace('_', ' ')}" for name, share in more.items()]
+    return [f"{text} The replica with most has {', '.join(parts)}." if parts else text]
 
 
 def _print_failures(run: RunData, console: Console) -> None:

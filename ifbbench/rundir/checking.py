@@ -99,12 +99,17 @@ def _request_decoder() -> Callable[[bytes], Any]:
 class ExactLines:
     """Decodes the lines of the file `name` to structs, where they have the fields that this version writes and no
     others: ten times faster than line by line. Most lines have no optional field, and a type without them is read
-    faster still."""
+    faster still. without: names of fields that the structs lack; then lines may have others too."""
 
-    def __init__(self, name: str) -> None:
-        kinds = [(kind, optional) for kind in FILES[name] for optional in (False, True)]
-        self._decoders = [Decoder(_as_read(kind, exact=True, optional=optional)) for kind, optional in kinds]
-        self._checks_times = RequestLine in FILES[name]
+    def __init__(self, name: str, without: frozenset[str] = frozenset()) -> None:
+        # A type that takes any other field would take those with optional ones for lines without them.
+        kinds = [
+            (kind, optional) for kind in FILES.get(name, ()) for optional in ((True,) if without else (False, True))
+        ]
+        self._decoders = [
+            Decoder(_as_read(kind, exact=True, optional=optional, without=without)) for kind, optional in kinds
+        ]
+        self._checks_times = RequestLine in FILES.get(name, ())
 
     def decode(self, lines: memoryview) -> list[Any]:
         """A struct for each of `lines`, with UNSET in the optional fields that a line lacks. ValueError or
@@ -222,19 +227,26 @@ def _check_config(config: Any) -> None:
 
 
 @cache
-def _as_read(kind: Any, name: str = "", figure: Any = None, exact: bool = False, optional: bool = True) -> Any:
+def _as_read(
+    kind: Any,
+    name: str = "",
+    figure: Any = None,
+    exact: bool = False,
+    optional: bool = True,
+    without: frozenset[str] = frozenset(),
+) -> Any:
     """The type that a value of `kind`, of the field `name`, may have when it is read. figure: what may be in the place
     of each number, which may also be None; nothing is required then. exact: whether all fields that are not optional
     are required and no others are allowed, so that nothing is lost; integers stay so where floats are expected.
-    optional: whether there may be optional fields."""
+    optional: whether there may be optional fields. without: names of fields that are left out, of any value."""
     if inspect.isclass(kind) and issubclass(kind, Struct):
         required = REQUIRED if issubclass(kind, HAVE_REQUIRED) and figure is None else frozenset()
         if exact:
             required = frozenset(item.name for item in fields(kind))
         parts = [
-            (item.name, item.encode_name, _as_read(item.type, item.name, figure, exact, optional))
+            (item.name, item.encode_name, _as_read(item.type, item.name, figure, exact, optional, without))
             for item in fields(kind)
-            if optional or UnsetType not in get_args(item.type)
+            if (optional or UnsetType not in get_args(item.type)) and item.name not in without
         ]
         if figure is not None:
             parts = [(one, encoded, of | None) for one, encoded, of in parts]
@@ -244,7 +256,10 @@ def _as_read(kind: Any, name: str = "", figure: Any = None, exact: bool = False,
         ]
         names = {one: encoded for one, encoded, _ in parts}
         # Without references back there is nothing to collect, and the collector need not look at millions of them.
-        return defstruct(kind.__name__, members, rename=names, kw_only=True, forbid_unknown_fields=exact, gc=not exact)
+        is_whole = exact and not without
+        return defstruct(
+            kind.__name__, members, rename=names, kw_only=True, forbid_unknown_fields=is_whole, gc=not exact
+        )
     if figure is not None and kind in (int, float):
         return figure | None
     if kind is int:
@@ -254,7 +269,7 @@ def _as_read(kind: Any, name: str = "", figure: Any = None, exact: bool = False,
     origin, arguments = get_origin(kind), get_args(kind)
     if not arguments or origin is Annotated:
         return kind
-    inner = tuple(_as_read(argument, name, figure, exact, optional) for argument in arguments)
+    inner = tuple(_as_read(argument, name, figure, exact, optional, without) for argument in arguments)
     if exact and origin is list and inspect.isclass(arguments[0]) and issubclass(arguments[0], Struct):
         sequence: Any = tuple
         return sequence[inner[0], ...]  # all empty tuples are one object, which the garbage collector leaves alone

@@ -6,7 +6,8 @@ import numpy as np
 from msgspec import UNSET, convert
 
 from ifbbench.rundir.client_side import ClientMetrics, ClientRequestLine
-from ifbbench.rundir.reader import REQUEST_FIELDS, Floats, RunData, read_lines
+from ifbbench.rundir.reader import REQUEST_FIELDS, Floats, RunData
+from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import METRICS, find_lines
 from ifbbench.rundir.traffic import Window
 

@@ -27,7 +27,8 @@ from ifbbench.rundir.metrics import (
     distribution,
     slow_ttft_s,
 )
-from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, ClassOf
+from ifbbench.rundir.recorder import FLUSH_INTERVAL_S
+from ifbbench.rundir.request_metrics import ClassOf
 from ifbbench.rundir.run_directory import write_begun, write_json
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, Window, traffic
 from ifbbench.settings.config import DEFAULT_PRIORITY

@@ -12,7 +12,27 @@ from typing import Any, TypeVar
 from msgspec import UNSET, Struct, UnsetType, convert, field
 from msgspec.structs import asdict
 
-from ifbbench.engine.records import COMMON_FIELDS, INFLIGHT_FIELDS, STATIC_FIELDS
+CACHE_FIELDS = (
+    "Max KV cache blocks",
+    "Free KV cache blocks",
+    "Used KV cache blocks",
+    "Tokens per KV cache block",
+    "Allocated total KV cache blocks",
+    "Allocated new KV cache blocks",
+    "Reused KV cache blocks",
+)
+COMMON_FIELDS = (
+    "Timestamp",
+    "Iteration Counter",
+    "Active Request Count",
+    "Max Request Count",
+    *CACHE_FIELDS,
+    "Scheduled Requests",
+    "Context Requests",
+)
+INFLIGHT_FIELDS = ("Generation Requests", "Total Context Tokens", "MicroBatch ID", "Paused Requests")
+STATIC_FIELDS = ("Total Generation Tokens", "Total Context Tokens", "Empty Generation Slots")
+TIMESTAMP_FORMAT = "%m-%d-%Y %H:%M:%S"
 
 Filled = TypeVar("Filled", bound=Struct)
 
@@ -351,7 +371,11 @@ class RequestLine(Struct, gc=False):
     attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.
     class, priority: where the trace gives them, the default priority left out. slo_met: whether the request
     met every objective of each request, where there are any. draft_tokens, accepted_draft_tokens: those verified, and
-    those that became output, of requests with any.
+    those that became output, of requests with any. replica: in a fleet, the number of the replica that ran it. offers:
+    what the router saw of each replica when the request arrived, [replicas], where it looked: requests and prompt
+    tokens that were not answered, tokens of this prompt that were expected there (hit_tokens), and as the replica
+    reported them, requests in its queue and the share of its KV cache in use; None of those that took no requests.
+    name: what a recorded engine calls the request.
     """
 
     request_id: int
@@ -378,3 +402,6 @@ class RequestLine(Struct, gc=False):
     slo_met: bool | UnsetType = UNSET
     draft_tokens: int | UnsetType = UNSET
     accepted_draft_tokens: int | UnsetType = UNSET
+    replica: int | UnsetType = UNSET
+    offers: dict[str, list[float | None]] | UnsetType = UNSET
+    name: str | UnsetType = UNSET

@@ -8,17 +8,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from time import gmtime, strftime
 from typing import Any, Final, TypeAlias
 
 from msgspec import UNSET, Raw
 from msgspec.json import Encoder, decode
 
 from ifbbench.compressed import open_to_write
-from ifbbench.engine.records import INFLIGHT_FIELDS, CacheState, IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import CacheState, IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.step_profile import StepProfile
+from ifbbench.engine.stretch import Stretch
 from ifbbench.files import restored
 from ifbbench.rundir.line_types import (
+    TIMESTAMP_FORMAT,
     ExecutorLine,
     InflightLine,
     IterationDetails,
@@ -30,6 +33,7 @@ from ifbbench.rundir.line_types import (
     StaticLine,
     executor_line,
 )
+from ifbbench.settings.modes import BatchingType
 
 SHARE_DIGITS: Final = 6
 SHARE_UNITS: Final = 1_000_000
@@ -185,27 +189,28 @@ def thinned(lines: Iterable[bytes], every: int) -> Iterator[bytes]:
 class IterationLines:
     """Makes the lines of `iterations.jsonl`.
 
-    statistics: makes the batch manager's fields. every: thinned, to the lines of every so many iterations, and of those
-    that pause a request, are bound by another limit than the one before, or are the last. profile: adds where the time
-    of each iteration went. as_executor: in the form of ExecutorLine. delivered_s: of each iteration so far, when its
-    tokens reach the clients; None where they do so at its end.
+    max_requests: the engine's limit of active requests. every: thinned, to the lines of every so many iterations, and
+    of those that pause a request, are bound by another limit than the one before, or are the last. profile: adds where
+    the time of each iteration went. as_executor: in the form of ExecutorLine. delivered_s: of each iteration so far,
+    when its tokens reach the clients; None where they do so at its end.
     """
 
     def __init__(
         self,
-        statistics: IterationStatistics,
+        batching_type: BatchingType,
+        max_requests: int,
         every: int = 1,
         profile: StepProfile | None = None,
         as_executor: bool = False,
         delivered_s: Sequence[float] | None = None,
     ) -> None:
-        self._statistics = statistics
-        self._line_type = InflightLine if statistics.names[-1] == INFLIGHT_FIELDS[-1] else StaticLine
+        self._is_static, self._max_requests = batching_type is BatchingType.V1, max_requests
         self._profile = profile
         self._as_executor = as_executor
         self._delivered_s = delivered_s
         self._every = every
         self._bound_by = ""
+        self._second, self._timestamp = -1, ""
         # The latest iterations, if the last of them was left out.
         self._latest: IterationRecord | Stretch | None = None
 
@@ -232,22 +237,25 @@ class IterationLines:
         size, held, filled = cache.tokens_per_block or 0, cache.held_tokens, cache.filled_tokens
         used, total, new = cache.used_blocks or 0, cache.allocated_total or 0, cache.allocated_new or 0
         free, has_windows = (cache.max_blocks or 0) - used, len(cache.windows) > 0
-        lines = [self._line(record) for record in stretch.turns]
+        lines = [self.documented(record) for record in stretch.turns]
         for index, start_s in enumerate(stretch.start_s):
             iteration = first.iteration + index
+            if index == 1 and growth.num_leaving:
+                lines[0].active_request_count -= growth.num_leaving
+                lines[0].ifbbench.waiting -= growth.num_leaving
             if iteration % every and not (changed and not index):  # see `is_thinned_out`
                 continue
             line = lines[index % len(lines)]
             details = line.ifbbench
             submit_s, end_s = stretch.submit_s[index], stretch.end_s[index]
             more, tokens = growth.more_blocks[index], growth.more_tokens[index]
-            line.timestamp = self._statistics.format_timestamp(stretch.epoch_s + start_s)
+            line.timestamp = self._format_timestamp(stretch.epoch_s + start_s)
             line.iteration_counter = iteration
             if stretch.max_in_flight > 1 and isinstance(line, InflightLine):
                 line.microbatch_id = (first.micro_batch + index) % stretch.max_in_flight
             line.free_kv_cache_blocks = free - more
             line.used_kv_cache_blocks = used + more
-            line.allocated_total_kv_cache_blocks = total + more
+            line.allocated_total_kv_cache_blocks = total + growth.more_taken[index]
             line.allocated_new_kv_cache_blocks = new + growth.more_new[index]
             if has_windows:
                 details.kv_cache_iteration_stats = _of_windows(growth.cache(index))
@@ -273,17 +281,45 @@ class IterationLines:
         return self._complete(record)
 
     def _complete(self, record: IterationRecord) -> Line:
-        line = self._line(record)
+        line = self.documented(record)
         return executor_line(line, len(record.finished)) if self._as_executor else line
 
-    def _line(self, record: IterationRecord) -> InflightLine | StaticLine:
-        return self._line_type(*self._statistics.values(record), self._details(record))  # type: ignore[call-arg,arg-type]
+    def documented(self, record: IterationRecord) -> InflightLine | StaticLine:
+        """The line of one iteration in the batch manager's form."""
+        chunks, cache, used = len(record.context), record.cache, record.cache.used_blocks
+        # In each step of a static batch, a member generates a token or leaves its slot empty.
+        scheduled = chunks + record.num_generation + record.idle if record.steps is None else chunks
+        common = (
+            self._format_timestamp(record.timestamp),
+            record.iteration,
+            record.active,
+            self._max_requests,
+            cache.max_blocks,
+            None if cache.max_blocks is None or used is None else cache.max_blocks - used,
+            used,
+            cache.tokens_per_block,
+            cache.allocated_total,
+            cache.allocated_new,
+            cache.reused,
+            scheduled,
+            chunks,
+        )
+        details = self._details(record, scheduled)
+        if self._is_static:
+            generated = chunks + record.num_generation
+            return StaticLine(*common, generated, record.num_context_tokens, record.idle, details)
+        generation, tokens = record.num_generation, record.num_context_tokens
+        return InflightLine(*common, generation, tokens, record.micro_batch, len(record.paused), details)
 
-    def _details(self, record: IterationRecord) -> IterationDetails:
+    def _format_timestamp(self, timestamp: float) -> str:
+        """Month-day-year hour:minute:second of seconds since the Unix epoch, in UTC. Formatted once a second."""
+        if not self._second <= timestamp < self._second + 1:
+            self._second = int(timestamp)
+            self._timestamp = strftime(TIMESTAMP_FORMAT, gmtime(self._second))
+        return self._timestamp
+
+    def _details(self, record: IterationRecord, scheduled: int) -> IterationDetails:
         start_s, submit_s, end_s, left_out = record.start_s, record.submit_s, record.end_s, record.left_out
-        scheduled = len(record.context)
-        if record.steps is None:
-            scheduled += record.num_generation + record.idle
         cache = record.cache
         details = IterationDetails(
             number(start_s),

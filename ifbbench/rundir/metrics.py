@@ -12,7 +12,6 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 from numpy.typing import ArrayLike, NDArray
 
-from ifbbench.engine.records import IterationRecord
 from ifbbench.rundir.traffic import SLOW_TTFT_S, Window, jain_index
 from ifbbench.settings.objectives import Objective
 
@@ -31,11 +30,6 @@ STATISTICS = ("mean", "min", *PERCENTILES, "max")
 # Parts of an attribution: waiting for a limit that left the request itself out; behind the head of the line, for the
 # limit that held the head; and, before its first iteration, for the one in progress to end.
 WAITING_FOR, WAITING_BEHIND, WAITING_ITERATION = "waiting_", "waiting_head_of_line_", "waiting_iteration"
-
-
-def bound_by(record: IterationRecord) -> str:
-    """The reason for which the first request did not run in full, `none` if every one did."""
-    return "none" if record.left_out is None else str(record.left_out.limit)
 
 
 def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats) -> dict[str, dict[str, float]]:
@@ -185,6 +179,17 @@ class TokenGaps:
                 ends.append(last)
             before = last
 
+    def parts(self) -> tuple[Any, ...]:
+        """All that it knows, as what another process can be sent."""
+        return self.every, self._steps, self._long
+
+    @classmethod
+    def of_parts(cls, parts: tuple[Any, ...]) -> "TokenGaps":
+        """What `parts` was called of."""
+        gaps = cls()
+        gaps.every, gaps._steps, gaps._long = parts
+        return gaps
+
     def extend(self, other: "TokenGaps", offset: int = 0) -> None:
         """Take in the gaps of other requests. offset: added to their iteration numbers."""
         self.every = max(self.every, other.every)
@@ -244,6 +249,20 @@ class Population:
         self.prompt_lens.append(prompt_len)
         self.output_lens.append(output_len)
         self.places.append(place)
+
+    def parts(self) -> tuple[Any, ...]:
+        """All that it knows, as what another process can be sent."""
+        counts = self.reused_tokens, self.failed
+        return self.columns, self.prompt_lens, self.output_lens, self.places, counts, self.gaps.parts()
+
+    @classmethod
+    def of_parts(cls, parts: tuple[Any, ...]) -> "Population":
+        """What `parts` was called of."""
+        one = cls()
+        one.columns, one.prompt_lens, one.output_lens, one.places, counts, gaps = parts
+        one.reused_tokens, one.failed = counts
+        one.gaps = TokenGaps.of_parts(gaps)
+        return one
 
     @classmethod
     def merged(cls, parts: Sequence["Population"]) -> "Population":

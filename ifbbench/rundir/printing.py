@@ -4,8 +4,10 @@ import json
 import sys
 from typing import Any
 
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import IterationRecord
+from ifbbench.engine.stretch import Stretch
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.rundir.statistics import IterationStatistics
 
 
 class PrintingRecorder(Recorder):

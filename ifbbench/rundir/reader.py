@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_args
 
 import numpy as np
-from msgspec import UNSET, Struct, UnsetType, to_builtins
+from msgspec import UnsetType
 from msgspec.structs import fields
 from numpy.typing import ArrayLike, NDArray
 
-from ifbbench.compressed import MAX_RATIO, content_path, is_compressed
+from ifbbench.compressed import MAX_RATIO, is_compressed
 from ifbbench.errors import InputError
 from ifbbench.files import is_part
-from ifbbench.rundir.checking import ExactLines, as_object, check_line, read_object
+from ifbbench.rundir.checking import read_object
+from ifbbench.rundir.columns import (
+    KV_STATISTICS,
+    Column,
+    Columns,
+    column_pieces,
+    flat_requests,
+    gathered,
+    iteration_columns,
+)
 from ifbbench.rundir.drafts import stretches_of
-from ifbbench.rundir.line_types import InflightLine, IterationDetails, RequestLine, SpanLine, documented_fields
+from ifbbench.rundir.line_types import RequestLine, SpanLine
 from ifbbench.rundir.metrics import fullest_window
-from ifbbench.rundir.rows import pieces_of_lines
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.settings.config import ENGINES
 from ifbbench.settings.modes import BatchingType, Overlap
@@ -35,46 +39,14 @@ if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prin
 
 Floats = NDArray[np.float64]
 
-ITERATION_FIELDS = {"batch_manager": ("Iteration Counter", "ifbbench"), "trtllm": ("iter", "ifbbench")}
-ITERATION_FIELDS["vllm"] = ITERATION_FIELDS["batch_manager"]
 SPAN_FIELDS = ("request_id", "phase", "first_iteration", "last_iteration", "tokens")
 REQUEST_FIELDS = ("request_id", "outcome")
-# Columns that are in the tables of all runs; further ones where the lines have them.
-ITERATION_COLUMNS = (
-    *(
-        field.name
-        for line in (InflightLine, IterationDetails)
-        for field in fields(line)
-        if field.name not in ("ifbbench", "first_left_out") and UnsetType not in get_args(field.type)
-    ),
-    "first_left_out_request",
-    "first_left_out_reason",
-    "pauses",
-)
 SPAN_COLUMNS = SpanLine.__struct_fields__
 CLIENT_SPAN_COLUMNS = ("start_s", "end_s")  # of a run against an endpoint
 REQUEST_COLUMNS = tuple(
     field.name
     for field in fields(RequestLine)
     if field.name != "attribution_s" and UnsetType not in get_args(field.type)
-)
-# The prefix of columns of each of several attention windows.
-KV_STATISTICS = "kv_cache_iteration_stats"
-NOT_NUMBERS = frozenset(
-    {
-        "timestamp",
-        "request_id",
-        "outcome",
-        "error",
-        "bound_by",
-        "first_left_out_request",
-        "first_left_out_reason",
-        "paused",
-        "phase",
-        "cause",
-        "chunks",
-        "steps",
-    }
 )
 # Columns of `iterations` that are unknown of the iterations that thinned statistics leave out.
 UNKNOWN_WHERE_THINNED = (
@@ -93,8 +65,6 @@ SHORTEST_ITERATION_BYTES = 100
 MAX_UNRECORDED = 1_000_000
 Parsed = TypeVar("Parsed")
 Asked = ParamSpec("Asked")
-# Integers and, from the first other number on, floats take eight bytes each; anything else is an object.
-_Column: TypeAlias = "list[Any] | array[Any]"
 
 
 @dataclass(frozen=True)
@@ -102,7 +72,7 @@ class RunData:
     """One run directory. run: run.json. summary: summary.json, None where the run was killed.
 
     Tables are read when they are first used. Request ids are texts in them. without: columns of `iterations` that are
-    checked and left out of the table, which takes half of the time of reading it.
+    not read, which takes half of the time of reading the table.
     """
 
     path: Path
@@ -137,9 +107,15 @@ class RunData:
         return self.run.get("endpoint")
 
     @property
+    def is_fleet(self) -> bool:
+        """Whether it is the run of several replicas, which have iterations and spans, in directories of their own."""
+        return bool(self.config.get("router")) and self.config.get("replica") is None
+
+    @property
     def has_only_summary(self) -> bool:
-        """Whether `--recording summary` left out iterations and spans; a client that measures a server records both."""
-        return self.config.get("recording") == "summary" and self.endpoint is None
+        """Whether iterations and spans are left out: by `--recording summary`, or because replicas have them. A client
+        that measures a server records both."""
+        return (self.config.get("recording") == "summary" and self.endpoint is None) or self.is_fleet
 
     @property
     def recorded_every(self) -> int:
@@ -184,10 +160,7 @@ class RunData:
 
         Fields are in snake_case, those under "ifbbench" beside them; `pauses`: number of requests that were paused.
         """
-        required = ITERATION_FIELDS[self.config.get("iteration_stats_format") or "batch_manager"]
-        lines = _column_pieces(find_iterations(self.path), required, self.without)
-        pieces = (_flat_iterations(piece, self.without) for piece in lines)
-        recorded = _table_of(pieces, [name for name in ITERATION_COLUMNS if name not in self.without])
+        recorded = _table(iteration_columns(find_iterations(self.path), self.config, self.without))
         if not recorded["iteration_counter"].is_monotonic_increasing:
             recorded = recorded.sort_values("iteration_counter", kind="stable", ignore_index=True)
         if len(recorded):
@@ -202,7 +175,7 @@ class RunData:
         Against an endpoint, the columns of iterations have seconds."""
         paths = (find_lines(self.path, "spans"), self.path / OPEN_SPANS)
         columns = (*SPAN_COLUMNS, *CLIENT_SPAN_COLUMNS) if self.endpoint else SPAN_COLUMNS
-        table = _table_of(chain.from_iterable(_column_pieces(path, SPAN_FIELDS) for path in paths), columns)
+        table = _table_of(chain.from_iterable(column_pieces(path, SPAN_FIELDS) for path in paths), columns)
         table["request_id"] = table["request_id"].astype(str)
         if self.endpoint:
             table["first_iteration"], table["last_iteration"] = table["start_s"], table["end_s"]
@@ -234,7 +207,7 @@ class RunData:
     @cached_property
     def requests(self) -> pd.DataFrame:
         """A row a request, by index in the trace; each part of `attribution_s` is a column."""
-        pieces = map(_flat_requests, _column_pieces(find_lines(self.path, "requests"), REQUEST_FIELDS))
+        pieces = map(flat_requests, column_pieces(find_lines(self.path, "requests"), REQUEST_FIELDS))
         table = _table_of(pieces, REQUEST_COLUMNS)
         table["request_id"] = table["request_id"].astype(str)
         return table.sort_values("index", kind="stable", ignore_index=True)
@@ -243,6 +216,18 @@ class RunData:
     def completed(self) -> pd.DataFrame:
         """The requests that have all their tokens: latencies cover these."""
         return self.requests[self.requests["outcome"] == "completed"]
+
+
+def _table_of(pieces: Iterable[Columns], columns: Iterable[str]) -> pd.DataFrame:
+    """The columns of `pieces`; see `gathered`."""
+    return _table(gathered(pieces, columns))
+
+
+def _table(columns: Mapping[str, Column]) -> pd.DataFrame:
+    import pandas as pd
+
+    values = {name: column if isinstance(column, list) else np.asarray(column) for name, column in columns.items()}
+    return pd.DataFrame(values, copy=False)
 
 
 def once_a_run(compute: Callable[Asked, Parsed]) -> Callable[Asked, Parsed]:
@@ -337,173 +322,6 @@ def find_runs(path: Path) -> list[Path]:
             "`ifbbench run` writes them, by default below results/."
         )
     return found
-
-
-def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects in `path`, one a line, each with the fields `required`: see `parsed_lines`."""
-    return parsed_lines(path, lambda line_number, line: parse_line(path, line_number, line, required))
-
-
-def parsed_lines(path: Path, parse: Callable[[int, bytes], Parsed]) -> Iterator[Parsed]:
-    """What `parse` makes of the number and the text of each line of `path`; compressed if the name says so.
-
-    What a killed run was writing is left out: a last line without line end for which `parse` raises InputError, and the
-    rest of a compressed file that was cut off. Every other bad line raises it. A missing file is an empty one: the run
-    was killed before it wrote to it.
-    """
-    for line_number, lines, is_cut in pieces_of_lines(path):
-        with suppress(InputError) if is_cut else nullcontext():
-            for number, line in enumerate(bytes(lines).split(b"\n"), start=line_number):
-                if line.strip():
-                    yield parse(number, line)
-
-
-def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
-    """The JSON object in a line of `path`, checked; InputError if it is not one with the fields `required`."""
-    try:
-        row = as_object(line)
-        for name in required:
-            if name not in row:
-                raise ValueError(f"field {name!r} is missing")
-        check_line(content_path(path).name, row)
-    except (ValueError, RecursionError) as error:
-        expected = " with ".join(filter(None, ("a JSON object", ", ".join(required))))
-        raise InputError(
-            f"{path}, line {line_number}: {error}; expected {expected}. "
-            "Restore the file, or remove the line to continue without it."
-        ) from error
-    return row
-
-
-# The values of consecutive lines by field, UNSET where a line lacks it.
-Columns: TypeAlias = dict[str, list[Any]]
-
-
-def _column_pieces(path: Path, required: Sequence[str], without: Collection[str] = ()) -> Iterator[Columns]:
-    """The fields of the lines of `path`, which are checked as by `read_lines`, those `without` included."""
-    exact = ExactLines(content_path(path).name)
-    for line_number, lines, is_cut in pieces_of_lines(path):
-        try:
-            rows = exact.decode(lines)
-        except (ValueError, RecursionError):
-            numbered = enumerate(bytes(lines).split(b"\n"), start=line_number)
-            try:
-                rows = [parse_line(path, number, line, required) for number, line in numbered if line.strip()]
-            except InputError:
-                if is_cut:
-                    return
-                raise
-        yield _columns_of(rows, without)
-
-
-def _columns_of(rows: Sequence[Any], without: Collection[str] = ()) -> Columns:
-    """The fields of `rows`, which are structs of one type or dictionaries; of structs, those that are not `without`."""
-    if rows and isinstance(rows[0], Struct):
-        names = zip(rows[0].__struct_encode_fields__, rows[0].__struct_fields__, strict=True)
-        columns = ((encoded, list(map(attrgetter(name), rows))) for encoded, name in names if name not in without)
-        return {name: values for name, values in columns if values[0] is not UNSET or values.count(UNSET) < len(values)}
-    return {name: [row.get(name, UNSET) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
-
-
-def _columns_below(values: Sequence[Any] | None, prefix: str = "", without: Collection[str] = ()) -> Columns:
-    """The fields of `values`, objects of which some may be None or UNSET, with `prefix` before their names."""
-    objects = [value for value in values or () if value is not None and value is not UNSET]
-    columns = _columns_of(objects, without)
-    if values and len(objects) < len(values):
-        positions = [position for position, value in enumerate(values) if value is not None and value is not UNSET]
-        for name, found in columns.items():
-            columns[name] = whole = [UNSET] * len(values)
-            for position, value in zip(positions, found, strict=True):
-                whole[position] = value
-    return {prefix + name: found for name, found in columns.items()}
-
-
-def _flat_iterations(lines: Columns, without: Collection[str]) -> Columns:
-    """Documented fields in snake_case, whatever their form, and those of each nested object; none that is `without`."""
-    details = _columns_below(lines["ifbbench"], without={*without} - {"paused"})
-    groups = {name: _columns_below(values) for name, values in lines.items() if name.endswith("BatchingStats")}
-    if "kvCacheStats" in lines:
-        groups["kvCacheStats"] = _columns_below(lines["kvCacheStats"])
-    left_out, drafts, windows = (details.pop(name, None) for name in ("first_left_out", "spec_decoding", KV_STATISTICS))
-    flat = {name: values for name, values in documented_fields(lines | groups).items() if values is not None} | details
-    flat |= _columns_below(drafts, "spec_decoding.")
-    for size, of_size in _columns_below(windows).items():
-        flat |= _columns_below(of_size, f"{KV_STATISTICS}.{size}.")
-    flat |= _columns_below(left_out, "first_left_out_")
-    flat["first_left_out_request"] = flat.pop("first_left_out_request_id", [])
-    paused = details.get("paused") or [()] * len(lines["ifbbench"])
-    # Nearly all lists are empty: these are one object, because the garbage collector looks at each again and again.
-    nothing: list[Any] = []
-    flat["paused"], flat["pauses"] = [nothing] * len(paused), [0] * len(paused)
-    if any(paused):
-        flat["paused"] = [to_builtins(list(pauses)) if pauses else nothing for pauses in paused]
-        flat["pauses"] = [len(pauses or ()) for pauses in paused]
-    return {name: values for name, values in flat.items() if name not in without}
-
-
-def _flat_requests(lines: Columns) -> Columns:
-    """The fields of requests, and those of each part of `attribution_s`."""
-    attribution = lines.pop("attribution_s", None)
-    return lines | _columns_below(attribution, "attribution_s.")
-
-
-def _table_of(pieces: Iterable[Columns], columns: Sequence[str]) -> pd.DataFrame:
-    """The columns of `pieces` one below the other, `columns` first, which are there even where no line has them.
-
-    The table is made column by column, for files that would not fit into memory as objects. Columns are numbers except
-    for NOT_NUMBERS; the type of one that is not among `columns` is that of its first value. Nulls in numbers (times of
-    a refused request, blocks of a contiguous cache) become NaN, which every mean leaves out.
-    """
-    table: dict[str, _Column] = {name: [] if name in NOT_NUMBERS else array("q") for name in columns}
-    texts: dict[str, str] = {}
-    count = 0
-    for piece in pieces:
-        first_of_new = {
-            name: position
-            for name, values in piece.items()
-            if name not in table
-            and (position := next((at for at, value in enumerate(values) if value is not UNSET), None)) is not None
-        }
-        for name in sorted(first_of_new, key=first_of_new.__getitem__):  # in the order in which lines have them
-            is_number = type(piece[name][first_of_new[name]]) in (int, float)
-            table[name] = array("q") if is_number else []
-        for name in table.keys() & piece.keys():
-            table[name] = _extended(_padded(table[name], count), piece[name], texts)
-        count += max(map(len, piece.values()), default=0)
-    padded = ((name, _padded(column, count)) for name, column in table.items())
-    import pandas as pd
-
-    values = {name: column if isinstance(column, list) else np.asarray(column) for name, column in padded}
-    return pd.DataFrame(values, copy=False)
-
-
-def _extended(column: _Column, values: list[Any], texts: dict[str, str]) -> _Column:
-    """`column` with `values` below it, which may need another type. texts: those that are there already, so that equal
-    ones are one object."""
-    if isinstance(column, list):
-        if {*map(type, values)} == {str}:
-            column.extend(map(texts.setdefault, values, values))
-        else:
-            values = [None if value is UNSET else value for value in values]
-            column += [texts.setdefault(value, value) if type(value) is str else value for value in values]
-        return column
-    try:
-        column += array(column.typecode, values)
-    except (TypeError, OverflowError):
-        column = column if column.typecode == "d" else array("d", column)
-        column.extend(math.nan if value is None or value is UNSET else float(value) for value in values)
-    return column
-
-
-def _padded(column: _Column, length: int) -> _Column:
-    """`column` with NaN or None in the rows that it lacks."""
-    missing = length - len(column)
-    if missing and not isinstance(column, list):
-        column = column if column.typecode == "d" else array("d", column)
-        column.extend([math.nan] * missing)
-    elif missing:
-        column.extend([None] * missing)
-    return column
 
 
 def _filled(iterations: pd.DataFrame, spans: pd.DataFrame, every: int) -> pd.DataFrame:

@@ -12,34 +12,37 @@ from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import Clock, WallClock
 from ifbbench.engine.interfaces import Delivery
-from ifbbench.engine.records import CacheState, IterationRecord, IterationStatistics, ScheduleDigest, Stretch
+from ifbbench.engine.records import CacheState, IterationRecord, ScheduleDigest
 from ifbbench.engine.request import Request
 from ifbbench.engine.step_profile import StepProfile
+from ifbbench.engine.stretch import Stretch
 from ifbbench.files import removed, replace_file, writing
-from ifbbench.rundir import metrics
 from ifbbench.rundir.drafts import DraftTotals
 from ifbbench.rundir.line_types import RequestLine
-from ifbbench.rundir.lines import IterationLines, JsonLinesWriter, number, request_line
-from ifbbench.rundir.metrics import BOUND_BY, Population, bound_by, by_group, limit_waited_for, slow_ttft_s
+from ifbbench.rundir.lines import IterationLines, JsonLinesWriter
+from ifbbench.rundir.metrics import BOUND_BY, shares_of_limits
+from ifbbench.rundir.request_metrics import ClassOf, RequestMetrics
 from ifbbench.rundir.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
-from ifbbench.rundir.spans import RequestTimeline, SecondsOf, SpanTracker
-from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
-from ifbbench.settings.config import DEFAULT_PRIORITY, ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
-from ifbbench.settings.objectives import meets_all, parse_objectives
+from ifbbench.rundir.spans import SecondsOf, SpanTracker
+from ifbbench.rundir.statistics import IterationStatistics
+from ifbbench.settings.config import ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
 
 FLUSH_INTERVAL_S = 1.0
-ClassOf = Callable[[int], str | None]
+# Values of IterationTotals that are added up over several servers, and those of which the largest counts.
+_SUMS = (
+    "slots", "padded_slots", "empty_generation_slots", "pauses", "recomputed_tokens", "computed_tokens", "iterations",
+)  # fmt: skip
+_PEAKS = (
+    "peak_scheduled", "peak_active", "peak_used_blocks", "max_blocks", "tokens_per_block", "max_tokens",
+    "peak_held_tokens", "peak_filled_tokens",
+)  # fmt: skip
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class RunMetrics:
-    """Sums and samples of a run, taken in as iterations run and requests end.
+class IterationTotals:
+    """Sums and peaks of the iterations of a run."""
 
-    class_of(index): the class of the request at this index of the trace. config: the settings `slo` and `concurrency`.
-    """
-
-    def __init__(self, total_requests: int, class_of: ClassOf, config: Mapping[str, Any]) -> None:
-        self.total = total_requests
+    def __init__(self) -> None:
         self.slots = self.padded_slots = self.empty_generation_slots = 0
         self.pauses = self.recomputed_tokens = self.computed_tokens = 0
         self.iterations = self.peak_scheduled = self.peak_active = 0
@@ -50,25 +53,15 @@ class RunMetrics:
         self._windows: dict[str, dict[str, int]] = {}
         self.tokens_per_block: int | None = None
         self.max_tokens = self.peak_held_tokens = self.peak_filled_tokens = 0
-        self.first_arrival_s = float("inf")
-        self.last_end_s = 0.0
-        self._completed, self._class_of = 0, class_of
-        self._objectives = parse_objectives(config["slo"]) if config.get("slo") else ()
-        self._has_goodput = any(one.statistic is None for one in self._objectives)
-        # With a closed loop or all requests at once, a queue is no sign of overload.
-        self._is_closed_loop = config.get("concurrency") is not None
-        # By class and priority.
-        self._populations: defaultdict[tuple[str | None, float], Population] = defaultdict(Population)
         # The number of each limit, and of each iteration the number of the limit that bound it.
         self._limits: defaultdict[str, int] = defaultdict(None, {name: number for number, name in enumerate(BOUND_BY)})
         self._limits.default_factory = self._limits.__len__
         self._limit_of = array("i")
-        self._waited_s = dict.fromkeys(BOUND_BY, 0.0)
         self._drafts: DraftTotals | None = None  # of a run with draft tokens
 
-    def add_iterations(self, record: IterationRecord, limit: str, count: int, cache: CacheState) -> None:
-        """Take in one iteration, or a stretch that begins with it. limit: what bound them. cache: in the last one, when
-        requests hold most."""
+    def add(self, record: IterationRecord, limit: str, count: int, caches: Sequence[CacheState]) -> None:
+        """Take in one iteration, or a stretch that begins with it. limit: what bound them. caches: when requests held
+        most."""
         computed, padded = record.budget_used, record.padding + record.idle * count
         scheduled = len(record.context) + record.num_generation
         self.iterations += count
@@ -82,7 +75,8 @@ class RunMetrics:
         self.empty_generation_slots += record.idle * count
         self.padded_slots += padded
         self.slots += computed * count + padded
-        self._add_cache(cache)
+        for cache in caches:
+            self._add_cache(cache)
         number = self._limits[limit]
         if count == 1:
             self._limit_of.append(number)
@@ -105,116 +99,39 @@ class RunMetrics:
         if cache.filled_tokens > self.peak_filled_tokens:
             self.peak_filled_tokens = cache.filled_tokens
 
-    def add_request(self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float]) -> RequestLine:
-        """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
-        request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
-        output_len, first_scheduled_s = timeline.produced, starts[timeline.first_run]
-        first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
-        # Later than the last token where a static batch held the request back.
-        end_s = ends[timeline.last_iteration]
-        queue_time_s, ttft_s, e2e_s = first_scheduled_s - arrival_s, first_token_s - arrival_s, end_s - arrival_s
-        tpot_s = (last_token_s - first_token_s) / (output_len - 1) if output_len > 1 else None
-        name = self._class_of(request.index)
-        population = self._populations[name, request.priority]
-        prompt_len, index = request.original_prompt_len, self._completed
-        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, prompt_len, output_len, index)
-        self._completed += 1
-        population.gaps.add(stretches, timeline.every)
-        population.reused_tokens += request.reused_tokens
-        if arrival_s < self.first_arrival_s:
-            self.first_arrival_s = arrival_s
-        if end_s > self.last_end_s:
-            self.last_end_s = end_s
-        attribution_s = dict[str, Any]()
-        for part, seconds in timeline.attribution(starts, end_s).items():
-            attribution_s[part] = number(seconds)
-            if seconds and (limit := limit_waited_for(part)) is not None:
-                self._waited_s[limit] = self._waited_s.get(limit, 0.0) + seconds
-        times_s = [
-            number(queue_time_s),
-            number(ttft_s),
-            None if tpot_s is None else number(tpot_s),
-            number(e2e_s),
-            number(first_scheduled_s),
-            number(first_token_s),
-            number(end_s),
-        ]
-        line = request_line(request, arrival_s, output_len, "completed", None, times_s, attribution_s)
-        if self._has_goodput:
-            latencies = {"queue_time_s": queue_time_s, "ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
-            line.slo_met = meets_all(self._objectives, latencies)
-        if request.num_drafted:
-            line.draft_tokens, line.accepted_draft_tokens = request.num_drafted, request.accepted_drafts
-        return self._with_group(line, name, request.priority)
+    def parts(self) -> dict[str, Any]:
+        """All that it knows, as what another process can be sent."""
+        known = {name: getattr(self, name) for name in (*_SUMS, *_PEAKS)}
+        return (
+            known
+            | {"windows": self._windows, "limits": list(self._limits), "limit_of": self._limit_of}
+            | ({} if self._drafts is None else {"drafts": self._drafts})
+        )
 
-    def add_failure(self, request: Request, arrival_s: float, error: str | None) -> RequestLine:
-        """Take in a request that was refused, failed, or was stopped by its client (`error` None); returns its line of
-        `requests.jsonl`."""
-        name = self._class_of(request.index)
-        self._populations[name, request.priority].failed += error is not None
-        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
-        # An error that quotes a file name may have characters that UTF-8 has not.
-        text = None if error is None else error.encode(errors="backslashreplace").decode()
-        outcome = "stopped" if error is None else "failed"
-        line = request_line(request, arrival_s, request.num_outputs, outcome, text)
-        if self._has_goodput and error is not None:
-            line.slo_met = False
-        return self._with_group(line, name, request.priority)
-
-    def _with_group(self, line: RequestLine, name: str | None, priority: float) -> RequestLine:
-        """The line, with the request's class and priority where it has them."""
-        if name is not None:
-            line.request_class = name
-        if priority != DEFAULT_PRIORITY:
-            line.priority = number(priority)
-        return line
-
-    def add_server(self, other: "RunMetrics") -> None:
-        """Take in the run of another server that shared the requests, as if its iterations followed those so far.
+    def add_server(self, parts: Mapping[str, Any]) -> None:
+        """Take in the iterations of another server, its `parts`, as if they followed those so far.
 
         Of the cache and of peaks, the largest values of one server count."""
-        for key, population in other._populations.items():
-            self._populations[key].add_all(population, self._completed, self.iterations)
-        self.total += other.total
-        self.slots, self.padded_slots = self.slots + other.slots, self.padded_slots + other.padded_slots
-        self.empty_generation_slots += other.empty_generation_slots
-        self.pauses += other.pauses
-        self.recomputed_tokens += other.recomputed_tokens
-        self.computed_tokens += other.computed_tokens
-        self.iterations += other.iterations
-        self._completed += other._completed
-        self.peak_scheduled = max(self.peak_scheduled, other.peak_scheduled)
-        self.peak_active = max(self.peak_active, other.peak_active)
-        if other.peak_used_blocks is not None:
-            self.peak_used_blocks = max(self.peak_used_blocks or 0, other.peak_used_blocks)
-        for size, known in other._windows.items():
-            mine = self._windows.setdefault(size, dict(known))
-            mine["peak_used"] = max(mine["peak_used"], known["peak_used"])
-        self.peak_held_tokens = max(self.peak_held_tokens, other.peak_held_tokens)
-        self.peak_filled_tokens = max(self.peak_filled_tokens, other.peak_filled_tokens)
-        self.first_arrival_s = min(self.first_arrival_s, other.first_arrival_s)
-        self.last_end_s = max(self.last_end_s, other.last_end_s)
-        numbers = [self._limits[name] for name in other._limits]
-        self._limit_of.extend([numbers[number] for number in other._limit_of])
-        for name, seconds in other._waited_s.items():
-            self._waited_s[name] = self._waited_s.get(name, 0.0) + seconds
-        if other._drafts is not None:
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + parts[name])
+        for name in _PEAKS:
+            known = [value for value in (getattr(self, name), parts[name]) if value is not None]
+            setattr(self, name, max(known, default=None))
+        for size, known_blocks in parts["windows"].items():
+            mine = self._windows.setdefault(size, dict(known_blocks))
+            mine["peak_used"] = max(mine["peak_used"], known_blocks["peak_used"])
+        numbers = [self._limits[name] for name in parts["limits"]]
+        self._limit_of.extend([numbers[number] for number in parts["limit_of"]])
+        if "drafts" in parts:
             self._drafts = self._drafts or DraftTotals()
-            self._drafts.add_totals(other._drafts)
+            self._drafts.add_totals(parts["drafts"])
 
-    def summary(self, digest: str, partial: bool, starts: Sequence[float], ends: Sequence[float]) -> dict[str, Any]:
-        """The content of `summary.json`. starts, ends: of each iteration, in seconds."""
-        whole = Population.merged(list(self._populations.values()))
-        span = self.last_end_s - self.first_arrival_s if self._completed else 0.0
-        figures = whole.figures(span, ends, self._objectives)
-        figures["requests"] |= {"total": self.total}
+    def figures(self, starts: Sequence[float], ends: Sequence[float]) -> dict[str, Any]:
+        """Their part of `summary.json`. starts, ends: of each iteration, in seconds."""
         blocks = self.max_blocks, self.peak_used_blocks, self.tokens_per_block
         of_windows = {"per_window_size": self._windows} if self._windows else {}
         tokens = self.max_tokens, self.peak_held_tokens, self.peak_filled_tokens
-        found = {
-            "requests": figures.pop("requests"),
-            "duration_s": span,
-            **figures,
+        return {
             "iterations": self.iterations,
             "pauses": self.pauses,
             "recomputed_tokens": self.recomputed_tokens,
@@ -224,17 +141,12 @@ class RunMetrics:
             "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)) | of_windows,
             "kv_tokens": dict(zip(("max", "peak_held", "peak_filled"), tokens, strict=True)),
             "peak_scheduled_requests": self.peak_scheduled,
-            **metrics.shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),
-            "waiting_by_limit": self._waited_s,
-            **NO_TRAFFIC,
+            **shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),
         }
-        if self._completed >= MIN_REQUESTS and not self._is_closed_loop:
-            arrival_s, queue_time_s, ttft_s = (np.asarray(whole.columns[name]) for name in TRAFFIC_COLUMNS)
-            found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(self._objectives))
-        found |= by_group(self._populations, span, ends, self._objectives)
-        if self._drafts is not None:
-            found["speculative_decoding"] = self._drafts.figures()
-        return found | {"schedule_digest": digest, "partial": partial}
+
+    def draft_figures(self) -> dict[str, Any]:
+        """The figures of draft tokens, of a run with any."""
+        return {} if self._drafts is None else {"speculative_decoding": self._drafts.figures()}
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -243,8 +155,8 @@ class SummaryRecorder:
     saves a third of the time of a simulated run.
 
     config: the resolved settings. arrival_s(request): its arrival by the trace, in seconds on the run's clock.
-    held_until_s: see SpanTracker. class_of: see RunMetrics. delivery: of the tokens; at the end of their iteration if
-    None.
+    held_until_s: see SpanTracker. class_of: see RequestMetrics. delivery: of the tokens; at the end of their iteration
+    if None.
     """
 
     def __init__(
@@ -256,7 +168,8 @@ class SummaryRecorder:
         class_of: ClassOf = lambda index: None,
         delivery: Delivery | None = None,
     ) -> None:
-        self.metrics = RunMetrics(total_requests, class_of, config)
+        self.totals = IterationTotals()
+        self.metrics = RequestMetrics(total_requests, class_of, config, BOUND_BY)
         self._arrival_s = arrival_s
         self._tracker = SpanTracker(arrival_s, held_until_s)
         self._digest = ScheduleDigest()
@@ -265,13 +178,13 @@ class SummaryRecorder:
 
     def iteration(self, record: IterationRecord) -> None:
         """Take in one iteration."""
-        limit = bound_by(record)
+        limit = record.bound_by
         self._starts.append(record.start_s)
         self._ends.append(record.end_s if self._delivery is None else self._delivery.of_iteration(record))
-        self.metrics.add_iterations(record, limit, 1, record.cache)
+        self.totals.add(record, limit, 1, (record.cache,))
         self._digest.add(record)
         self._write_iteration(record, limit)
-        self._tracker.add(record, self._starts)
+        self._follow(record, limit)
         self._end(record.finished, record.iteration)
 
     def stretch(self, stretch: Stretch) -> None:
@@ -281,16 +194,16 @@ class SummaryRecorder:
             first.finished = stretch.finished
             self.iteration(first)
             return
-        limit = bound_by(first)
+        limit = first.bound_by
         self._starts.extend(stretch.start_s)
         self._ends.extend(stretch.end_s if self._delivery is None else self._delivery.of_stretch(stretch))
         for turn, record in enumerate(turns):
             count = (stretch.length - turn + len(turns) - 1) // len(turns)
-            self.metrics.add_iterations(record, limit, count, stretch.last_cache)
-        self._digest.add_stretch(stretch)
+            self.totals.add(record, limit, count, stretch.fullest_caches)
+        self._digest.add_stretch(turns, stretch.length, stretch.finished)
         self._write_stretch(stretch, limit)
         for record in turns:
-            self._tracker.add(record, self._starts)
+            self._follow(record, limit)
         for chunk in first.context:
             self._tracker.add_chunks(chunk, stretch.length - 1)
         self._end(stretch.finished, stretch.last_iteration)
@@ -298,7 +211,7 @@ class SummaryRecorder:
     def left(self, request: Request, error: str | None) -> None:
         """Take in a request that was refused, failed or was stopped."""
         self._digest.leave(request)
-        self._tracker.drop(request, self.metrics.iterations)
+        self._tracker.drop(request, self.totals.iterations)
         self._write_request(self.metrics.add_failure(request, self._arrival_s(request), error))
 
     def flush(self) -> None:
@@ -306,19 +219,31 @@ class SummaryRecorder:
 
     def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
         """End the recording; returns the summary. partial: the run did not reach its end. complete(summary): more."""
-        summary = self.metrics.summary(self._digest.hexdigest(), partial, self._starts, self._ends)
+        summary = self.summary(partial, self._digest.hexdigest())
         return summary if complete is None else summary | complete(summary)
 
-    @property
-    def times(self) -> tuple["array[float]", "array[float]"]:
-        """Start and end of each iteration, in seconds."""
-        return self._starts, self._ends
+    def summary(self, partial: bool, digest: str) -> dict[str, Any]:
+        """The content of `summary.json` so far."""
+        summary = self.metrics.summary(self.totals.figures(self._starts, self._ends), self._ends)
+        return summary | self.totals.draft_figures() | {"schedule_digest": digest, "partial": partial}
 
-    def add_server(self, other: "SummaryRecorder") -> None:
-        """Take in the run of another server that shared the requests; see RunMetrics."""
-        self.metrics.add_server(other.metrics)
-        self._starts.extend(other._starts)
-        self._ends.extend(other._ends)
+    def parts(self) -> tuple[Any, ...]:
+        """All that figures are made of, as what another process can be sent."""
+        return self.metrics.parts(), self.totals.parts(), self._starts, self._ends
+
+    def add_server(self, parts: tuple[Any, ...]) -> None:
+        """Take in the run of another server that shared the requests, its `parts`."""
+        metrics, totals, starts, ends = parts
+        self.metrics.add_server(metrics, self.totals.iterations)
+        self.totals.add_server(totals)
+        self._starts.extend(starts)
+        self._ends.extend(ends)
+
+    def _follow(self, record: IterationRecord, limit: str) -> None:
+        """Take in what requests did, unless they only went on."""
+        tracker = self._tracker
+        if tracker.follows_requests or not record.only_generates or limit != tracker.head.limit:
+            tracker.add(record, self._starts)
 
     def _end(self, finished: list[Request], iteration: int) -> None:
         """These requests are complete with `iteration`."""
@@ -376,8 +301,11 @@ class Recorder(SummaryRecorder):
         if "spans" in self._writers:
             self._tracker.writer = self._writers["spans"]
         delivered_s = None if delivery is None else self._ends
-        self._lines = IterationLines(statistics, iteration_stats_every, profile, as_executor, delivered_s)
-        self._batch_lines = IterationLines(statistics, as_executor=as_executor)
+        batching_type, max_requests = statistics.batching_type, statistics.max_requests
+        self._lines = IterationLines(
+            batching_type, max_requests, iteration_stats_every, profile, as_executor, delivered_s
+        )
+        self._batch_lines = IterationLines(batching_type, max_requests, as_executor=as_executor)
         self._clock, self._flushed_s = clock or WallClock(), 0.0
 
     def flush(self) -> None:
@@ -385,7 +313,7 @@ class Recorder(SummaryRecorder):
         for writer in self._writers.values():
             writer.flush()
         if self._tracker.writer is not None:
-            open_spans = self._tracker.open_lines(self.metrics.iterations - 1)
+            open_spans = self._tracker.open_lines(self.totals.iterations - 1)
             replace_file(self.directory / OPEN_SPANS, b"".join(line + b"\n" for line in open_spans))
         self._flushed_s = self._clock.now()
 
@@ -395,7 +323,7 @@ class Recorder(SummaryRecorder):
         with writing(self.directory), ExitStack() as files:  # each is closed, even if another one cannot be written
             for writer in self._writers.values():
                 files.callback(writer.close)
-            self._tracker.close(self.metrics.iterations - 1)
+            self._tracker.close(self.totals.iterations - 1)
             if self._iterations is not None:
                 self._iterations.add(self._lines.last())
                 self._write_batches(self._statistics.unreported())
@@ -423,7 +351,7 @@ class Recorder(SummaryRecorder):
     def _write_batches(self, records: Iterable[IterationRecord]) -> None:
         assert self._batches is not None
         for record in records:
-            self._batches.add(self._batch_lines.whole(record, bound_by(record)))
+            self._batches.add(self._batch_lines.whole(record, record.bound_by))
 
     def _write_stretch(self, stretch: Stretch, limit: str) -> None:
         if self._iterations is None:

@@ -1,7 +1,7 @@
-"""Lines of the files of a run as reports need them: typed rows, in large pieces, or one found by bisection."""
+"""Lines of the files of a run: their text in large pieces, and as dictionaries or typed rows, checked."""
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from os import SEEK_END
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -12,8 +12,9 @@ from msgspec import Meta, Struct, ValidationError, field
 from msgspec.json import Decoder
 from msgspec.structs import replace
 
-from ifbbench.compressed import DamagedFile, large_pieces, read_pieces
+from ifbbench.compressed import DamagedFile, content_path, is_compressed, large_pieces
 from ifbbench.errors import InputError
+from ifbbench.rundir.checking import ExactLines, as_object, check_line
 from ifbbench.rundir.drafts import stretches_of
 from ifbbench.settings.config import DEFAULT_PRIORITY
 
@@ -21,70 +22,9 @@ Id = int | str
 Number = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 Count = Annotated[int, Meta(ge=0, le=10**9)]
 """A number of iterations: more than any run has."""
-Seconds = Annotated[float, Meta(ge=-9e9, le=9e9)]
-Milliseconds = Annotated[float, Meta(ge=-9e12, le=9e12)]
-"""Times which 64 bits hold in nanoseconds."""
 SCANNED_BYTES = 1 << 15
 LINE_END = ord("\n")
-
-
-class _LeftOut(Struct, gc=False):
-    request_id: Id
-    reason: str
-
-
-class _Paused(Struct, gc=False):
-    request_id: Id
-    beneficiary: Id = field(name="for")
-
-
-class WindowRow(Struct, gc=False):
-    """The blocks of one of several attention windows."""
-
-    blocks: Number = field(name="primaryMaxNumBlocks")
-    used: Number = field(name="primaryUsedNumBlocks")
-
-
-class IterationDetails(Struct, gc=False):
-    """What is under "ifbbench" in a line of `iterations.jsonl`, as far as it is used here and in the live view."""
-
-    start_s: Seconds
-    latency_ms: Milliseconds
-    queued: Number
-    waiting: Number
-    bound_by: str
-    first_left_out: _LeftOut | None
-    paused: tuple[_Paused, ...]
-    budget_used: Number
-    host_ms: Milliseconds = 0.0
-    windows: dict[str, WindowRow] = field(name="kv_cache_iteration_stats", default_factory=dict)
-    delivery_ms: Milliseconds = 0.0
-
-
-class IterationRow(Struct, gc=False):
-    """The fields of a line of `iterations.jsonl` that analyses use."""
-
-    details: IterationDetails = field(name="ifbbench")
-    number: Count = field(name="Iteration Counter")
-    active: Number = field(name="Active Request Count")
-    used_blocks: Number | None = field(name="Used KV cache blocks", default=None)
-
-
-class _CacheStatistics(Struct, gc=False):
-    used_blocks: Number | None = field(name="usedNumBlocks", default=None)
-
-
-class ExecutorRow(Struct, gc=False):
-    """A line with the executor's statistics (`--iteration_stats_format trtllm`)."""
-
-    details: IterationDetails = field(name="ifbbench")
-    number: Count = field(name="iter")
-    active: Number = field(name="numActiveRequests")
-    cache: _CacheStatistics | None = field(name="kvCacheStats", default=None)
-
-    @property
-    def used_blocks(self) -> int | None:
-        return None if self.cache is None else self.cache.used_blocks
+_decode_lines = Decoder().decode_lines
 
 
 class Span(Struct, gc=False):
@@ -132,18 +72,9 @@ class TraceRow(Struct, gc=False):
     beam_width: Number = 1
 
 
-AnyIterationRow = IterationRow | ExecutorRow
 UNREADABLE = (ValidationError, NotJson, UnicodeDecodeError, RecursionError)
 Row = TypeVar("Row", bound=Struct)
-
-
-def iteration_decoder(path: Path) -> "Decoder[Any]":
-    """The decoder of the lines of this `iterations.jsonl`, IterationRow or ExecutorRow, by its first line."""
-    first = b""
-    if path.exists():
-        with suppress(EOFError, DamagedFile):
-            first = next(read_pieces(path), b"").partition(b"\n")[0]
-    return Decoder(ExecutorRow if b'"numActiveRequests"' in first else IterationRow)
+Parsed = TypeVar("Parsed")
 
 
 def pieces_of_lines(path: Path) -> Iterator[tuple[int, memoryview, bool]]:
@@ -195,27 +126,83 @@ def bad_line(path: Path, lines: bytes, line_number: int, decoder: "Decoder[Row]"
     return InputError(f"{path}: not as `ifbbench run` writes it. Run again.")
 
 
-def find_row(path: Path, decoder: "Decoder[Any]", number: int) -> AnyIterationRow | None:
-    """The row of iteration `number` of a plain file in which numbers ascend; None if it has none.
-
-    By bisection down to SCANNED_BYTES, which are read line by line."""
-    with path.open("rb") as file:
-        low, high = 0, file.seek(0, SEEK_END)
+def read_lines(path: Path, required: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects in `path`, one a line, each with the fields `required`. What a killed run was writing is left
+    out; see `parsed_lines`."""
+    exact = ExactLines(content_path(path).name)
+    for line_number, lines, is_cut in pieces_of_lines(path):
         try:
-            while high - low > SCANNED_BYTES:
-                middle = (low + high) // 2
-                file.seek(middle)
-                file.readline()  # the rest of a line
-                begin, line = file.tell(), file.readline()
-                if line and decoder.decode(line).number <= number:
-                    low = begin
-                else:
-                    high = middle
-            file.seek(low)
-            for line in file:
-                row = decoder.decode(line)
-                if row.number >= number:
-                    return row if row.number == number else None
-        except UNREADABLE:
-            pass  # a last line that was cut off
+            exact.decode(lines)
+            yield from _decode_lines(lines)
+        except (ValueError, RecursionError):
+            yield from _parsed(
+                lines, line_number, is_cut, lambda number, line: parse_line(path, number, line, required)
+            )
+
+
+def parsed_lines(path: Path, parse: Callable[[int, bytes], Parsed]) -> Iterator[Parsed]:
+    """What `parse` makes of the number and the text of each line of `path`; compressed if the name says so.
+
+    What a killed run was writing is left out: a last line without line end for which `parse` raises InputError, and the
+    rest of a compressed file that was cut off. Every other bad line raises it. A missing file is an empty one: the run
+    was killed before it wrote to it.
+    """
+    for line_number, lines, is_cut in pieces_of_lines(path):
+        yield from _parsed(lines, line_number, is_cut, parse)
+
+
+def _parsed(
+    lines: memoryview, line_number: int, is_cut: bool, parse: Callable[[int, bytes], Parsed]
+) -> Iterator[Parsed]:
+    with suppress(InputError) if is_cut else nullcontext():
+        for number, line in enumerate(bytes(lines).split(b"\n"), start=line_number):
+            if line.strip():
+                yield parse(number, line)
+
+
+def parse_line(path: Path, line_number: int, line: bytes, required: Sequence[str]) -> dict[str, Any]:
+    """The JSON object in a line of `path`, checked; InputError if it is not one with the fields `required`."""
+    try:
+        row = as_object(line)
+        for name in required:
+            if name not in row:
+                raise ValueError(f"field {name!r} is missing")
+        check_line(content_path(path).name, row)
+    except (ValueError, RecursionError) as error:
+        expected = " with ".join(filter(None, ("a JSON object", ", ".join(required))))
+        raise InputError(
+            f"{path}, line {line_number}: {error}; expected {expected}. "
+            "Restore the file, or remove the line to continue without it."
+        ) from error
+    return row
+
+
+def find_iteration(path: Path, number: int) -> dict[str, Any] | None:
+    """The line of iteration `number` in a file in which numbers ascend; None if it has none, or was cut off there.
+
+    In a plain file by bisection down to SCANNED_BYTES, which are read line by line."""
+    if is_compressed(path):
+        lines = (row for row in read_lines(path, ()) if _iteration(row) == number)
+        return next(lines, None)
+    with path.open("rb") as file, suppress(ValueError, KeyError, RecursionError):  # of a last line that was cut off
+        low, high = 0, file.seek(0, SEEK_END)
+        while high - low > SCANNED_BYTES:
+            middle = (low + high) // 2
+            file.seek(middle)
+            file.readline()  # the rest of a line
+            begin, line = file.tell(), file.readline()
+            if line and _iteration(as_object(line)) <= number:
+                low = begin
+            else:
+                high = middle
+        file.seek(low)
+        for line in file:
+            row = as_object(line)
+            if _iteration(row) >= number:
+                return row if _iteration(row) == number else None
     return None
+
+
+def _iteration(row: Mapping[str, Any]) -> int:
+    """The number of an iteration, of its line in either form."""
+    return int(row["iter"] if "iter" in row else row["Iteration Counter"])

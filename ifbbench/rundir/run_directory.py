@@ -6,10 +6,10 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from importlib import metadata
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from ifbbench.files import (
     sole_writer,
     writing,
 )
-from ifbbench.settings.config import RECORDING_FORMATS
+from ifbbench.settings.config import LOGGED_ENGINES, RECORDING_FORMATS
 
 if TYPE_CHECKING:
     from ifbbench.workload.trace import Trace
@@ -40,8 +40,10 @@ WriteStart = Callable[[Path, str], None]
 OPEN_SPANS = "open_spans.jsonl"
 # The result of `--result_format` without a file of its own.
 RESULT = "result.json"
-# The log of `--iteration_stats_format vllm`.
-VLLM_LOG = "vllm.log"
+# Logs of servers, by `--iteration_stats_format`.
+SERVER_LOGS = {engine: f"{engine}.log" for engine in LOGGED_ENGINES}
+# What other settings did on the trace of the run; `why` writes it.
+WHAT_IF = "what_if.json"
 # The steps of static batches (V1), which `iterations` reports as a whole: iterations of the token generation loop.
 STEPS = "steps"
 # Metrics of the server of a run against an endpoint.
@@ -50,6 +52,8 @@ METRICS = "metrics"
 LINE_FILES = ("iterations", STEPS, "spans", "requests", "trace", METRICS)
 # What `plot` and `export` write.
 RESULT_DIRECTORIES = ("charts", "export")
+# The beginning of the names of the run directories of replicas in that of a fleet.
+REPLICA_DIRECTORIES = "replica="
 # The LINE_FILES that `--recording summary` leaves out.
 NOT_IN_SUMMARY = ("iterations", STEPS, "spans")
 # The table of the repeats of a run, beside the mean of their summaries.
@@ -66,6 +70,11 @@ def find_lines(directory: Path, name: str) -> Path:
     InputError if the run was recorded without it."""
     paths = _line_files(directory, name)
     found = next((path for path in paths if path.exists()), None)
+    if found is None and name in NOT_IN_SUMMARY and (replicas := _replicas(directory)):
+        raise InputError(
+            f"{directory}: a fleet of {len(replicas)} replicas, which have iterations and spans; name the directory of "
+            f"one, such as {min(replicas)}."
+        )
     if found is None and name in NOT_IN_SUMMARY and _has_only_summary(directory / "run.json"):
         raise InputError(
             f"{directory}: recorded with --recording summary, which leaves out iterations and spans; run again with "
@@ -197,7 +206,7 @@ def _refill(path: Path, overwrite: bool, write_start: WriteStart, stack: ExitSta
         traces = {file: file.stat().st_ino for file in _line_files(path, "trace") if file.exists()}
         for file in (*_results(path), *filter(is_part, path.iterdir())):
             file.unlink(missing_ok=True)
-        for name in RESULT_DIRECTORIES:
+        for name in (*RESULT_DIRECTORIES, *(one.name for one in _replicas(path))):
             shutil.rmtree(path / name, ignore_errors=True)
         write_start(path, path.name)
         for trace, inode in traces.items():
@@ -207,9 +216,16 @@ def _refill(path: Path, overwrite: bool, write_start: WriteStart, stack: ExitSta
 
 def _results(directory: Path) -> Iterator[Path]:
     """The files in which a run has results, whether they are there or not, and those that were made of them."""
-    yield from (directory / name for name in ("summary.json", OPEN_SPANS, RESULT, VLLM_LOG, "report.html"))
+    yield from (
+        directory / name for name in ("summary.json", OPEN_SPANS, RESULT, *SERVER_LOGS.values(), WHAT_IF, "report.html")
+    )
     yield from (file for name in LINE_FILES if name != "trace" for file in _line_files(directory, name))
-    yield from (file for name in RESULT_DIRECTORIES for file in (directory / name).rglob("*") if file.is_file())
+    directories = (*(directory / name for name in RESULT_DIRECTORIES), *_replicas(directory))
+    yield from (file for one in directories for file in one.rglob("*") if file.is_file())
+
+
+def _replicas(directory: Path) -> list[Path]:
+    return [path.parent for path in directory.glob(f"{REPLICA_DIRECTORIES}*/{RUN}")]
 
 
 def _line_files(directory: Path, name: str) -> list[Path]:
@@ -241,13 +257,18 @@ def trace_identity(trace: "Trace") -> dict[str, Any]:
 @cache
 def versions() -> Mapping[str, str | None]:
     """Versions of Python and PACKAGES; None for a package that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {"python": platform.python_version()} | {package: _installed_version(package) for package in PACKAGES}
+
+
+def _installed_version(package: str) -> str | None:
+    """The version in the name of the directory that describes an installed package (`torch-2.11.0.dist-info`).
+
+    `importlib.metadata` finds the same, but its parser of e-mails takes a tenth of the time of a short run to import
+    and to read the description of torch."""
+    for place in map(Path, sys.path):
+        for described in sorted(place.glob(f"{package}-*.dist-info")) if place.is_dir() else ():
+            return described.name.removeprefix(f"{package}-").removesuffix(".dist-info")
+    return None
 
 
 def hardware(device: str | None = None) -> dict[str, Any]:
@@ -260,9 +281,18 @@ def hardware(device: str | None = None) -> dict[str, Any]:
         "cpu": next(models, None) or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.platform(),
+        "system": _system(),
         "gpu": _gpu() if device == "cuda" else None,
     }
+
+
+def _system() -> str:
+    """The operating system as `platform.platform` names it, which on Linux starts a process to ask for a processor that
+    it then leaves out."""
+    if sys.platform != "linux":
+        return platform.platform()
+    system, library = os.uname(), "".join(platform.libc_ver())
+    return "-".join(filter(None, (system.sysname, system.release, system.machine, library and f"with-{library}")))
 
 
 def _gpu() -> dict[str, Any]:
@@ -277,6 +307,8 @@ def _gpu() -> dict[str, Any]:
 def git_revision() -> str | None:
     """The commit of the checkout that this package is in, with `-dirty` if it has changes; None outside a checkout. As
     it was at the first call: what runs is what was imported."""
+    if not any((directory / ".git").exists() for directory in Path(__file__).parents):
+        return None
     try:
         answer = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],

@@ -93,6 +93,13 @@ class Endpoint(Struct):
     model: str
 
 
+class KvCacheCapacity(Struct):
+    """What vLLM says of its KV cache at its start. max_concurrency: requests of the longest sequence."""
+
+    tokens: int
+    max_concurrency: float
+
+
 class RunFile(Struct):
     """What was run, and where. derived: settings that were not given, and were decided by model, device and the other
     settings; left out by older versions. schedule_digest: sha256 of all decisions without times; None until the run has
@@ -102,10 +109,12 @@ class RunFile(Struct):
     config: dict[str, Any]
     derived: list[str] | UnsetType
     num_kv_blocks: int | None
+    kv_cache_capacity: KvCacheCapacity | UnsetType
     seed: int
     trace: TraceIdentity
     model: ModelFacts | None
     endpoint: Endpoint | UnsetType
+    recorded: dict[str, Any] | UnsetType
     versions: dict[str, str | None]
     hardware: Hardware
     git_revision: str | None
@@ -133,6 +142,9 @@ class TraceLine(Struct):
     lora_task_id: int | UnsetType
     stop_ids: list[int] | UnsetType
     request_class: str | UnsetType = field(name="class")
+    added_in: int | UnsetType
+    added_with: int | UnsetType
+    stopped_in: int | UnsetType
 
 
 class MetricsLine(Struct):

@@ -192,6 +192,8 @@ class SpanTracker:
 
     arrival_s(request): its arrival by the trace, in seconds. held_until_s(request): until when the client held it back,
     to limit the concurrency. writer: of `spans.jsonl`; without it, no lines are made. head: kept for attributions.
+    follows_requests: whether what a request did in the latest iteration may end without a word in the next record. If
+    not, an iteration that only generates under the same limit changes no span.
     """
 
     def __init__(self, arrival_s: SecondsOf, held_until_s: SecondsOf | None = None) -> None:
@@ -199,6 +201,7 @@ class SpanTracker:
         self.head = HeadOfLine()
         self._arrival_s = arrival_s
         self._held_until_s = held_until_s or arrival_s
+        self.follows_requests = False
         self._num_micro_batches = 1
         # By request id: all active requests; those with a partly computed prompt, of each micro batch; generation
         # requests that could run in the latest iteration and did not; those that were left out first.
@@ -212,7 +215,7 @@ class SpanTracker:
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
         """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
         self._num_micro_batches = record.num_micro_batches
-        limit = "none" if record.left_out is None else record.left_out.limit
+        limit = record.bound_by
         if limit != self.head.limit:
             self.head.change(limit, record.start_s)
         for request in record.activated:
@@ -229,6 +232,7 @@ class SpanTracker:
             self._run_context(record)
         if record.blocked or self._blocked:
             self._block(record)
+        self.follows_requests = bool(self._held or self._blocked or any(self._partial.values()))
 
     def add_chunks(self, chunk: ContextChunk, count: int) -> None:
         """`chunk` was the first of a stretch, in which its request ran `count` further ones of the same length."""

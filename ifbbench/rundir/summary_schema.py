@@ -160,6 +160,18 @@ class SpeculativeDecoding(Struct):
     draft_s: float
 
 
+class Energy(Struct):
+    """What the GPUs of a simulated run took: in all, each on average, and for each token and completed request. Hosts,
+    networks and cooling are not in it."""
+
+    joules: float
+    gpus: int
+    power_w_per_gpu: float
+    joules_per_output_token: float | None
+    joules_per_token: float | None
+    joules_per_request: float | None
+
+
 class EndpointFigures(Struct):
     """What a client saw of a server that is not ours, and what it took itself. errors, retries, warnings: by kind.
     chunk_tokens: answers by how the tokens of their chunks are known. send_delay_s: from arrival to sending."""
@@ -197,6 +209,37 @@ class DeliveryLag(Struct):
     max: float
 
 
+class ReplicaFigures(Struct):
+    """The figures of a replica of a fleet. up_s: how long it took requests, or completed those that it had."""
+
+    replica: int
+    gpus: int
+    up_s: float
+    requests: RequestCounts
+    prompt_tokens: int
+    output_tokens: int
+    output_throughput_tokens_per_s: float
+    prefix_hit_rate: float | None
+    queue_time_s: Distribution
+    ttft_s: Distribution
+    tpot_s: Distribution
+    e2e_s: Distribution
+    iterations: int
+    pauses: int
+    kv_blocks: KvBlocks
+
+
+class FleetFigures(Struct):
+    """The replicas of a fleet. gpu_hours: of all of them, while they were up. imbalance: what the replica with most of
+    it has, over the mean: requests, tokens of their prompts and outputs."""
+
+    router: str
+    gpus: int
+    gpu_hours: float
+    imbalance: dict[str, float]
+    replicas: list[ReplicaFigures]
+
+
 class Summary(RequestFigures):
     """Every figure of a run. None is what is unknown of a run against an endpoint."""
 
@@ -231,3 +274,5 @@ class Summary(RequestFigures):
     expected_error: ExpectedError | UnsetType
     lora: Lora | UnsetType
     speculative_decoding: SpeculativeDecoding | UnsetType
+    fleet: FleetFigures | UnsetType
+    energy: Energy | UnsetType

@@ -1,24 +1,42 @@
 """Engines by name: the scheduler of each, those of users included, and the loop over one."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
 
 from ifbbench.clock import Clock
-from ifbbench.engine.interfaces import Executor, Observer, Scheduler
-from ifbbench.engine.loop import NextChange, TokenGenerationLoop, is_predicted, no_stop_signals, nothing_queued
-from ifbbench.engine.request import Request
-from ifbbench.engine.responses import Response
+from ifbbench.engine.interfaces import Executor, Scheduler
+from ifbbench.engine.loop import NextChange, TokenGenerationLoop, is_predicted
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.parts import Parts
 from ifbbench.schedulers.plugins import describe_failure, find_plugin
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
-from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
-from ifbbench.schedulers.vllm.scheduler import VllmScheduler
-from ifbbench.settings.config import ENGINES
+from ifbbench.settings.config import ENGINES, SGLANG, TRTLLM, VLLM
 
 ENTRY_POINT_GROUP = "ifbbench.engines"
-BUILT_IN: dict[str, Callable[..., Scheduler]] = dict(zip(ENGINES, (TensorRtLlmScheduler, VllmScheduler), strict=True))
+
+
+def _tensorrt_llm() -> Callable[..., Scheduler]:
+    from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
+
+    return TensorRtLlmScheduler
+
+
+def _vllm() -> Callable[..., Scheduler]:
+    from ifbbench.schedulers.vllm.scheduler import VllmScheduler
+
+    return VllmScheduler
+
+
+def _sglang() -> Callable[..., Scheduler]:
+    from ifbbench.schedulers.sglang.scheduler import SglangScheduler
+
+    return SglangScheduler
+
+
+# A run imports the scheduler of its own engine: the modules of the others take as long as a short run.
+BUILT_IN: dict[str, Callable[[], Callable[..., Scheduler]]] = {TRTLLM: _tensorrt_llm, VLLM: _vllm, SGLANG: _sglang}
 
 
 class SchedulerFailed(IfbbenchError):
@@ -29,27 +47,13 @@ def make_loop(
     limits: BatchingConfig,
     executor: Executor,
     clock: Clock,
-    get_requests: Callable[[int], list[Request]],
-    send_response: Callable[[Response], None],
-    observer: Observer | None = None,
-    queued: Callable[[], int] = nothing_queued,
-    poll_stop_signals: Callable[[], Collection[int]] = no_stop_signals,
+    *client: Any,
     next_change: NextChange | None = None,
-    next_priority: Callable[[], float | None] | None = None,
+    **more: Any,
 ) -> TokenGenerationLoop:
     """A loop over a new scheduler with these limits; the others are as for `TokenGenerationLoop`."""
-    return TokenGenerationLoop(
-        make_scheduler(limits, clock, is_predicted(executor, clock, next_change)),
-        executor,
-        clock,
-        get_requests,
-        send_response,
-        observer,
-        queued,
-        poll_stop_signals,
-        next_change,
-        next_priority,
-    )
+    scheduler = make_scheduler(limits, clock, is_predicted(executor, clock, next_change))
+    return TokenGenerationLoop(scheduler, executor, clock, *client, next_change=next_change, **more)
 
 
 def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = False) -> Scheduler:
@@ -59,7 +63,10 @@ def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = Fa
     user's class cannot be made."""
     factory = find_scheduler(limits.engine)
     if limits.engine in BUILT_IN:
-        return factory(limits, clock, is_predicted)
+        scheduler = factory(limits, clock, is_predicted)
+        if (parts := limits.attention_dp_size) > 1:
+            scheduler.table.choose_row = Parts(scheduler.table, parts, limits.engine).take
+        return scheduler
     return _make(limits.engine, factory, limits, clock)
 
 
@@ -69,7 +76,7 @@ def find_scheduler(name: str) -> Callable[..., Scheduler]:
 
     InputError if there is none of that name, or it is no scheduler."""
     if name in BUILT_IN:
-        return BUILT_IN[name]
+        return BUILT_IN[name]()
     target = find_plugin("engine", name, ENTRY_POINT_GROUP, ENGINES)
     if not isinstance(target, type):
         raise InputError(

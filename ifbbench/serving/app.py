@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 
 from ifbbench import __version__
 from ifbbench.clock import WallClock
-from ifbbench.engine.records import IterationStatistics
 from ifbbench.errors import InputError
 from ifbbench.rundir.lines import IterationLines
 from ifbbench.serving.answers import Answer, Choice, GenerationFailed, encode, error_object
@@ -158,8 +157,7 @@ class Endpoints:
     async def iterations(self, _request: Request) -> Response:
         """The statistics of the latest iterations, oldest first, in the form of TensorRT-LLM's executor."""
         limits = self.service.engine.limits
-        statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
-        lines = IterationLines(statistics, as_executor=True)
+        lines = IterationLines(limits.batching_type, limits.max_batch_size, as_executor=True)
         return _json([lines.record(record, limit) for record, limit in list(self.service.statistics.latest)])
 
     async def description(self, _request: Request) -> Response:

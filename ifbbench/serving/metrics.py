@@ -12,7 +12,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from ifbbench.build.engine import Engine
-from ifbbench.engine.records import TIMESTAMP_FORMAT, IterationStatistics
+from ifbbench.rundir.line_types import TIMESTAMP_FORMAT
+from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.serving.statistics import ABORT, ERROR, LENGTH, STOP, Histogram, LiveStatistics
 from ifbbench.settings.modes import BatchingType
 

@@ -1,22 +1,21 @@
 """Recording of live traffic: a run directory like that of `ifbbench run`, with the traffic as its trace."""
 
 from contextlib import ExitStack
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
-from ifbbench.compressed import open_to_read
 from ifbbench.engine.interfaces import Observer
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
-from ifbbench.replay.run import describe
+from ifbbench.engine.stretch import Stretch
+from ifbbench.replay.single import describe
 from ifbbench.rundir import run_directory
-from ifbbench.rundir.lines import JsonLinesWriter
 from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
+from ifbbench.rundir.statistics import IterationStatistics
+from ifbbench.rundir.traffic_trace import TrafficTrace
 from ifbbench.serving.library.request import InferenceRequest
-from ifbbench.workload.formats import trace_lines, write_lines
 from ifbbench.workload.trace import Trace, TraceRequest
 
 SOURCE = "live traffic"
@@ -25,8 +24,7 @@ SOURCE = "live traffic"
 class TrafficRecording(Observer):
     """Writes the run directory of a server: an Observer.
 
-    A request becomes a row of the trace when it ends, because its output length is known only then; `close` puts the
-    rows in order of arrival. lengths_only: rows have no tokens.
+    lengths_only: rows of the trace have no tokens.
 
     All is called in the batch manager's thread, `close` after its end.
     """
@@ -43,8 +41,8 @@ class TrafficRecording(Observer):
         self._description["name"] = directory.name
         self._open = ExitStack()  # until the end, no other process records there
         self.directory = self._open.enter_context(run_directory.begun([directory], overwrite, self._begin))
-        self._trace = JsonLinesWriter(self._trace_path)
-        self._has_vllm_log = config.iteration_stats_format == "vllm"
+        self._trace = TrafficTrace(self._trace_path)
+        self._logged = config.iteration_stats_format
         self._recorder = Recorder(
             directory,
             self._description,
@@ -90,11 +88,7 @@ class TrafficRecording(Observer):
 
     def close(self, partial: bool, delivery_lag_s: dict[str, float]) -> dict[str, Any]:
         """End the recording; returns the summary. partial: the engine failed. delivery_lag_s: for the summary."""
-        self._trace.close()
-        self._order_rows()
-        trace = self._description["trace"]
-        with self._trace_path.open("rb") as file:
-            trace |= {"requests": self._num_arrived, "sha256": file_digest(file, "sha256").hexdigest()}
+        self._description["trace"] |= self._trace.close(self._num_arrived)
         self._recorder.metrics.total = self._num_arrived
         clock, more = self._engine_clock, dict[str, Any](delivery_lag_s=delivery_lag_s)
         if isinstance(clock, PacedClock):
@@ -105,11 +99,13 @@ class TrafficRecording(Observer):
             }
         with self._open:
             summary = self._recorder.close(partial, lambda _: more)
-        if self._has_vllm_log:
-            from ifbbench.report.compat.vllm_log import write_log
+        if self._logged in run_directory.SERVER_LOGS:
+            from ifbbench.report.outputs import write_server_log
             from ifbbench.rundir.reader import load_run
 
-            write_log(load_run(self.directory), self.directory / run_directory.VLLM_LOG)
+            write_server_log(
+                self._logged, load_run(self.directory), self.directory / run_directory.SERVER_LOGS[self._logged]
+            )
         return summary
 
     def _arrival_s(self, request: Request) -> float:
@@ -137,10 +133,4 @@ class TrafficRecording(Observer):
             beam_width=request.beam_width,
             lora_task_id=request.lora_task_id,
         )
-        self._trace.write(line.rstrip("\n").encode() for line in trace_lines([row]))
-
-    def _order_rows(self) -> None:
-        """Put the rows of the trace in order of arrival, which is that of their ids."""
-        with open_to_read(self._trace_path) as file:
-            rows = sorted((int(line.partition(b":")[2].partition(b",")[0]), line) for line in file)
-        write_lines((line.decode() for _, line in rows), self._trace_path, overwrite=True)
+        self._trace.add(row)

@@ -17,7 +17,7 @@ from ifbbench.engine.arrays import FloatArray
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.errors import IfbbenchError, InputError
-from ifbbench.schedulers.tensorrt_llm.admission import AdmissionLimits
+from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.serving.library.batch_manager import BatchManager
 from ifbbench.serving.library.client import Tensors
 from ifbbench.serving.library.request import InferenceRequest, engine_request

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from ifbbench.engine.interfaces import Observer
-from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
-from ifbbench.rundir.metrics import bound_by
+from ifbbench.engine.stretch import Stretch
 from ifbbench.serving.library.request import InferenceRequest
 
 LATEST_ITERATIONS = 100
@@ -108,7 +108,7 @@ class LiveStatistics(Observer):
     def iteration(self, record: IterationRecord) -> None:
         if self._recorder is not None:
             self._recorder.iteration(record)
-        self.latest.append((record, bound_by(record)))
+        self.latest.append((record, record.bound_by))
         self.pauses += len(record.paused)
         self.iteration_len.add(record.budget_used)
         for chunk in record.context:

@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.fields import Setting, declare, located, settings_of, table, unexpected
+from ifbbench.settings.fields import Setting, declare, located, number, settings_of, table, unexpected
 from ifbbench.settings.objectives import parse_objectives
 
 # Engines with a scheduler of their own here.
-ENGINES = ("trtllm", "vllm")
+TRTLLM, VLLM, SGLANG = "trtllm", "vllm", "sglang"
+ENGINES = (TRTLLM, VLLM, SGLANG)
+ENGINE_NAMES = {TRTLLM: "TensorRT-LLM", VLLM: "vLLM", SGLANG: "SGLang"}
 QUEUE_ORDERS = ("fcfs", "priority")
+# Choices of SGLang.
+SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "hrrn", "shortest-prefill-first", "random")
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
+RETRACTION_POLICIES = ("length", "priority")
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
 BATCHING_TYPES = ("v1", "inflight_unfused", "inflight_fused")
@@ -34,9 +40,13 @@ OVERLAPS = ("partitioned", "async")
 EARLY_STOPPING = ("always", "heuristic", "never")
 # The deepest JSON that an option takes: code that walks through it is recursive.
 MAX_JSON_DEPTH = 100
-DTYPES = ("float32", "bf16", "fp16", "fp8", "int4")
+DTYPES = ("float32", "bf16", "fp16", "fp8", "fp8_block", "int4", "mxfp4", "nvfp4")
+# Weights that only simulated devices have.
+SIMULATED_DTYPES = ("fp8_block", "int4", "mxfp4", "nvfp4")
 KV_CACHE_DTYPES = ("float32", "bf16", "fp16", "fp8")
-DTYPE_BYTES = {"float32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int4": 0.5}
+DTYPE_BYTES = {
+    "float32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "int4": 0.5, "mxfp4": 0.5, "nvfp4": 0.5,
+}  # fmt: skip
 DEVICES = ("auto", "cpu", "cuda", "null")
 SIMULATED = "sim:"
 HARDWARE_PROFILES = Path(__file__).parents[1] / "simulated" / "profiles"
@@ -49,7 +59,9 @@ TRACE_FORMATS = (
 TRACE_FORMAT_ALIASES = {"genai-perf": "aiperf", "vidur": "lengths", "gptManagerBenchmark": "gptmanager"}
 RECORDINGS = ("full", "summary")
 RECORDING_FORMATS = ("jsonl", "jsonl.gz")
-ITERATION_STATS_FORMATS = ("batch_manager", "trtllm", "vllm")
+# Engines that write log lines of iterations.
+LOGGED_ENGINES = (VLLM, SGLANG)
+ITERATION_STATS_FORMATS = ("batch_manager", "trtllm", *LOGGED_ENGINES)
 RESULT_FORMATS = ("vllm",)
 # Settings that name a file outside of the run directory, and those of them that are written from it.
 REPORT_FILES = ("output_csv", "report_json", "request_json", "iteration_log", "result_json")
@@ -78,6 +90,7 @@ ENDPOINT_REFUSES = (
 # Settings that choose what is read of a trace, and those that replace its arrivals.
 READ_SETTINGS = (
     "max_num_samples",
+    "skip_samples",
     "skip_bad_rows",
     "trace_format",
     "columns",
@@ -85,7 +98,11 @@ READ_SETTINGS = (
     "characters_per_token",
     "default_output_len",
 )
+# The value of `arrival` with which requests come in the iterations in which a recorded engine got them.
+BY_ITERATION = "iteration"
 ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
+# Settings that only a fleet has.
+FLEET_SETTINGS = ("replicas", "router", "router_state_age")
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_KV_FRACTION = 0.9
@@ -96,6 +113,9 @@ DEVICE_FAMILIES = {"a100": "a100-80gb-sxm", "gh200": "gh200-96gb", "h100": "h100
 MAX_BEAMS, MAX_BATCH, MAX_GPUS, MAX_WAIT_MS = 1024, 1_000_000, 1024, 86_400_000
 MAX_LORAS = 100_000
 MAX_REPLICAS = 1024
+# Routers of a fleet; prefix_affinity may have a weight.
+PREFIX_AFFINITY = "prefix_affinity"
+ROUTERS = ("round_robin", "random", "least_requests", "least_tokens", "least_kv", "session", PREFIX_AFFINITY)
 MAX_SPAN_S = 100 * 365.25 * 86_400  # of all arrivals: later times would lose the precision of latencies
 
 
@@ -135,6 +155,11 @@ def _objectives(value: Any) -> Any:
     return value
 
 
+def _text_of_number(value: Any) -> Any:
+    """Text, also where a number is given."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 def _acceptance(value: Any) -> Any:
     """Acceptance rates as text, where they are given as a number or a list."""
     if isinstance(value, list | tuple):
@@ -150,6 +175,14 @@ def _replica(value: Any) -> Any:
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= MAX_REPLICAS):
         raise unexpected("replica", value, f"K/N, such as 1/4, with K from 1 to N and N at most {MAX_REPLICAS}")
     return f"{int(number)}/{int(count)}"
+
+
+def _router(value: Any) -> Any:
+    """The name of a router; the weight of prefix_affinity checked."""
+    name, colon, weight = value.partition(":") if isinstance(value, str) else (value, "", "")
+    if colon and name.lower().replace("-", "_") == PREFIX_AFFINITY:
+        return f"{PREFIX_AFFINITY}:{number(weight, '--router prefix_affinity: the weight', 0.0, from_text=True):g}"
+    return value
 
 
 def _json_object(value: Any) -> Any:
@@ -172,9 +205,20 @@ def _is_shallow(value: Any, levels: int) -> bool:
     return inner is None or (levels > 0 and all(_is_shallow(one, levels - 1) for one in inner))
 
 
-_replay, _endpoint, _scheduling, _vllm, _cache, _lora, _execution, _recording = (
+_replay, _fleet, _endpoint, _scheduling, _vllm, _sglang, _cache, _lora, _execution, _recording = (
     partial(declare, group)
-    for group in ("replay", "endpoint", "scheduling", "vllm", "kv cache", "lora", "execution", "recording")
+    for group in (
+        "replay",
+        "fleet",
+        "endpoint",
+        "scheduling",
+        "vllm",
+        "sglang",
+        "kv cache",
+        "lora",
+        "execution",
+        "recording",
+    )
 )
 
 
@@ -189,6 +233,12 @@ class RunConfig:
         minimum=1,
         unit="requests",
         elsewhere="num_requests num_prompts num_samples n_requests limit",
+    )
+    skip_samples: int = _replay(
+        0,
+        "Leave out the first N requests of the trace; the next one arrives at 0. --max_num_samples counts from there.",
+        minimum=0,
+        unit="requests",
     )
     time_scale: float = _replay(1.0, "Multiply recorded arrival times; 0 offers all requests at once.", minimum=0.0)
     request_rate: float | None = _replay(
@@ -207,7 +257,8 @@ class RunConfig:
         None,
         "Replace recorded arrivals: all_at_once; with --request_rate constant, poisson or gamma:BURSTINESS; "
         "ramp:FROM:TO:SECONDS[:exponential]; on_off:RATE:ON_SECONDS:OFF_SECONDS. recorded keeps them with "
-        "--concurrency, too.",
+        "--concurrency, too. iteration: in the iterations in which a recorded engine got the requests, which is the "
+        "default of `run` for such a recording.",
         elsewhere="arrival_process ramp_up_strategy ramp_up_start_rps ramp_up_end_rps rate_type request_distribution",
     )
     rate_schedule: str | None = _replay(
@@ -325,6 +376,34 @@ class RunConfig:
         elsewhere="goodput request_goodput",
     )
 
+    # Fleet: several replicas of the engine behind a router.
+    replicas: int = _fleet(
+        1,
+        "Engines with these settings behind a router, each a run of its own in the run directory. Simulated and null "
+        "devices only.",
+        minimum=1,
+        maximum=MAX_REPLICAS,
+        elsewhere="num_replicas data_parallel_size dp_size",
+    )
+    router: str | None = _fleet(
+        None,
+        "Which replica gets a request: each in turn; a random one; the one with the fewest requests, or tokens of "
+        "prompts, that are not answered; the one that uses the smallest share of its KV cache; that of its session; or "
+        "the one with the least work for it, prefix_affinity:WEIGHT, where each prompt token that it does not hold "
+        "counts as WEIGHT tokens of other requests. Default with several replicas: round_robin.",
+        choices=ROUTERS,
+        other_texts=".+:.+",
+        others="prefix_affinity:WEIGHT, or package.module:ClassName",
+        convert=_router,
+        elsewhere="routing_logic load_balancing_method routing_policy",
+    )
+    router_state_age: float = _fleet(
+        0.0,
+        "The router reads the queues and KV caches of replicas in such intervals; 0 is before each request.",
+        minimum=0.0,
+        unit="s",
+    )
+
     # Endpoint: a server that is not ours runs the requests.
     endpoint: str | None = _endpoint(
         None,
@@ -386,7 +465,7 @@ class RunConfig:
     ignore_eos: bool = _endpoint(
         True,
         "Ask the server to generate the whole output length of the trace. Without it only fields of OpenAI's own "
-        "API are sent.",
+        "API are sent. With --engine sglang: outputs that are as long as they may be were asked for so.",
     )
     extra_body: str | None = _endpoint(
         None,
@@ -426,7 +505,7 @@ class RunConfig:
         other_texts=".+",
         others="package.module:ClassName or the name of an installed one",
         aliases=("scheduler_policy",),
-        elsewhere="schedule_policy scheduler capacity_scheduler_policy",
+        elsewhere="scheduler capacity_scheduler_policy",
     )
     max_batch_size: int | None = _scheduling(
         None,
@@ -434,16 +513,16 @@ class RunConfig:
         minimum=1,
         maximum=MAX_BATCH,
         unit="requests",
-        aliases=("max_num_sequences", "max_num_requests", "max_num_seqs"),
-        elsewhere="max_running_requests batch_size parallel",
+        aliases=("max_num_sequences", "max_num_requests", "max_num_seqs", "max_running_requests"),
+        elsewhere="batch_size parallel",
     )
     max_queue_size: int | None = _scheduling(
         None,
         "Maximum number of requests that wait for a place in the engine; more are refused. Default: no maximum.",
         minimum=0,
         unit="requests",
-        aliases=("max_num_queued_reqs",),
-        elsewhere="max_queued_requests queue_size max_waiting_requests",
+        aliases=("max_num_queued_reqs", "max_queued_requests"),
+        elsewhere="queue_size max_waiting_requests",
     )
     max_num_tokens: int | None = _scheduling(
         DEFAULT_MAX_NUM_TOKENS,
@@ -452,8 +531,8 @@ class RunConfig:
         minimum=1,
         unit="tokens",
         convert=_or_none,
-        aliases=("max_num_batched_tokens",),
-        elsewhere="chunked_prefill_size max_prefill_tokens token_budget n_batch",
+        aliases=("max_num_batched_tokens", "chunked_prefill_size"),
+        elsewhere="token_budget n_batch",
     )
     enable_batch_size_tuning: bool = _scheduling(
         False, "Lower the batch size in each iteration to what the KV cache holds of the average active request."
@@ -492,8 +571,8 @@ class RunConfig:
         "Maximum length of prompt plus output. Default: the model's.",
         minimum=2,
         unit="tokens",
-        aliases=("max_model_len",),
-        elsewhere="context_length ctx_size max_length max_sequence_length n_ctx",
+        aliases=("max_model_len", "context_length"),
+        elsewhere="ctx_size max_length max_sequence_length n_ctx",
     )
     max_input_len: int | None = _scheduling(
         None,
@@ -563,12 +642,59 @@ class RunConfig:
     watermark: float = _vllm(
         0.0, "Share of the blocks that stay free when a waiting request starts.", minimum=0.0, maximum=1.0
     )
+    prefix_cache_retention_interval: int | None = _vllm(
+        0,
+        "With attention windows: tokens between two places in a prompt after which another request can reuse it; 0 for "
+        "ends of prompts and of what they share only, none for every block.",
+        minimum=0,
+        unit="tokens",
+        convert=_or_none,
+    )
     num_gpu_blocks_override: int | None = _vllm(
         None,
         "Number of KV cache blocks, vLLM's null block included. Default: from free memory.",
         minimum=2,
         maximum=2**32,
         unit="blocks",
+    )
+
+    # What only SGLang's scheduler has, by SGLang's names.
+    schedule_policy: str = _sglang(
+        SCHEDULE_POLICIES[0],
+        "Order of the queue: first come first served, longest prefix match, depth first by weight, longest output, "
+        "highest response ratio, shortest prefill, or random.",
+        choices=SCHEDULE_POLICIES,
+    )
+    schedule_conservativeness: float = _sglang(
+        1.0, "Factor of the share of their outputs that running requests are expected to need.", minimum=0.0
+    )
+    max_prefill_tokens: int = _sglang(
+        16_384, "Prompt tokens of an iteration, above which no further prompt starts.", minimum=1, unit="tokens"
+    )
+    prefill_max_requests: int | None = _sglang(
+        None, "Maximum number of prompts in an iteration. Default: no maximum.", minimum=1, unit="requests"
+    )
+    enable_mixed_chunk: bool = _sglang(False, "Running requests generate in the iterations of prompts, too.")
+    disable_overlap_schedule: bool = _sglang(
+        False, "Schedule an iteration only when the tokens of the one before are known. Always so on a CPU."
+    )
+    disable_radix_cache: bool = _sglang(False, "Keep no prefixes for other requests.")
+    radix_eviction_policy: str = _sglang(
+        EVICTION_POLICIES[0], "Which prefix is evicted first.", choices=EVICTION_POLICIES
+    )
+    retraction_policy: str = _sglang(
+        RETRACTION_POLICIES[0],
+        "Which running request is retracted first: the one with the fewest outputs, or the lowest priority.",
+        choices=RETRACTION_POLICIES,
+    )
+    enable_priority_scheduling: bool = _sglang(False, "Order the queue by the priority of the trace.")
+    disable_priority_preemption: bool = _sglang(
+        False, "With --enable_priority_scheduling: no request takes the place of running ones."
+    )
+    priority_scheduling_preemption_threshold: float = _sglang(
+        10.0,
+        "How much lower the priority of a running request must be for a waiting one to take its place.",
+        minimum=0.0,
     )
 
     # KV cache.
@@ -578,8 +704,8 @@ class RunConfig:
         minimum=1,
         maximum=MAX_BATCH,
         unit="tokens",
-        aliases=("block_size",),
-        elsewhere="page_size kv_block_size",
+        aliases=("block_size", "page_size"),
+        elsewhere="kv_block_size",
     )
     max_tokens_in_paged_kvcache: int | None = _cache(
         None,
@@ -587,8 +713,8 @@ class RunConfig:
         minimum=1,
         maximum=2**53,
         unit="tokens",
-        aliases=("max_tokens",),
-        elsewhere="max_total_tokens kv_cache_tokens kv_cache_size",
+        aliases=("max_tokens", "max_total_tokens"),
+        elsewhere="kv_cache_tokens kv_cache_size",
     )
     kv_cache_free_gpu_mem_fraction: float = _cache(
         DEFAULT_KV_FRACTION,
@@ -596,20 +722,20 @@ class RunConfig:
         above=0.0,
         maximum=0.99,
         aliases=("free_gpu_memory_fraction",),
-        elsewhere="mem_fraction_static kv_cache_free_gpu_memory_fraction",
+        elsewhere="kv_cache_free_gpu_memory_fraction",
     )
     gpu_memory_utilization: float | None = _cache(
         None,
         "Share of all device memory for weights, activations and the KV cache, in place of a share of what is free.",
         above=0.0,
         maximum=1.0,
+        aliases=("mem_fraction_static",),
     )
     enable_kv_cache_reuse: bool = _cache(
         False,
         "Reuse KV cache blocks of equal prefixes.",
         aliases=("enable_block_reuse", "enable_prefix_caching"),
         elsewhere="prefix_caching enable_radix_cache kv_cache_reuse",
-        opposites="disable_radix_cache",
     )
     enable_partial_reuse: bool = _cache(True, "With reuse: also blocks that are equal only at their beginning.")
     copy_on_partial_reuse: bool = _cache(True, "With partial reuse: copy blocks that other requests use, too.")
@@ -717,7 +843,8 @@ class RunConfig:
     dtype: str | None = _execution(
         None,
         "Data type of the weights. Default: float32, and bf16 on a simulated GPU. fp8 needs a GPU of compute "
-        "capability 8.9 or higher, or a simulated one, int4 a simulated one.",
+        "capability 8.9 or higher, or a simulated one; fp8_block (a scale for each block of 128 by 128), int4, mxfp4 "
+        "(experts only) and nvfp4 (no latent attention) a simulated one.",
         choices=DTYPES,
         elsewhere="data_type precision quantization weight_dtype",
     )
@@ -747,6 +874,45 @@ class RunConfig:
         aliases=("pipeline_parallel_size",),
         elsewhere="pp pipeline_parallel",
     )
+    ep_size: int = _execution(
+        1,
+        "Parts of the GPUs of --tp_size that share the experts (expert parallelism): each part has whole experts, and "
+        "its GPUs share these.",
+        minimum=1,
+        maximum=MAX_GPUS,
+        unit="parts",
+        aliases=("expert_parallel_size", "moe_expert_parallel_size", "moe_ep_size"),
+        elsewhere="ep expert_parallel",
+    )
+    attention_dp_size: int = _execution(
+        1,
+        "Parts of the GPUs of --tp_size that each have requests and a KV cache of their own (attention data "
+        "parallelism); they run each iteration together. Limits of requests and tokens are those of all parts.",
+        minimum=1,
+        maximum=MAX_GPUS,
+        unit="parts",
+        elsewhere="enable_attention_dp enable_dp_attention",
+    )
+    expert_load: str | None = _execution(
+        None,
+        "Shares of the tokens that experts get: the exponent of a power law (0 is equal shares), or a .json file with "
+        "a list of one load for each expert. Simulated devices only.",
+        convert=_text_of_number,
+        elsewhere="expert_load_skew expert_distribution",
+    )
+    redundant_experts: int = _execution(
+        0,
+        "Further copies of the experts with the largest load, in the parts of --ep_size.",
+        minimum=0,
+        maximum=MAX_BATCH,
+        unit="experts",
+        aliases=("ep_num_redundant_experts", "num_redundant_experts"),
+    )
+    enable_two_batch_overlap: bool = _execution(
+        False,
+        "Divide each batch in two halves, of which one computes while the other one's tokens pass between experts.",
+        aliases=("enable_dbo",),
+    )
     check_ranks: int = _execution(
         1,
         "With several processes: compare the digests of their schedules every N iterations, and at the end.",
@@ -763,7 +929,9 @@ class RunConfig:
     engine_overhead: str | None = _execution(
         None,
         "Add the time that this engine's host and serving process take: the name of an engine, or a .toml file. "
-        "Default: the batch manager alone, without a server. Simulated devices only.",
+        "Default: that of --engine; none adds nothing. Simulated devices only.",
+        convert=_or_none,
+        engine_decides=True,
     )
     draft_model: str | None = _execution(
         None,
@@ -779,6 +947,15 @@ class RunConfig:
         unit="tokens",
         aliases=("max_matching_ngram_size",),
         elsewhere="prompt_lookup_max ngram_prompt_lookup_max",
+    )
+    draft_mtp: int | None = _execution(
+        None,
+        "Speculative decoding by the model's own layer for multi-token prediction, which proposes so many draft "
+        "tokens, one after the other. Simulated devices only, with --acceptance_rate.",
+        minimum=1,
+        maximum=64,
+        unit="tokens",
+        elsewhere="num_nextn_predict_layers speculative_num_steps",
     )
     draft_len: int | None = _execution(
         None,
@@ -860,8 +1037,8 @@ class RunConfig:
     recording_format: str = _recording("jsonl", "Lines of JSON, plain or compressed.", choices=RECORDING_FORMATS)
     iteration_stats_format: str = _recording(
         ITERATION_STATS_FORMATS[0],
-        "Names in iterations.jsonl: those of the batch manager, or of TensorRT-LLM's executor. vllm (with --engine "
-        "vllm): the batch manager's, and the log lines of a vLLM server beside them, in vllm.log.",
+        "Names in iterations.jsonl: those of the batch manager, or of TensorRT-LLM's executor. vllm and sglang (with "
+        "that --engine): the batch manager's, and the log lines of that server beside them, in vllm.log or sglang.log.",
         choices=ITERATION_STATS_FORMATS,
         value_aliases={"executor": "trtllm"},
     )
@@ -892,14 +1069,16 @@ class RunConfig:
         for setting in settings():
             if getattr(self, setting.name) in (setting.default, setting.command_line_default):
                 continue
-            if setting.group == "vllm" and self.engine != "vllm":
+            if setting.group in ENGINES and self.engine != setting.group:
                 raise InputError(
-                    f"--{setting.name}: is a setting of vLLM's scheduler; add --engine vllm, or leave it out."
+                    f"--{setting.name}: is a setting of {ENGINE_NAMES[setting.group]}'s scheduler; add --engine "
+                    f"{setting.group}, or leave it out."
                 )
             is_of_engine = setting.name not in ENDPOINT_TAKES and (
                 setting.group not in ENDPOINT_GROUPS or setting.name in ENDPOINT_REFUSES
             )
-            if is_of_engine if self.endpoint else setting.group == "endpoint":
+            is_for_server = setting.group == "endpoint" and (setting.name, self.engine) != ("ignore_eos", SGLANG)
+            if is_of_engine if self.endpoint else is_for_server:
                 why = (
                     "the server at --endpoint has settings of its own; leave it out"
                     if self.endpoint
@@ -910,6 +1089,16 @@ class RunConfig:
     def with_values(self, **values: Any) -> "RunConfig":
         """A copy with some settings changed; every name must be a setting's own name."""
         return dataclasses.replace(self, **values)
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether a router distributes the requests to replicas, of which there may be only one."""
+        return self.replicas > 1 or self.router is not None
+
+    def of_one_replica(self, **values: Any) -> "RunConfig":
+        """The settings of a replica on its own, with some of them changed."""
+        usual = {setting.name: setting.default for setting in settings() if setting.name in FLEET_SETTINGS}
+        return self.with_values(**usual | values)
 
     @property
     def weight_dtype(self) -> str:
@@ -924,13 +1113,18 @@ class RunConfig:
     @property
     def has_drafts(self) -> bool:
         """Whether any setting asks for draft tokens."""
-        return any((self.draft_model, self.draft_ngram, self.draft_len, self.acceptance_rate))
+        return any((self.draft_model, self.draft_ngram, self.draft_mtp, self.draft_len, self.acceptance_rate))
 
     @property
     def keeps_arrivals(self) -> bool:
         """Whether requests arrive at times of their own, with --concurrency too, and not when a response makes room."""
         rates = (self.request_rate, self.rate_schedule, self.arrival)
         return self.concurrency is None or any(given is not None for given in rates)
+
+    @property
+    def samples_read(self) -> int | None:
+        """How many requests of a trace are read, those that are left out included; None for all."""
+        return None if self.max_num_samples is None else self.skip_samples + self.max_num_samples
 
     @property
     def uses_lora(self) -> bool:

@@ -309,7 +309,8 @@ class Setting:
     choices, value_aliases, other_texts, others: see `choice`. convert: applied to a value before it is checked.
     is_list: an option may be given several times; `convert` makes one value of them.
     aliases: names that are taken too. elsewhere: names of the same in vLLM, SGLang, TensorRT-LLM and llama.cpp, which
-    are only suggested; opposites: those that turn it off.
+    are only suggested; opposites: those that turn it off. engine_decides: some engines have a default that is not None,
+    which none leaves out.
     """
 
     name: str
@@ -332,12 +333,18 @@ class Setting:
     aliases: tuple[str, ...] = ()
     elsewhere: str = ""
     opposites: str = ""
+    engine_decides: bool = False
+
+    @property
+    def has_default(self) -> bool:
+        """Whether None is another choice than the default of every engine, so that a None that was recorded is not a
+        setting left out."""
+        return self.is_optional and self.command_line_default is not None
 
     @property
     def takes_none(self) -> bool:
-        """Whether None is another choice than the default, so that a None that was recorded is not a setting left
-        out."""
-        return self.is_optional and self.command_line_default is not None
+        """Whether None is a choice that is given as none, because it is not the default, or not with every engine."""
+        return self.has_default or self.engine_decides
 
     def check(self, value: Any) -> Any:
         """`value`, as given on any surface (texts included), as this setting's type; InputError if it is not valid."""

@@ -6,23 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.kv.interface import KvCache
-from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.policies.guaranteed_no_evict import GuaranteedNoEvict
-from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
 from ifbbench.settings.config import ENGINE_OVERHEADS
 from ifbbench.settings.fields import choice, did_you_mean, located, number, table, text
 from ifbbench.simulated.hardware import CONSTANTS, HardwareProfile
 
-Floats: TypeAlias = NDArray[np.float64]
-
 SUFFIX = ".toml"
+# Names of earlier versions, which run.json and scripts have.
+EARLIER_NAMES = {"sglang-0.5.1": "sglang"}
 TIMES = (
     "iteration_s",
     "request_s",
@@ -30,7 +23,10 @@ TIMES = (
     "serving_request_s",
     "serving_token_in_s",
     "serving_token_out_s",
+    "context_s",
 )
+# Times that a file need not have.
+OPTIONAL_TIMES = {"context_s": 0.0}
 KV_SHARES_OF = ("free", "total")
 
 
@@ -41,7 +37,10 @@ class EngineOverhead:
     iteration_s, request_s, prompt_token_s: the engine's host time of an iteration, of each request in it, and of each
         token of its context chunks. Hidden behind the device with --overlap async.
     serving_request_s, serving_token_in_s, serving_token_out_s: time of the serving process (HTTP, tokenizer,
-        detokenizer, streaming) for a request, and for each of its prompt and output tokens. See `ServingProcess`.
+        detokenizer, streaming) for a request, and for each of its prompt and output tokens. See
+        `ServingProcess`.
+    context_s: time of the device in an iteration with context besides its operations: the host prepares new prompts and
+        launches kernels without a CUDA graph.
     factors: by which constants of an architecture are multiplied, because this engine's kernels differ.
     generation_attention: the share of memory bandwidth that attention in generation reaches, by architecture and data
         type of the KV cache, where it is not that of the architecture.
@@ -59,22 +58,29 @@ class EngineOverhead:
     serving_request_s: float
     serving_token_in_s: float
     serving_token_out_s: float
+    context_s: float
     factors: Mapping[str, float]
     generation_attention: Mapping[str, Mapping[str, float]]
     kv_share_of: str
     settings: Mapping[str, Any]
 
     def applied_to(self, hardware: HardwareProfile, kv_cache_dtype: str) -> HardwareProfile:
-        """`hardware` as this engine uses it."""
-        base = hardware.constants
-        changed = {name: getattr(base, name) * factor for name, factor in self.factors.items()}
-        attention = self.generation_attention.get(hardware.architecture, {})
-        if kv_cache_dtype in attention:
-            changed["generation_attention"] = attention[kv_cache_dtype]
+        """`hardware` as this engine uses it. A profile that was calibrated has the constants of the engine that was
+        measured, and host times of its own where these could be determined."""
+        base, measured = hardware.constants, hardware.calibration
+        determined = measured.get("determined", ("host_iteration_s", "host_request_s")) if measured else ()
+        changed: dict[str, float] = {}
+        if not measured:
+            changed = {name: getattr(base, name) * factor for name, factor in self.factors.items()}
+            if self.context_s:
+                changed["context_s"] = changed.get("context_s", base.context_s) + self.context_s
+            attention = self.generation_attention.get(hardware.architecture, {})
+            if kv_cache_dtype in attention:
+                changed["generation_attention"] = attention[kv_cache_dtype]
         return dataclasses.replace(
             hardware,
-            host_iteration_s=self.iteration_s,
-            host_request_s=self.request_s,
+            host_iteration_s=hardware.host_iteration_s if "host_iteration_s" in determined else self.iteration_s,
+            host_request_s=hardware.host_request_s if "host_request_s" in determined else self.request_s,
             host_prompt_token_s=self.prompt_token_s,
             constants=dataclasses.replace(base, **changed),
         )
@@ -91,7 +97,8 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
     file with a missing or invalid value."""
     path = Path(name_or_path)
     if path.suffix != SUFFIX:
-        path = ENGINE_OVERHEADS / f"{name_or_path.lower()}{SUFFIX}"
+        name = name_or_path.lower()
+        path = ENGINE_OVERHEADS / f"{EARLIER_NAMES.get(name, name)}{SUFFIX}"
     if not path.is_file():
         names = overhead_names()
         raise InputError(
@@ -121,52 +128,5 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
             generation_attention=shares,
             kv_share_of=choice(values.get("kv_share_of"), "kv_share_of", KV_SHARES_OF),
             settings=table(values.get("settings", {}), "settings"),
-            **{name: number(values.get(name), name, 0.0) for name in TIMES},
+            **{name: number(values.get(name, OPTIONAL_TIMES.get(name)), name, 0.0) for name in TIMES},
         )
-
-
-class ServingProcess:
-    """The process between clients and engine: works off requests and tokens one after the other, in order of time.
-
-    Servers written in Python do this work in one process beside the engine's. While it is busy, requests reach the
-    engine later and tokens reach their clients later; the engine does not wait for it. Times are in seconds.
-    """
-
-    def __init__(self, overhead: EngineOverhead) -> None:
-        self._overhead = overhead
-        self._free_s = 0.0
-
-    def accept(self, arrival_s: float, prompt_len: int) -> float:
-        """When the engine gets a request that arrives at `arrival_s`."""
-        overhead = self._overhead
-        needed_s = overhead.serving_request_s + prompt_len * overhead.serving_token_in_s
-        self._free_s = max(self._free_s, arrival_s) + needed_s
-        return self._free_s
-
-    def deliver(self, end_s: float, tokens: int) -> float:
-        """When the last of the `tokens` of an iteration that ends at `end_s` reaches its client."""
-        self._free_s = max(self._free_s, end_s) + tokens * self._overhead.serving_token_out_s
-        return self._free_s
-
-    def deliver_many(self, end_s: Floats, tokens: int) -> Floats:
-        """`deliver` of consecutive iterations with `tokens` each, [iterations]."""
-        if not len(end_s):
-            return end_s
-        needed_s = tokens * self._overhead.serving_token_out_s * np.arange(len(end_s) + 1)
-        # The process is free at the latest, over all iterations so far, of its start and the work since then.
-        begun_s = np.maximum(np.maximum.accumulate(end_s - needed_s[:-1]), self._free_s)
-        delivered_s: Floats = begun_s + needed_s[1:]
-        self._free_s = float(delivered_s[-1])
-        return delivered_s
-
-
-class PrefillFirst(GuaranteedNoEvict):
-    """GUARANTEED_NO_EVICT in which generation waits while a prompt can run, as in SGLang without mixed chunks."""
-
-    is_steady = False
-
-    def schedule(self, active: ActiveRequests, kv_cache: KvCache) -> CapacityDecision:
-        decision = super().schedule(active, kv_cache)
-        if decision.admitted:
-            decision.held = list(active.generation)
-        return decision

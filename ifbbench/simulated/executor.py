@@ -2,16 +2,18 @@
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
+from ifbbench.engine.arrays import NO_ROWS
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, Positions, StepOutputs
 from ifbbench.engine.interfaces import IterationWork, PredictedTimes
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.lora_cost import LoraCost
-from ifbbench.simulated.step_work import StepWork, draft_passes
+from ifbbench.simulated.step_work import StepWork, WorkDone, draft_passes, mtp_passes, parts_of
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -32,33 +34,62 @@ class SimulatedExecutor:
         windows: Sequence[tuple[int | None, float]] = ((None, 1.0),),
         lora: LoraCost | None = None,
         draft_model: CostModel | None = None,
+        draft_mtp: int = 0,
+        hides_host: bool = False,
     ) -> None:
-        """windows: see `StepWork.of_windows`. lora: the time of adapters. draft_model: of draft tokens."""
+        """windows: see `StepWork.of_windows`. lora: the time of adapters. draft_model: of draft tokens. draft_mtp: the
+        number of these in a step if `draft_model` is a layer for multi-token prediction, else 0. hides_host: whether
+        the host prepares an iteration with draft tokens while the one before runs, although its schedule depends on how
+        many of them are accepted: an engine fills that in on the device."""
         self._lora = lora
         self.cost_model = cost_model
         self.windows = tuple(windows)
         self._clock = clock
-        self._draft_model = draft_model
+        self.draft_model, self._draft_mtp, self._hides_host = draft_model, draft_mtp, hides_host
+        self._parts = cost_model.shard.attention_dp_size
+        # The work of the model and of the draft model, which their energy depends on.
+        self.done, self.draft_done = WorkDone(), WorkDone()
         self._free_ns = [0] * cost_model.shard.pp_size  # when each stage is free
         # The iteration of each batch, its end, and the draft model's time in it.
         self._in_flight: deque[tuple[int, int, int]] = deque()
+        self._device_ns = 0  # of the batch before
 
     def submit(self, batch: Batch) -> None:
         """Start one batch."""
-        requests = len(batch.context) + len(batch.slots)
-        work = StepWork.of_windows(batch, self.windows)
-        self._clock.advance(self.cost_model.host_ns(requests, work.context_tokens))
+        if self._parts == 1:
+            requests, work = len(batch.context) + len(batch.slots), StepWork.of_windows(batch, self.windows)
+        else:
+            parts = list(parts_of(batch, self._parts))
+            requests = max([len(part.context) + len(part.slots) for part in parts])
+            work = self.cost_model.of_largest([StepWork.of_windows(part, self.windows) for part in parts])
+        host_ns = self.cost_model.host_ns(requests, work.context_tokens)
+        if self._hides_host:
+            host_ns = max(0, host_ns - self._device_ns)
+        self._clock.advance(host_ns)
+        self.done.add(work)
         stages_ns, draft_ns = self.cost_model.stages_ns(work), 0
         if batch.adapters is not None and self._lora is not None:
             more_ns = self._lora.batch_ns(batch, batch.adapters, sum(stages_ns)) - sum(stages_ns)
             stages_ns = [stage_ns + more_ns // len(stages_ns) for stage_ns in stages_ns]
-        if self._draft_model is not None:  # with one stage
-            draft_ns = sum(map(self._draft_model.device_ns, draft_passes(batch)))
+        if self.draft_model is not None:  # with one stage
+            draft_ns = self._draft_ns(self.draft_model, batch)
             stages_ns = [stages_ns[0] + draft_ns]
+        self._device_ns = stages_ns[0]
         finish_ns = self._clock.now_ns
         for stage, stage_ns in enumerate(stages_ns):
             self._free_ns[stage] = finish_ns = max(finish_ns, self._free_ns[stage]) + stage_ns
         self._in_flight.append((batch.iteration, finish_ns, draft_ns))
+
+    def _draft_ns(self, draft_model: CostModel, batch: Batch) -> int:
+        """Nanoseconds in which draft tokens are proposed."""
+        if self._draft_mtp:
+            of_parts = [list(mtp_passes(part, self._draft_mtp)) for part in parts_of(batch, self._parts)]
+            passes = [draft_model.of_largest(list(works)) for works in zip_longest(*of_parts, fillvalue=StepWork())]
+        else:
+            passes = list(draft_passes(batch))
+        for one in passes:
+            self.draft_done.add(one)
+        return sum(map(draft_model.device_ns, passes))
 
     def run(
         self,
@@ -84,7 +115,7 @@ class SimulatedExecutor:
         stages, before, one_more = len(free_ns), first - num_in_flight, max_in_flight - 1
         index = turn = 0
         for iteration in range(first, first + steps):
-            host_ns, device_ns, outputs, is_empty = times[turn]
+            host_ns, device_ns, outputs, is_empty, _, _ = times[turn]
             if index == len(device_ns):
                 break
             start_ns.append(now_ns)
@@ -110,15 +141,30 @@ class SimulatedExecutor:
             if turn == num_turns:
                 turn, index = 0, index + 1
         self._clock.wait_until_ns(now_ns)
+        for turn, (_, _, outputs, is_empty, keys, works) in enumerate(times):
+            count = (len(start_ns) - turn + num_turns - 1) // num_turns
+            if count <= 0 or is_empty:
+                continue
+            for work in works[:count]:
+                self.done.add(work)
+            if not works:
+                self.done.add_iterations(outputs, outputs, count)
+                self.done.generation_kv_tokens += sum(keys[:count])
         return PredictedTimes(start_ns, submit_ns, collect_ns)
 
-    def _step_times(self, work: IterationWork, steps: int, within_ns: int | None) -> tuple[int, list[int], int, bool]:
+    def _step_times(
+        self, work: IterationWork, steps: int, within_ns: int | None
+    ) -> tuple[int, list[int], int, bool, Sequence[int], list[StepWork]]:
         """The host's time in each of the next `steps` iterations with `work`, the device's, [steps], how many rows have
-        outputs, and whether there is nothing to run; times in nanoseconds. within_ns: iterations that start later than
-        that, from now on, may be left out."""
+        outputs, and whether there is nothing to run; times in nanoseconds. Then the keys that each reads, if all are in
+        generation, else the work of each. within_ns: iterations that start later than that, from now on, may be left
+        out."""
         context, positions, adapters = work
+        means = list[StepWork]()
         if not (context or positions.count):
-            return 0, [0] * steps, 0, True
+            return 0, [0] * steps, 0, True, (), means
+        if self._parts > 1:
+            return self._step_times_of_parts(work, steps, within_ns)
         requests, keys = positions.count + len(positions.idle), self._generation_keys(positions, steps)
         count = requests * positions.beam_width
         chunks = [(chunk.start, chunk.length, chunk.is_last) for chunk in context]
@@ -139,13 +185,74 @@ class SimulatedExecutor:
                     (StepWork.of_sums(chunks, count, of_window[step], window), share)
                     for of_window, (window, share) in zip(keys, self.windows, strict=True)
                 ]
-                device_ns.append(self.cost_model.device_ns(StepWork.mean(works)))
+                means.append(StepWork.mean(works))
+                device_ns.append(self.cost_model.device_ns(means[-1]))
                 passed_ns += host_ns + device_ns[-1]
                 chunks = [(start + length, length, is_last) for start, length, is_last in chunks]
         if adapters is not None and self._lora is not None:
             lengths = [chunk.length for chunk in context]
             device_ns = self._lora.repeated_ns(adapters, context, lengths, np.array(device_ns)).tolist()
-        return host_ns, device_ns, outputs, False
+        return host_ns, device_ns, outputs, False, keys[0], means
+
+    def _step_times_of_parts(
+        self, work: IterationWork, steps: int, within_ns: int | None
+    ) -> tuple[int, list[int], int, bool, Sequence[int], list[StepWork]]:
+        """`_step_times` where parts of the devices have requests of their own."""
+        cost, parts, positions = self.cost_model, self._parts, work.positions
+        cached = positions.of_each() if positions.count else NO_ROWS
+        of_part = positions.slots % parts
+        counts = np.bincount(of_part, minlength=parts)
+        context = [
+            [(chunk.start, chunk.length, chunk.is_last) for chunk in work.context if chunk.request.slot % parts == part]
+            for part in range(parts)
+        ]
+        host_ns = max(
+            cost.host_ns(int(count) + len(chunks), sum([length for _, length, _ in chunks]))
+            for count, chunks in zip(counts, context, strict=True)
+        )
+        # [windows, steps, parts]
+        keys = [
+            np.stack(
+                [
+                    np.bincount(
+                        of_part,
+                        weights=cached + step if window is None else np.minimum(cached + step, window),
+                        minlength=parts,
+                    )
+                    for step in range(1, steps + 1)
+                ]
+            )
+            if window is not None
+            else np.bincount(of_part, weights=cached, minlength=parts) + counts * np.arange(1, steps + 1)[:, None]
+            for window, _ in self.windows
+        ]
+        outputs = max(
+            int(count) + sum([last for *_, last in chunks]) for count, chunks in zip(counts, context, strict=True)
+        )
+        if not work.context and len(keys) == 1:
+            if within_ns is not None and steps > 1:
+                shortest_ns = host_ns + cost.generation_ns(int(counts.max()), [int(keys[0][0].max())])[0]
+                steps = min(steps, max(within_ns, 0) // max(shortest_ns, 1) + 1)
+            largest: list[int] = keys[0][:steps].max(axis=1).astype(np.int64).tolist()
+            return host_ns, cost.generation_ns(int(counts.max()), largest), outputs, False, largest, []
+        device_ns, passed_ns, largest_works = list[int](), 0, list[StepWork]()
+        for step in range(steps):
+            if within_ns is not None and passed_ns > within_ns:
+                break
+            works = [
+                StepWork.mean(
+                    [
+                        (StepWork.of_sums(chunks, int(counts[part]), int(of_window[step, part]), window), share)
+                        for of_window, (window, share) in zip(keys, self.windows, strict=True)
+                    ]
+                )
+                for part, chunks in enumerate(context)
+            ]
+            largest_works.append(cost.of_largest(works))
+            device_ns.append(cost.device_ns(largest_works[-1]))
+            passed_ns += host_ns + device_ns[-1]
+            context = [[(start + length, length, last) for start, length, last in chunks] for chunks in context]
+        return host_ns, device_ns, outputs, False, (), largest_works
 
     def _generation_keys(self, positions: Positions, steps: int) -> list[Sequence[int]]:
         """The keys that generation reads in each of the next `steps` iterations, for each window of the layers."""

@@ -4,23 +4,39 @@ The bands are in expected_errors.json, which `python -m benchmarks.serving FILE 
 """
 
 import json
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ifbbench.settings.config import ENGINES, TRTLLM
 
 BANDS = Path(__file__).parent / "expected_errors.json"
 # Upper limits of the number of requests at a time that a band is for; None for all above the last.
 LOADS = (8, 32, 128, None)
 NO_ENGINE = "none"
+# In COVERAGE of the pairs of measurements that differ in the degree of tensor parallelism only, the ratio of the two is
+# predicted with at most this error (docs/measured/simulation-accuracy.md, "Ratios").
+COVERAGE = 0.8
+DIFFERENCE_ERRORS = {"ttft_s": 0.33, "itl_s": 0.07, "output_throughput_tokens_per_s": 0.08}
+# Figures without measurements of their own, with one whose error they share.
+ITL, THROUGHPUT = "itl_s", "output_throughput_tokens_per_s"
+ERROR_OF = {
+    "tpot_s": ITL,
+    "cost_per_million_output_tokens": THROUGHPUT,
+    "max_rate_requests_per_s": THROUGHPUT,
+    "goodput_requests_per_s": THROUGHPUT,
+}
 
 
 class Compared(NamedTuple):
     """What decides which measurements a run can be compared with.
 
-    engine: name of its engine overhead, NO_ENGINE without one. hardware: name of its profile. model: name of its
-    shape."""
+    engine: name of its engine overhead, NO_ENGINE without one. scheduler: its --engine. hardware: name of its profile.
+    model: name of its shape."""
 
     engine: str
+    scheduler: str
     hardware: str
     model: str
     dtype: str
@@ -43,6 +59,10 @@ def expected_error(run: Compared, requests: int) -> dict[str, Any]:
     found = (one for one in known["setups"] if (one["engine"], one["hardware"]) == (run.engine, run.hardware))
     setup = next(found, None)
     who = "no engine overhead" if run.engine == NO_ENGINE else run.engine
+    # Rows of an engine whose scheduler is built in are replayed by it.
+    scheduler = run.engine if run.engine in ENGINES else TRTLLM
+    if run.scheduler != scheduler:
+        return _never(f"no measurement with {who} and --engine {run.scheduler}, only {scheduler}")
     if setup is None:
         return _never(f"no measurement of {run.hardware} with {who}")
     for name in ("models", "dtypes", "tp_sizes", "pp_sizes"):
@@ -59,6 +79,18 @@ def expected_error(run: Compared, requests: int) -> dict[str, Any]:
         "load": "any" if part is setup["all_loads"] else load_in_words(load),
         **part["bands"],
     }
+
+
+def difference_errors(expected: Mapping[str, Any], paths: Iterable[str]) -> dict[str, float]:
+    """The share by which a predicted ratio of two settings of one device may be wrong, for each of `paths` into
+    summary.json that `expected`, the `expected_error` of a run, has. It is smaller than the error of each of the two
+    predictions, which have most of it in common."""
+    found = {}
+    for path in paths:
+        figure = ERROR_OF.get(latency := path.partition(".")[0], latency)
+        if figure in expected and figure in DIFFERENCE_ERRORS:
+            found[path] = DIFFERENCE_ERRORS[figure]
+    return found
 
 
 def load_in_words(load: int | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
@@ -16,9 +16,16 @@ from ifbbench.settings.fields import choice, did_you_mean, located, number, tabl
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
 SUFFIX = ".toml"
+# Matrix products of 4 bits in floating point, in `peak_flops`.
+FP4 = "fp4"
 # Bytes per second in each direction of 16 lanes; of profiles that do not say.
 PCIE_4 = 3.2e10
-OPTIONAL = ("host_link_bandwidth", "price_per_hour")
+# A profile that does not say is of a server of 8, with one 400 Gb/s port (InfiniBand NDR) for each GPU; a small message
+# takes so long through a switch and the adapters of both servers.
+LINK_DOMAIN = 8
+NETWORK_BANDWIDTH = 5e10
+NETWORK_LATENCY_S = 1e-5
+OPTIONAL = ("host_link_bandwidth", "price_per_hour", "link_domain", "network_bandwidth", "network_latency_s")
 MAY_BE_ZERO = (
     "host_iteration_s",
     "host_request_s",
@@ -28,6 +35,7 @@ MAY_BE_ZERO = (
     "kernel_s",
     "launch_s",
     "context_s",
+    "all_to_all_s",
 )
 # Comments in the files that write_profile writes, by key and by table.
 UNITS = {
@@ -36,6 +44,9 @@ UNITS = {
     "cache_bytes": "bytes",
     "link_bandwidth": "bytes/s in each direction",
     "host_link_bandwidth": "bytes/s from host memory to the device",
+    "link_domain": "devices that these links connect",
+    "network_bandwidth": "bytes/s of a device in each direction to devices of other domains",
+    "network_latency_s": "seconds of the smallest message there",
     "price_per_hour": "USD for one GPU, rented on demand",
     "host_iteration_s": "seconds of the host for each iteration",
     "host_request_s": "the same for each request in it",
@@ -43,6 +54,7 @@ UNITS = {
 TITLES = {
     "peak_flops": "FLOP/s",
     "constants": "shares of these peaks, and seconds (*_s)",
+    "watts": "of one GPU: idle, what all of memory_bandwidth and of peak_flops add, and the limit",
     "calibration": "what was measured, and errors as shares of the measured time",
 }
 
@@ -52,13 +64,17 @@ class Constants:
     """What kernels reach on an architecture: shares of the data sheet's figures (0 to 1), and fixed times in seconds.
 
     matmul, matmul_fp8: of peak FLOP/s, in large matrix products of 16 (or 32) bits and of 8.
+    matmul_fp8_block, matmul_fp4: the same of 8 bits with a scale for each block, and of 4 bits in floating point.
+    experts: of what large matrix products reach, in the grouped ones of experts.
     context_attention: of peak 16-bit FLOP/s, in context attention.
+    latent_attention: of peak FLOP/s, in generation with latent attention in its absorbed form.
     memory: of memory bandwidth, for weights and activations.
     generation_attention: of memory bandwidth, for the keys and values that generation reads.
     network: of interconnect bandwidth, in large all-reduces.
     all_reduce_s: time of the smallest all-reduce of a ring, for each doubling of the number of GPUs.
     one_shot: of interconnect bandwidth, in all-reduces in which each GPU reads the whole message of all others.
     one_shot_s, one_shot_gpu_s: time of the smallest such all-reduce, and what each GPU adds to it.
+    all_to_all: of link bandwidth, in the exchange of tokens between experts. all_to_all_s: time of the smallest one.
     kernel_s: time on the device from the end of one kernel to the full speed of the next.
     launch_s: time of the host to launch one kernel without a CUDA graph.
     context_s: time that an iteration with context takes besides its operations.
@@ -66,7 +82,11 @@ class Constants:
 
     matmul: float
     matmul_fp8: float
+    matmul_fp8_block: float
+    matmul_fp4: float
+    experts: float
     context_attention: float
+    latent_attention: float
     memory: float
     generation_attention: float
     network: float
@@ -74,12 +94,41 @@ class Constants:
     one_shot: float
     one_shot_s: float
     one_shot_gpu_s: float
+    all_to_all: float
+    all_to_all_s: float
     kernel_s: float
     launch_s: float
     context_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Watts:
+    """The power of one GPU by its use, in watts.
+
+    It is `idle`, and more in proportion to the shares of the data sheet's memory bandwidth (`memory`, at all of it) and
+    FLOP/s (`compute`, at the peak of the data type) that it reaches, but at most `limit`."""
+
+    idle: float
+    memory: float
+    compute: float
+    limit: float
+
+
+WATTS = tuple(field.name for field in dataclasses.fields(Watts))
 CONSTANTS = tuple(field.name for field in dataclasses.fields(Constants))
+
+
+class Links(NamedTuple):
+    """What connects the devices that share a model.
+
+    per_node: devices in one node. within, between: bytes per second in each direction, from each device to others in
+    its node, and to those of other nodes. between_s: further seconds of a message to another node.
+    """
+
+    per_node: int
+    within: float
+    between: float
+    between_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +138,9 @@ class HardwareProfile:
     title: the vendor's name of it. architecture: names the file that the constants come from.
     peak_flops: FLOP/s by data type, dense (without sparsity). memory_bytes: as CUDA reports it.
     memory_bandwidth: bytes per second. cache_bytes: of the last-level cache. link_bandwidth: bytes per second in each
-    direction to the other devices of a server. host_iteration_s, host_request_s: seconds of the host to schedule an
+    direction to the other devices of a domain, which has `link_domain` of them: a server, or a rack. network_bandwidth,
+    network_latency_s: bytes per second of a device in each direction to devices of other domains, and seconds of the
+    smallest message. watts: None if unknown. host_iteration_s, host_request_s: seconds of the host to schedule an
     iteration, and for each request in it. calibration: how well a calibrated profile fits; empty for others.
     price_per_hour: USD for one GPU, rented on demand; None if unknown.
     host_prompt_token_s: the same for each token of context chunks; see EngineOverhead. host_link_bandwidth: bytes per
@@ -111,6 +162,10 @@ class HardwareProfile:
     host_prompt_token_s: float = 0.0
     host_link_bandwidth: float = PCIE_4
     price_per_hour: float | None = None
+    link_domain: int = LINK_DOMAIN
+    network_bandwidth: float = NETWORK_BANDWIDTH
+    network_latency_s: float = NETWORK_LATENCY_S
+    watts: Watts | None = None
 
     @property
     def is_cpu(self) -> bool:
@@ -118,19 +173,46 @@ class HardwareProfile:
 
     def check_dtype(self, dtype: str) -> None:
         """InputError if the hardware has no matrix products for weights in `dtype`."""
-        # Weights of 4 bits are multiplied in 16, and so is the output layer beside weights of 8.
-        needed = {"int4": ["bf16"], "fp8": ["fp8", "bf16"]}.get(dtype, [dtype])
-        if any(name not in self.peak_flops for name in needed):
-            others = [*self.peak_flops, *(["int4"] if "bf16" in self.peak_flops else [])]
+        # Beside weights of fewer bits the output layer is multiplied in 16.
+        needed = {self.product_dtype(dtype)} | ({"bf16"} if dtype not in ("float32", "fp16") else set())
+        if not needed <= self.peak_flops.keys():
+            others = [name for name in self.peak_flops if name != FP4]
+            others += ["int4"] if "bf16" in self.peak_flops else []
             raise InputError(
                 f"--dtype: {self.title} has no matrix products in {dtype}; choose one of {', '.join(others)} (int4: "
                 "weights only), or another --device."
             )
 
+    def product_dtype(self, dtype: str) -> str:
+        """The data type that products with weights in `dtype` are multiplied in. Without products of 4 bits these are
+        converted to 16; with them MXFP4 is multiplied by activations of 8 bits."""
+        match dtype:
+            case "fp8_block":
+                return "fp8"
+            case "int4":
+                return "bf16"
+            case "nvfp4":
+                return FP4 if FP4 in self.peak_flops else "bf16"
+            case "mxfp4":
+                return "fp8" if FP4 in self.peak_flops else "bf16"
+            case _:
+                return dtype
+
     def matmul_flops_per_s(self, dtype: str) -> float:
-        """FLOP/s that large matrix products with inputs in `dtype` reach."""
+        """FLOP/s that large matrix products with weights in `dtype` reach."""
         self.check_dtype(dtype)
-        return self.peak_flops[dtype] * (self.constants.matmul_fp8 if dtype == "fp8" else self.constants.matmul)
+        share, product = self.constants.matmul, self.product_dtype(dtype)
+        if product == FP4:
+            share = self.constants.matmul_fp4
+        elif product == "fp8":
+            share = self.constants.matmul_fp8_block if dtype == "fp8_block" else self.constants.matmul_fp8
+        return self.peak_flops[product] * share
+
+    def links(self, devices: int) -> Links:
+        """The network among so many devices that share a model."""
+        return Links(
+            min(self.link_domain, devices), self.link_bandwidth, self.network_bandwidth, self.network_latency_s
+        )
 
 
 def hardware_names() -> list[str]:
@@ -166,6 +248,7 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
             ("memory_bytes", "memory_bandwidth", "cache_bytes", "link_bandwidth", "host_iteration_s", "host_request_s"),
         )
         figures |= _numbers(values, [name for name in OPTIONAL if name in values])
+        watts = table(values.get("watts", {}), "watts", WATTS)
         return HardwareProfile(
             name=path.stem,
             title=text(values.get("title"), "title"),
@@ -173,8 +256,10 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
             peak_flops=_numbers(peak_flops, peak_flops, "peak_flops."),
             memory_bytes=int(figures.pop("memory_bytes")),
             cache_bytes=int(figures.pop("cache_bytes")),
+            link_domain=int(figures.pop("link_domain", LINK_DOMAIN)),
             constants=Constants(**constants),
             calibration=table(values.get("calibration", {}), "calibration"),
+            watts=Watts(**_numbers(watts, WATTS, "watts.")) if watts else None,
             **figures,
         )
 

@@ -11,7 +11,7 @@ from ifbbench.simulated.step_work import StepWork
 
 ROUNDING_NS = 0.5
 ALL_REDUCES = "all-reduces"
-MLP_PRODUCTS = ("gate and up product", "down product")
+EXPERT_PRODUCTS = ("expert gate and up product", "expert down product")
 
 
 class LeastTime:
@@ -27,38 +27,47 @@ class LeastTime:
 
     def __init__(self, cost_model: CostModel) -> None:
         self._cost_model = cost_model
-        self._times: dict[int, float] = {}
+        self._times: dict[int, tuple[float, float]] = {}
+        self._known: dict[tuple[int, int, int], float] = {}
 
     @cached_property
     def _falling(self) -> frozenset[str]:
         """Operations whose time a token never grows with the number of tokens."""
-        return frozenset((ALL_REDUCES, *(MLP_PRODUCTS if self._cost_model.shard.model.num_experts else ())))
+        return frozenset((ALL_REDUCES, *EXPERT_PRODUCTS))
 
     def least_ns(self, work: StepWork, min_iterations: int) -> float:
         """Nanoseconds of all iterations that do `work` together, if at least so many have outputs."""
-        model, tokens, outputs = self._cost_model, work.num_tokens, work.outputs
-
-        def of_tokens(iterations: int) -> float:
-            return iterations * (_interpolated(self._convex_ns, tokens / iterations) - ROUNDING_NS)
-
-        # The first number of iterations from which one more costs more. Each has a token at least.
-        range_of = range(min_iterations, max(min_iterations, work.num_tokens))
-        best = bisect_left(range_of, 0.0, key=lambda number: of_tokens(number + 1) - of_tokens(number))
-        least = of_tokens(min_iterations + best)
-        falling = (one for one in model.of_tokens(tokens) if one.name in self._falling)
-        least += NANOSECONDS * sum(operation.seconds for operation in falling)
-        if outputs:
-            least += min_iterations * _interpolated(self._outputs_ns, outputs / min_iterations)
-        attention = model.operations(work._replace(outputs=0))
-        least += NANOSECONDS * sum(one.seconds for one in attention if one.name.endswith(" attention"))
+        model, key = self._cost_model, (work.num_tokens, work.outputs, min_iterations)
+        if key not in self._known:  # many requests have the same lengths, and only attention depends on more
+            self._known[key] = self._least_without_attention(*key)
+        least = self._known[key]
+        least += NANOSECONDS * sum(one.seconds for one in model.of_attention(work))
         if work.context_tokens:
             least += model.hardware.constants.context_s * NANOSECONDS
         return max(least, 0.0)
 
+    def _least_without_attention(self, tokens: int, outputs: int, min_iterations: int) -> float:
+        def of_tokens(iterations: int) -> float:
+            return iterations * (_interpolated(self._convex_ns, tokens / iterations) - ROUNDING_NS)
+
+        # The first number of iterations from which one more costs more. Each has a token at least.
+        range_of = range(min_iterations, max(min_iterations, tokens))
+        best = bisect_left(range_of, 0.0, key=lambda number: of_tokens(number + 1) - of_tokens(number))
+        least = of_tokens(min_iterations + best) + self._times_ns(tokens)[1]
+        if outputs:
+            least += min_iterations * _interpolated(self._outputs_ns, outputs / min_iterations)
+        return least
+
     def _convex_ns(self, tokens: int) -> float:
+        return self._times_ns(tokens)[0]
+
+    def _times_ns(self, tokens: int) -> tuple[float, float]:
+        """Times of the operations on all tokens: of those that are convex, and of those whose time a token falls."""
         if tokens not in self._times:
-            convex = (one for one in self._cost_model.of_tokens(tokens) if one.name not in self._falling)
-            self._times[tokens] = NANOSECONDS * sum(operation.seconds for operation in convex)
+            operations = self._cost_model.of_tokens(tokens)
+            falling = NANOSECONDS * sum(one.seconds for one in operations if one.name in self._falling)
+            convex = NANOSECONDS * sum(one.seconds for one in operations if one.name not in self._falling)
+            self._times[tokens] = convex, falling
         return self._times[tokens]
 
     def _outputs_ns(self, outputs: int) -> float:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.engine.batch import Batch
+from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftInputs
+from ifbbench.models.layers import Mlp
 from ifbbench.simulated.shard import Shard
 
 
@@ -126,6 +128,64 @@ class StepWork(NamedTuple):
         )
 
 
+class WorkDone:
+    """The work of all iterations of a run so far, in the sums that its energy depends on.
+
+    iterations_by_tokens, iterations_by_outputs: how many iterations had so many tokens, and rows with logits. The
+    others: see StepWork."""
+
+    def __init__(self) -> None:
+        self.iterations_by_tokens: dict[int, int] = {}
+        self.iterations_by_outputs: dict[int, int] = {}
+        self.attention_pairs = self.context_kv_tokens = self.generation_kv_tokens = 0
+
+    def add(self, work: StepWork) -> None:
+        """Take in one iteration."""
+        self.add_iterations(work.context_tokens + work.generation_tokens, work.outputs, 1)
+        self.attention_pairs += work.attention_pairs
+        self.context_kv_tokens += work.context_kv_tokens
+        self.generation_kv_tokens += work.generation_kv_tokens
+
+    def add_iterations(self, tokens: int, outputs: int, count: int) -> None:
+        """Take in `count` iterations but for their attention."""
+        self.iterations_by_tokens[tokens] = self.iterations_by_tokens.get(tokens, 0) + count
+        self.iterations_by_outputs[outputs] = self.iterations_by_outputs.get(outputs, 0) + count
+
+
+def parts_of(batch: Batch, num_parts: int) -> Iterator[Batch]:
+    """The requests of `batch` in each part of the devices that has requests of its own: those whose slot, divided by
+    the number of parts, leaves the part's number."""
+    if num_parts == 1:
+        yield batch
+        return
+    of_slot = batch.slots % num_parts
+    drafts = None if batch.drafts is None else batch.drafts.counts[len(batch.drafts.counts) - len(batch.slots) :]
+    for part in range(num_parts):
+        rows = np.flatnonzero(of_slot == part)
+        of_part = None
+        if drafts is not None:
+            counts = drafts[rows]
+            of_part = DraftInputs(counts, np.full(int(counts.sum()), UNKNOWN_TOKEN, np.int32))
+        yield batch._replace(
+            context=tuple([chunk for chunk in batch.context if chunk.request.slot % num_parts == part]),
+            slots=batch.slots[rows],
+            positions=batch.positions[rows],
+            drafts=of_part,
+        )
+
+
+def mtp_passes(batch: Batch, draft_len: int) -> Iterator[StepWork]:
+    """The work of a layer for multi-token prediction beside `batch`, pass by pass: prompts, and the tokens that each
+    generation request had verified, which is always a full step; then one draft token of each request after the
+    other."""
+    requests = len(batch.slots)
+    first = StepWork.of_batch(batch._replace(drafts=None))
+    yield first._replace(generation_tokens=(draft_len + 1) * requests, outputs=first.outputs)
+    keys = int(np.add.reduce(batch.positions, dtype=np.int64))
+    for step in range(1, draft_len if requests else 1):
+        yield StepWork(generation_tokens=requests, generation_kv_tokens=keys + requests * (step + 1), outputs=requests)
+
+
 def draft_passes(batch: Batch) -> Iterator[StepWork]:
     """The work of a draft model before `batch`, pass by pass: prompts and the two newest tokens of each generation
     request, then one draft after the other of the requests that have so many."""
@@ -168,12 +228,26 @@ def least_work(shard: Shard, work: StepWork) -> LeastWork:
     """
     if not work.num_tokens:
         return LeastWork(0.0, 0.0)
-    layers, outside_mlps = shard.model.num_layers, shard.attention_weights + shard.router_weights
-    used = layers * (outside_mlps + shard.mlps_per_token * shard.mlp_weights)
-    weights = layers * (outside_mlps + shard.experts_read(work.num_tokens) * shard.mlp_weights)
-    output_layer = shard.model.hidden_size * shard.vocab_size
+    model, per_pair = shard.model, 4.0 * shard.query_size
+    if model.latent is not None:
+        per_pair = 2.0 * shard.heads * (model.latent.nope + model.latent.rope + model.latent.value)
+    weights = used = 0.0
+    for kind, count in model.kinds.items():
+        mixer = shard.mixer_weights(kind.mixer)
+        used += count * mixer
+        weights += count * mixer * shard.weight_bytes_of(kind.mixer)
+        if kind.mlp is Mlp.DENSE:
+            used += count * shard.mlp_weights
+            weights += count * shard.mlp_weights * shard.weight_bytes_of(kind.mlp)
+        elif kind.mlp is Mlp.EXPERTS:
+            others = shard.shared_expert_weights + shard.router_weights
+            used += count * (others + model.experts_per_token / shard.ep_size * shard.expert_weights)
+            read = shard.experts.hit(work.num_tokens) if shard.ep_size == 1 else 0.0
+            weights += count * (others + read * shard.expert_weights) * shard.weight_bytes_of(kind.mlp)
+    output_layer = model.hidden_size * shard.vocab_size
+    attention_layers = len(model.attention_layers)
     pairs = work.attention_pairs + work.generation_kv_tokens
-    flops = 2.0 * (work.num_tokens * used + work.outputs * output_layer) + 4.0 * layers * shard.query_size * pairs
+    flops = 2.0 * (work.num_tokens * used + work.outputs * output_layer) + attention_layers * per_pair * pairs
     keys = work.context_kv_tokens + work.generation_kv_tokens + work.num_tokens
-    moved = weights * shard.weight_bytes + keys * layers * shard.kv_bytes_per_token_and_layer
+    moved = weights + keys * attention_layers * shard.kv_bytes_per_token_and_layer
     return LeastWork(flops, moved + (output_layer * shard.compute_bytes if work.outputs else 0.0))

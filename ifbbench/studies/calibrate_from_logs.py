@@ -29,6 +29,7 @@ from ifbbench.studies.fit import (
     FitError,
     Observation,
     Point,
+    Predictor,
     constant,
     loop_errors,
     points_of,
@@ -69,23 +70,47 @@ def calibrate_from_logs(
     given: the settings that were given; those that logs name are taken from them. output: LOG.toml in the working
     directory if None. InputError for a log that cannot be read or used, and for logs that do not fit together.
     """
-    hardware = _base(given)
     output = output or Path(f"{paths[0].stem}{SUFFIX}")
     chart = chart_beside(output, overwrite)
-    logs, tests = read_logs(paths, given)
-    config = _config(given, logs, hardware)
-    result = _determined(logs, LoadTests(tests, config), config, hardware)
-    profile = replace(
-        result.profile,
-        name=output.stem,
-        title=f"{hardware.title}, as logged",
-        calibration=_provenance(config, logs, hardware, result),
-    )
+    fit = fit_logs(paths, given)
+    result, profile = fit.determined, replace(fit.profile, name=output.stem)
     found = Calibration(output, profile, result.observations, result.predicted_s)
     names_of_logs = ", ".join(path.name for path in paths)
     write_profile(profile, output, f"Fitted by `ifbbench calibrate --from` to {names_of_logs}.")
     write_chart(found, chart)
-    return LogCalibration(found, result, logs, _warnings(logs, result))
+    return LogCalibration(found, result, fit.logs, _warnings(fit.logs, result))
+
+
+@dataclass(frozen=True, slots=True)
+class LogFit:
+    """Logs, the settings that describe what was measured, what they determine, and the fitted profile."""
+
+    logs: Sequence[Log]
+    config: RunConfig
+    determined: Determined
+    profile: HardwareProfile
+
+    @property
+    def time_ratio(self) -> float:
+        """The time of all logged iterations over the predicted one. Constants fit the usual iteration, so that it is
+        above 1 where some were disturbed."""
+        points = _all_points(self.logs)
+        observations = [point.observation(has_host, self.config.tp_size) for point, has_host in points]
+        shard = Shard.of_config(load_model_config(self.config.model), self.config)
+        predicted_s = Predictor(observations, shard, self.config.overlap is not None)(self.profile)
+        logged_s = sum(sample.seconds for log in self.logs for sample, _ in log.samples)
+        return float(logged_s / predicted_s.dot([point.samples for point, _ in points]))
+
+
+def fit_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> LogFit:
+    """Fit the constants of the device in `given` to the logs at `paths`. Arguments and errors: as of
+    `calibrate_from_logs`."""
+    hardware = _base(given)
+    logs, tests = read_logs(paths, given)
+    config = _config(given, logs, hardware)
+    result = _determined(logs, LoadTests(tests, config), config, hardware)
+    title, about = f"{hardware.title}, as logged", _provenance(config, logs, hardware, result)
+    return LogFit(logs, config, result, replace(result.profile, title=title, calibration=about))
 
 
 def _determined(logs: Sequence[Log], load_tests: LoadTests, config: RunConfig, hardware: HardwareProfile) -> Determined:
@@ -176,18 +201,25 @@ def _config(given: Mapping[str, Any], logs: Sequence[Log], hardware: HardwarePro
 
 
 def _points(logs: Sequence[Log]) -> list[tuple[Point, bool]]:
-    """The iterations of all logs as points, and whether their seconds include the host's; not too many of each kind."""
+    """As `_all_points`; not too many of each kind."""
+    by_kind: defaultdict[tuple[bool, str], list[tuple[Point, bool]]] = defaultdict(list)
+    for point, has_host in _all_points(logs):
+        by_kind[has_host, point.kind].append((point, has_host))
     chosen = []
-    for has_host in (True, False):
-        points = points_of(sample for log in logs for sample, includes in log.samples if includes is has_host)
-        by_kind: defaultdict[str, list[Point]] = defaultdict(list)
-        for point in points:
-            by_kind[point.kind].append(point)
-        for of_kind in by_kind.values():
-            # In the order of a hash, so that a part of them is a fair one.
-            of_kind.sort(key=lambda point: hashlib.sha256(repr(point.work).encode()).digest())
-            chosen += [(point, has_host) for point in of_kind[:MAX_POINTS_OF_A_KIND]]
+    for of_kind in by_kind.values():
+        # In the order of a hash, so that a part of them is a fair one.
+        of_kind.sort(key=lambda one: hashlib.sha256(repr(one[0].work).encode()).digest())
+        chosen += of_kind[:MAX_POINTS_OF_A_KIND]
     return chosen
+
+
+def _all_points(logs: Sequence[Log]) -> list[tuple[Point, bool]]:
+    """The iterations of all logs as points, and whether their seconds include the host's."""
+    return [
+        (point, has_host)
+        for has_host in (True, False)
+        for point in points_of(sample for log in logs for sample, includes in log.samples if includes is has_host)
+    ]
 
 
 def _names(shard: Shard, hardware: HardwareProfile, observed: Sequence[Observation], has_loops: bool) -> list[str]:

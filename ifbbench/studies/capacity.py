@@ -1,6 +1,8 @@
 """`ifbbench capacity`: the KV cache that fits beside a model, and how many requests run in it at once."""
 
+import dataclasses
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,13 +19,13 @@ from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.sizing import CacheLayout, WindowLayout, max_attention_window
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
-from ifbbench.schedulers.tensorrt_llm.admission import AdmissionLimits
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.settings.config import MAX_BATCH, RunConfig
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
 from ifbbench.simulated.hardware import load_hardware
-from ifbbench.simulated.shard import Shard, kv_memory_bytes
+from ifbbench.simulated.shard import Shard, as_states_allow, kv_memory_bytes, requests_of_part
 from ifbbench.torch import host
 from ifbbench.workload.trace import TraceRequest
 
@@ -82,7 +84,8 @@ class Pool:
 
     layout: the cache of a run, with no more blocks than a full batch can fill. windows: the same attention windows with
     the blocks that memory has room for. layer_bytes: of one token in one layer. weight_bytes: weights on each device.
-    budget_bytes: memory that the cache may take; None if the settings alone decide its size.
+    budget_bytes: memory that the cache may take; None if the settings alone decide its size. state_bytes: of recurrent
+    layers of a full batch, on each device.
     """
 
     layout: CacheLayout
@@ -90,14 +93,22 @@ class Pool:
     layer_bytes: int
     weight_bytes: int
     budget_bytes: int | None = None
+    state_bytes: float = 0.0
 
     @property
     def bytes_per_token(self) -> int:
         return sum(len(window.layers) for window in self.windows) * self.layer_bytes
 
     @property
+    def pools(self) -> Sequence[WindowLayout]:
+        """A window of each pool of blocks; the largest where all windows share one."""
+        if self.layout.shares_blocks:
+            return [max(self.windows, key=lambda window: len(window.layers))]
+        return self.windows
+
+    @property
     def kv_bytes(self) -> int:
-        return sum(self.bytes_per_block(window) * window.num_blocks for window in self.windows)
+        return sum(self.bytes_per_block(window) * window.num_blocks for window in self.pools)
 
     def bytes_per_block(self, window: WindowLayout) -> int:
         return len(window.layers) * self.layer_bytes * window.attention_window.tokens_per_block
@@ -113,8 +124,9 @@ def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
     layout = room = cache_layout(config, model, budget)
     if budget is not None and config.max_tokens_in_paged_kvcache is None:
         room = cache_layout(config.with_values(max_batch_size=UNLIMITED_BATCH_SIZE), model, budget)
-    layer_bytes = model.kv_bytes_per_token(kv_value_bytes(config)) // model.num_layers
-    return Pool(layout, room.windows, layer_bytes, shard.parameter_bytes, budget)
+    layer_bytes = model.kv_values_per_layer * kv_value_bytes(config)
+    states = shard.state_bytes_per_request * requests_of_part(config)
+    return Pool(layout, room.windows, layer_bytes, shard.parameter_bytes, budget, states)
 
 
 def _kv_budget(config: RunConfig, model: ModelConfig, device: Device, shard: Shard) -> int | None:
@@ -124,15 +136,20 @@ def _kv_budget(config: RunConfig, model: ModelConfig, device: Device, shard: Sha
         return kv_memory_bytes(model, load_hardware(config.hardware), config)
     if device.free_bytes is None:
         return None
-    left = device.free_bytes - shard.parameter_bytes
+    states = round(shard.state_bytes_per_request * requests_of_part(config))
+    left = device.free_bytes - shard.parameter_bytes - states
     if left <= 0:
+        of_states = f", the states of --max_batch_size requests {memory_size(states)}" if states else ""
         on_each = " on each device" if config.tp_size * config.pp_size > 1 else ""
         raise InputError(
             f"the weights of model {config.model} take {memory_size(shard.parameter_bytes)} in {config.dtype}"
-            f"{on_each}, {device.name} has {memory_size(device.free_bytes)} free; choose a smaller --dtype or model, "
-            "or give more memory."
+            f"{on_each}{of_states}, {device.name} has {memory_size(device.free_bytes)} free; choose a smaller --dtype "
+            "or model, or give more memory."
         )
-    budget = int(config.kv_cache_free_gpu_mem_fraction * left)
+    if config.gpu_memory_utilization is not None:
+        budget = max(0, left - int((1 - config.gpu_memory_utilization) * device.free_bytes))
+    else:
+        budget = int(config.kv_cache_free_gpu_mem_fraction * left)
     return shard.kv_bytes_of_all_devices(budget if device.max_kv_bytes is None else min(budget, device.max_kv_bytes))
 
 
@@ -177,6 +194,21 @@ POLICY_CASES = (
 )
 
 
+def cases_of(limits: BatchingConfig) -> Sequence[PolicyCase]:
+    """The policies of the engine: one, if it is not TensorRT-LLM."""
+    if not limits.has_one_policy:
+        return POLICY_CASES
+
+    def blocks(request: TraceRequest, output_len: int) -> int:
+        ((needed, _),) = limits.blocks_to_completion(request.prompt_len, output_len, 1)
+        return needed
+
+    return (
+        PolicyCase(limits.engine, "start", lambda request, _: blocks(request, 0)),
+        PolicyCase(limits.engine, "end", lambda request, _: blocks(request, request.output_len - 1)),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """How many requests run at once in one case.
@@ -202,6 +234,8 @@ class Fit:
 
 def fit(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig, pools: Pools) -> Fit:
     """How many of `requests`, as the engine admits them, run at once."""
+    if limits.sglang is not None:  # its chunk size is of prefill batches: requests that decode have no limit of tokens
+        limits = dataclasses.replace(limits, max_num_tokens=None)
     means = [Fraction(sum(case.blocks(request, window) for request in requests), len(requests)) for window, _ in pools]
     by_limit = {
         Limit.BATCH_SIZE: limits.max_batch_size,
@@ -305,7 +339,7 @@ class Study:
     """The question and its answer.
 
     config: with resolved limits. requests: as admitted, those that the engine refuses (`refused`) left out. fits: one
-    for each of POLICY_CASES, empty without requests. contiguous: the same memory as a contiguous cache.
+    for each of the engine's policies, empty without requests. contiguous: the same memory as a contiguous cache.
     """
 
     config: RunConfig
@@ -323,6 +357,8 @@ class Study:
         """The fit under the policy and batching type of `config`; for MAX_UTILIZATION with all requests at full length,
         so that none is paused. None without requests, and for a policy that is not built in."""
         policy = "static_batch" if self.limits.batching_type is BatchingType.V1 else self.config.policy
+        if self.limits.has_one_policy:
+            policy = self.limits.engine
         known = [found for found in self.fits if found.case.policy == policy]
         return known[-1] if known else None
 
@@ -331,8 +367,13 @@ class Study:
         """Maximum tokens, prompt and output, of a request that has the cache to itself. The output is taken to be one
         block, because beams share only the prompt."""
         limits = self.limits
-        output_len = min(limits.tokens_per_block, limits.max_seq_len)
         longest = limits.max_seq_len
+        if limits.vllm is not None:
+            num_blocks = self.pool.windows[0].num_blocks
+            return bisect_right(
+                range(1, longest + 1), num_blocks, key=lambda length: limits.blocks_to_completion(length, 0, 1)[0][0]
+            )
+        output_len = min(limits.tokens_per_block, limits.max_seq_len)
         for window in self.pool.windows:
             attention_window = window.attention_window
             if window.num_blocks < attention_window.max_blocks_per_sequence * attention_window.max_beam_width:
@@ -369,13 +410,15 @@ def study(config: RunConfig, requests: Sequence[TraceRequest] = (), memory_bytes
     asked = config.max_seq_len or 0 if config.makes_no_tokens else 0
     max_beam_width = max((request.beam_width for request in requests), default=1)
     resolved = resolve_limits(config, max(model.max_position_embeddings, asked), device.is_cpu, max_beam_width)
+    if resolved.hardware is not None and memory_bytes is None:
+        resolved = as_states_allow(model, load_hardware(resolved.hardware), resolved)
     pool = make_pool(resolved, model, device)
     limits = batching_config(resolved, pool.layout, vocab_size=None)
     admitted, refusals = admit(requests, limits, OutputOptions(streaming=resolved.streaming))
     if refusals and not admitted:
         which = "this request" if len(refusals) == 1 else f"all {len(refusals):,} requests, the first"
         raise InputError(f"the engine refuses {which}: {refusals[0]}; shorten it, or raise the limit.")
-    pools = [(window.attention_window, window.num_blocks) for window in pool.windows]
+    pools = [(window.attention_window, window.num_blocks) for window in pool.pools]
     return Study(
         resolved,
         model,
@@ -385,7 +428,7 @@ def study(config: RunConfig, requests: Sequence[TraceRequest] = (), memory_bytes
         contiguous_fit(limits, pool.kv_bytes, pool.bytes_per_token),
         admitted,
         len(refusals),
-        tuple(fit(case, admitted, limits, pools) for case in POLICY_CASES if admitted),
+        tuple(fit(case, admitted, limits, pools) for case in cases_of(limits) if admitted),
     )
 
 

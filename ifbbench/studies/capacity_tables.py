@@ -7,11 +7,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.analysis.number_texts import NOTHING, count, significant
-from ifbbench.analysis.words import TENSORRT_LLM
+from ifbbench.analysis.words import TENSORRT_LLM, words_of
 from ifbbench.engine.plan import Limit
 from ifbbench.report import plain_table
+from ifbbench.settings.config import ENGINE_NAMES
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
+from ifbbench.settings.names import setting
+from ifbbench.settings.servers import SERVERS
 from ifbbench.studies.capacity import Fit, Study
 
 HINT = "Give --input-len and --output-len, or --trace, to see how many requests run at once."
@@ -38,19 +41,23 @@ def print_study(study: Study, console: Console) -> None:
 def _title(study: Study) -> str:
     """Device and limits in one line."""
     config = study.config
-    windows = [window.attention_window.size for window in study.pool.windows]
+    windows = [min(window.attention_window.size, study.limits.max_seq_len) for window in study.pool.windows]
+    words = words_of(config.as_dict())
     parts = [
         f"on {study.device.name}",
         f"tensor parallelism {config.tp_size}" if config.tp_size > 1 else None,
         f"pipeline parallelism {config.pp_size}" if config.pp_size > 1 else None,
+        f"expert parallelism {config.ep_size}" if config.ep_size > 1 else None,
+        f"attention data parallelism {config.attention_dp_size}" if config.attention_dp_size > 1 else None,
         config.weight_dtype,
         f"KV cache {config.kv_cache_dtype}" if config.kv_cache_dtype not in (None, config.dtype) else None,
-        f"max_batch_size {config.max_batch_size}",
-        f"max_num_tokens {config.max_num_tokens}",
-        f"max_seq_len {config.max_seq_len}",
-        "chunked context" if config.enable_chunked_context else None,
+        *(
+            f"{words.settings.get(name, name)} {getattr(config, name)}"
+            for name in ("max_batch_size", "max_num_tokens", "max_seq_len")
+        ),
+        words.chunked if config.enable_chunked_context else None,
         f"{config.max_beam_width} beams" if study.limits.max_beam_width > 1 else None,
-        f"attention window {' + '.join(map(str, windows))}" if windows != [config.max_seq_len] else None,
+        f"attention window {' + '.join(map(str, windows))}" if set(windows) != {config.max_seq_len} else None,
         "contiguous cache" if config.kv_cache_type == "contiguous" else None,
     ]
     return " · ".join(part for part in parts if part)
@@ -61,9 +68,11 @@ def _memory_table(study: Study) -> Table:
     table = Table.grid(padding=(0, 3))
     for style in ("dim", None, "dim", None):
         table.add_column(style=style)
-    per_block = sum(map(pool.bytes_per_block, pool.windows))
-    blocks = [window.num_blocks for window in pool.windows]
-    tokens = [window.num_blocks * window.attention_window.tokens_per_block for window in pool.windows]
+    per_block = sum(map(pool.bytes_per_block, pool.pools))
+    blocks = [window.num_blocks for window in pool.pools]
+    tokens = [window.num_blocks * window.attention_window.tokens_per_block for window in pool.pools]
+    if study.limits.vllm is not None:
+        tokens = [study.limits.vllm_capacity(blocks[0])[0]]
     num_devices = study.config.tp_size * study.config.pp_size
     each, of_all = (" of each GPU", f" of all {num_devices}") if num_devices > 1 else ("", "")
     rows = [
@@ -71,7 +80,7 @@ def _memory_table(study: Study) -> Table:
             f"Free memory{each}",
             NOTHING if device.free_bytes is None else memory_size(device.free_bytes),
             "One token",
-            f"{memory_size(pool.bytes_per_token)} in {count(study.model.num_layers)} layers",
+            f"{memory_size(pool.bytes_per_token)} in {count(len(study.model.attention_layers))} layers",
         ),
         (
             f"Weights{each}",
@@ -85,9 +94,13 @@ def _memory_table(study: Study) -> Table:
             "Blocks",
             f"[bold]{_sum(blocks)}[/bold]",
         ),
-        ("", "", "Tokens", _sum(tokens)),
+        (
+            *((f"States{each}", memory_size(pool.state_bytes)) if pool.state_bytes else ("", "")),
+            "Tokens",
+            _sum(tokens),
+        ),
     ]
-    blocks_of_run = [window.num_blocks for window in pool.layout.windows]
+    blocks_of_run = [window.num_blocks for window in pool.layout.windows[: len(pool.pools)]]
     if blocks_of_run != blocks:
         rows.append(("", "", "A run takes", f"{_sum(blocks_of_run)} blocks, a full batch"))
     if study.config.kv_host_cache_bytes:
@@ -128,8 +141,10 @@ def _fit_table(study: Study) -> Table:
             count(found.by_limit[Limit.KV_BLOCKS]),
             f"[bold]{count(found.at_once)}[/bold]",
             *([count(found.first)] if is_trace else []),
-            TENSORRT_LLM.limit_name(found.bound_by),
+            words_of(study.config.as_dict()).limit_name(found.bound_by),
         )
+    if study.limits.has_one_policy:
+        return table
     contiguous = study.contiguous
     bound = "memory" if contiguous.fit <= study.limits.max_batch_size else TENSORRT_LLM.limit_name("batch_size")
     first = [NOTHING] if is_trace else []
@@ -143,8 +158,12 @@ def sentences(study: Study) -> list[str]:
     if limits.is_contiguous:
         return [_contiguous_run(study)]
     lines = []
+    if limits.has_one_policy:
+        lines.append(_server_start(study))
     if found is not None:
-        lines += [_bound(study, found), _contiguous(study)]
+        lines.append(_bound(study, found))
+        if not limits.has_one_policy:
+            lines.append(_contiguous(study))
     elif study.fits:
         lines.append(f"Only a run shows how many requests {study.config.policy} runs at once.")
     if study.longest_sequence < limits.max_seq_len:
@@ -155,15 +174,44 @@ def sentences(study: Study) -> list[str]:
     return lines
 
 
+def _server_start(study: Study) -> str:
+    """What the server of the engine logs at its start, and its command line."""
+    limits, config, engine = study.limits, study.config, study.limits.engine
+    if limits.vllm is not None:
+        tokens, concurrency = limits.vllm_capacity(study.pool.windows[0].num_blocks)
+        logged = (
+            f"GPU KV cache size: {tokens:,} tokens, Maximum concurrency for {limits.max_seq_len:,} tokens per request: "
+            f"{concurrency:.2f}x"
+        )
+    else:
+        assert limits.sglang is not None
+        tokens = study.pool.windows[0].num_blocks * limits.tokens_per_block
+        chunk = -1 if limits.sglang.chunk_size is None else limits.sglang.chunk_size
+        logged = (
+            f"max_total_num_tokens={tokens}, chunked_prefill_size={chunk}, "
+            f"max_prefill_tokens={limits.sglang.max_prefill_tokens}, max_running_requests={limits.max_batch_size}, "
+            f"context_len={limits.max_seq_len}"
+        )
+    values = {name: getattr(config, name) for name in SERVERS[engine].options}
+    # The servers' own limit of tokens depends on the GPU.
+    changed = {
+        name: value for name, value in values.items() if value != setting(name).default or name == "max_num_tokens"
+    }
+    line = SERVERS[engine].write({"model": config.model} | changed)
+    return f"{ENGINE_NAMES[engine]} says: {logged}. Its command line: {line}"
+
+
 def _bound(study: Study, found: Fit) -> str:
-    blocks = sum(window.num_blocks for window in study.pool.windows)
+    blocks = sum(window.num_blocks for window in study.pool.pools)
+    own_names = words_of(study.config.as_dict()).settings
     names = {
         Limit.KV_BLOCKS: f"the KV cache ({count(blocks)} blocks)",
-        Limit.BATCH_SIZE: "max_batch_size",
-        Limit.NUM_TOKENS: f"max_num_tokens ({count(study.limits.max_num_tokens or 0)})",
+        Limit.BATCH_SIZE: own_names.get("max_batch_size", "max_batch_size"),
+        Limit.NUM_TOKENS: f"{own_names.get('max_num_tokens', 'max_num_tokens')} "
+        f"({count(study.limits.max_num_tokens or 0)})",
     }
     first = names.pop(found.bound_by)
-    if study.limits.max_num_tokens is None:
+    if study.limits.max_num_tokens is None or study.limits.sglang is not None:
         names.pop(Limit.NUM_TOKENS, None)
     others = ", ".join(
         f"{name} {'' if index else 'would allow '}{count(found.by_limit[limit])}"
@@ -178,7 +226,7 @@ def _bound(study: Study, found: Fit) -> str:
         packed = f" {together} of the trace fit together."
     return (
         f"{count(found.at_once)} {which}{at_end} run at once "
-        f"{'in a static batch' if is_static else f'under {study.config.policy}'}: {first} binds first; "
+        f"{'in a static batch' if is_static else f'under {found.case.policy}'}: {first} binds first; "
         f"{others}.{packed}"
     )
 

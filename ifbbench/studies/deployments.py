@@ -100,6 +100,8 @@ def compare_deployments(
             if _order(one) <= min(map(_order, cheapest.values())):
                 on_best(one)
     if not cheapest:
+        if len({one.reason for one in found}) == 1 and found[0].reason:
+            raise InputError(found[0].reason)
         reasons = [
             f"{text_of(one.values)}: {one.reason or f'misses the objectives with {max_gpus} GPUs'}" for one in found
         ]
@@ -147,6 +149,8 @@ def described_deployment(one: Deployment) -> dict[str, Any]:
     """A row of the comparison. Costs of tokens are the price of all GPUs over the tokens of that kind."""
     row: dict[str, Any] = {name: one.values[name] for name in DEPLOYED}
     row["device"] = str(row["device"]).removeprefix("sim:")
+    if one.tuner is not None:
+        row["dtype"] = one.tuner.base.weight_dtype
     if one.best is None or one.tuner is None:
         return row | {"gpus": None, "needs_gpus": one.needs, "reason": one.reason}
     summary = one.best.summary

@@ -17,7 +17,7 @@ from ifbbench.errors import InputError
 from ifbbench.settings.fields import integer, located, number, unexpected
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.studies.fit import Observation
-from ifbbench.studies.log import BatchCounts, BatchTracker, Log, overlap_of_periods
+from ifbbench.studies.log import CONSTANT_LOAD, BatchCounts, BatchTracker, Log, overlap_of_periods
 from ifbbench.studies.measure import Sample
 
 MILLISECONDS = 1000
@@ -27,8 +27,6 @@ WHOLE_SECONDS = re.compile(r"\d+-\d+-\d+ \d+:\d+:\d+")
 # Fields of TensorRT-LLM's statistics that are equal in all iterations of one engine.
 OF_ENGINE = {"kvCacheStats": ("maxNumBlocks", "tokensPerBlock"), "": ("maxNumActiveRequests",)}
 BETWEEN_OBJECTS = re.compile(r"[\s,\[\]]*")
-# Running requests of successive summaries that differ by less count as constant load.
-CONSTANT_LOAD = 0.05
 
 VLLM_ITERATION = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
@@ -237,14 +235,7 @@ def read_vllm(log: Log, text: str, cache_tokens: int | None) -> None:
     cache_tokens: size of the KV cache, where the log does not say. InputError for the log of several models, or of
     another version.
     """
-    for name, pattern in VLLM_FACTS.items():
-        found = set(pattern.findall(text))
-        if len(found) > 1:
-            raise InputError(
-                f"{log.path}: {name} is {' and '.join(sorted(found))}: the log mixes several servers. "
-                "Give the log of one."
-            )
-        log.facts |= dict.fromkeys([name], found.pop()) if found else {}
+    log.add_facts(VLLM_FACTS, text)
     sizes = {int(size.replace(",", "")) for size in VLLM_CACHE_SIZE.findall(text)}
     cache_tokens = max(sizes) if sizes else cache_tokens
     if scheduling := re.search(r"Asynchronous scheduling is (en|dis)abled", text):

@@ -16,8 +16,8 @@ import numpy as np
 
 from ifbbench.errors import InputError
 from ifbbench.replay.requests import expected_refusals
-from ifbbench.replay.run import engine_for
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.replay.single import engine_for
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.config import DEFAULT_MAX_NUM_TOKENS, POLICIES, RunConfig
 from ifbbench.settings.modes import BatchingType
 from ifbbench.workload.load import load_trace
@@ -92,6 +92,7 @@ def _is_comparable(config: RunConfig) -> bool:
     limits that move."""
     return (
         config.hardware is not None
+        and not config.is_fleet
         and config.type != BatchingType.V1
         and config.kv_cache_type == "paged"
         and config.policy in COMPARED_POLICIES

@@ -10,10 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.analysis.number_texts import percent
+from ifbbench.build.drafts import parse_acceptance
 from ifbbench.build.resolve import cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import NANOSECONDS
 from ifbbench.errors import InputError
 from ifbbench.kv.sizing import CacheLayout
+from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.report import bar, plain_table, print_fitting
 from ifbbench.settings.config import RunConfig
@@ -21,13 +23,14 @@ from ifbbench.settings.fields import memory_size
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.engines import EngineOverhead, load_overhead
 from ifbbench.simulated.hardware import hardware_names, load_hardware
-from ifbbench.simulated.shard import MemoryPlan, Shard, plan_memory
+from ifbbench.simulated.shard import MemoryPlan, Shard, as_states_allow, plan_memory
 from ifbbench.simulated.step_work import OperationCost, StepWork
 
 MAX_REQUESTS = 1_000_000
 DEFAULT_MAX_BATCH_SIZE = 2048
 BAR_WIDTH = 20
 LIMIT_STYLES = {"compute": "magenta", "memory": "cyan", "network": "yellow", "latency": "blue", "launch": "red"}
+DRAFT_PASS = "draft pass"
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -51,11 +54,27 @@ class Step:
         """Number of requests and KV length, new tokens included, of the chunks and then of the groups."""
         return [*((1, start + length) for start, length in self.chunks), *self.groups]
 
-    def work(self, windows: Sequence[tuple[int | None, float]]) -> StepWork:
-        """The work in a mean layer, with `windows` as in SimulatedExecutor. Each chunk is the last of its prompt."""
+    def work(self, windows: Sequence[tuple[int | None, float]], drafts: int = 0) -> StepWork:
+        """The work in a mean layer, with `windows` as in SimulatedExecutor. Each chunk is the last of its prompt.
+
+        drafts: draft tokens of each generation request."""
         chunks = [(start, length, True) for start, length in self.chunks]
         lengths = [length for count, length in self.groups for _ in range(count)]
-        return StepWork.mean([(StepWork.of_lengths(chunks, lengths, window), share) for window, share in windows])
+        work = StepWork.mean([(StepWork.of_lengths(chunks, lengths, window), share) for window, share in windows])
+        more = drafts * len(lengths)
+        return work._replace(
+            generation_tokens=work.generation_tokens + more,
+            generation_kv_tokens=work.generation_kv_tokens + more,
+            outputs=work.outputs + more,
+        )
+
+    def parts(self, number: int) -> "list[Step]":
+        """The requests divided among parts of the devices, in turn."""
+        groups = [
+            tuple((count // number + (part < count % number), length) for count, length in self.groups)
+            for part in range(number)
+        ]
+        return [Step(self.chunks[part::number], groups[part]) for part in range(number)]
 
     def kv_tokens(self, layout: CacheLayout) -> int:
         """Tokens that the requests keep in the KV cache of a mean layer; a cyclic window limits them."""
@@ -75,7 +94,8 @@ class Explanation:
     operations: those that take time, in the order of the forward pass. device_ns, host_ns: nanoseconds of the devices
     and of the host's scheduling. host: seconds of the host's parts. ttft: of a prompt of this batch, see `ttft_parts`;
     empty without a context chunk. memory: of one device. kv_tokens: capacity of its KV cache in tokens. step_kv_tokens:
-    tokens of this batch in it. engine: title and version of the engine overhead, if there is one.
+    tokens of this batch in it. tokens_out: that the requests get, with draft tokens on average. engine: title and
+    version of the engine overhead, if there is one.
     """
 
     model: str
@@ -92,6 +112,7 @@ class Explanation:
     memory: MemoryPlan
     kv_tokens: int
     step_kv_tokens: int
+    tokens_out: float
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for `--json`: times in seconds, sizes in bytes."""
@@ -104,14 +125,23 @@ class Explanation:
             "engine": self.engine,
             "tp_size": shard.tp_size,
             "pp_size": shard.pp_size,
+            **({"ep_size": shard.ep_size} if shard.ep_size > 1 else {}),
+            **({"attention_dp_size": shard.attention_dp_size} if shard.attention_dp_size > 1 else {}),
             "work": self.work._asdict(),
             "operations": [asdict(operation) for operation in self.operations],
             "device_s": self.device_ns / NANOSECONDS,
             "host_s": self.host_ns / NANOSECONDS,
             "host": self.host,
             "ttft": self.ttft | ({"total": sum(self.ttft.values())} if self.ttft else {}),
-            "memory": asdict(self.memory) | {"kv_cache_tokens": self.kv_tokens, "step_tokens": self.step_kv_tokens},
+            "memory": _known(asdict(self.memory))
+            | {"kv_cache_tokens": self.kv_tokens, "step_tokens": self.step_kv_tokens},
         }
+
+
+def _known(memory: dict[str, Any]) -> dict[str, Any]:
+    """`memory` without states of recurrent layers where there are none."""
+    names = ("states", "max_states")
+    return {name: value for name, value in memory.items() if memory["states"] or name not in names}
 
 
 def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanation:
@@ -135,15 +165,24 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
     if config.engine_overhead is not None:
         overhead = load_overhead(config.engine_overhead)
         hardware = overhead.applied_to(hardware, shard.kv_cache_dtype)
-    cost_model = CostModel(shard, hardware, cuda_graphs)
+    two_batches, draft_mtp = config.enable_two_batch_overlap, config.draft_mtp or 0
+    cost_model = CostModel(shard, hardware, cuda_graphs, two_batches, draft_mtp)
+    config = as_states_allow(model, hardware, config)
     memory = plan_memory(cost_model.shard, hardware, config)
     engine = f"{overhead.title} {overhead.version}" if overhead else ""
     layout = cache_layout(config, model, memory_bytes=None)
     windows = windows_of_layers(layout, model)
-    work, generation = step.work(windows), replace(step, chunks=()).work(windows)
+    parts, drafts = step.parts(shard.attention_dp_size), config.draft_len or 0
+    work = cost_model.of_largest([part.work(windows, drafts) for part in parts])
+    generation = cost_model.of_largest([replace(part, chunks=()).work(windows, drafts) for part in parts])
+    requests = max(part.num_requests for part in parts)
+    operations = cost_model.operations(work)
+    if draft_mtp:
+        operations = (*operations, *_draft_passes(cost_model, model.draft_layer, parts, windows, draft_mtp))
+    draft_s = sum(one.seconds for one in operations if one.name.startswith(DRAFT_PASS))
     host = {
         "iteration": hardware.host_iteration_s,
-        "requests": step.num_requests * hardware.host_request_s,
+        "requests": requests * hardware.host_request_s,
         "prompt tokens": work.context_tokens * hardware.host_prompt_token_s,
     }
     return Explanation(
@@ -151,17 +190,53 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
         cost_model=cost_model,
         step=step,
         work=work,
-        operations=tuple(operation for operation in cost_model.operations(work) if operation.seconds > 0),
-        device_ns=cost_model.device_ns(work),
-        host_ns=cost_model.host_ns(step.num_requests, work.context_tokens),
+        operations=tuple(operation for operation in operations if operation.seconds > 0),
+        device_ns=cost_model.device_ns(work) + round(draft_s * NANOSECONDS),
+        host_ns=cost_model.host_ns(requests, work.context_tokens),
         host={name: seconds for name, seconds in host.items() if seconds},
         ttft=ttft_parts(cost_model, step, work, generation, overhead, config.overlap is not None),
         overlap=config.overlap is not None,
         engine=engine,
         memory=memory,
-        kv_tokens=int(memory.kv_cache / cost_model.shard.kv_bytes_per_token),
+        kv_tokens=int(shard.attention_dp_size * memory.kv_cache / shard.kv_bytes_per_token),
         step_kv_tokens=step.kv_tokens(layout),
+        tokens_out=len(step.chunks) + sum(count for count, _ in step.groups) * (1 + _accepted(config)),
     )
+
+
+def _accepted(config: RunConfig) -> float:
+    """Expected draft tokens of a step that are accepted."""
+    if not config.draft_len or config.acceptance_rate is None:
+        return 0.0
+    rates, chance, total = parse_acceptance(config.acceptance_rate), 1.0, 0.0
+    for index in range(config.draft_len):
+        chance *= rates[min(index, len(rates) - 1)]
+        total += chance
+    return total
+
+
+def _draft_passes(
+    cost_model: CostModel,
+    layer: ModelConfig,
+    parts: Sequence[Step],
+    windows: Sequence[tuple[int | None, float]],
+    count: int,
+) -> list[OperationCost]:
+    """The passes of a layer for multi-token prediction, each as one operation; see `mtp_passes`."""
+    draft = CostModel(replace(cost_model.shard, model=layer), cost_model.hardware)
+    passes = list[OperationCost]()
+    for index in range(count):
+        works = [
+            (part.work(windows, count) if index == 0 else replace(part, chunks=()).work(windows, 0)) for part in parts
+        ]
+        work = draft.of_largest(works)
+        if work.num_tokens:
+            done = draft.operations(work)
+            longest = max(done, key=lambda one: one.seconds)
+            flops, moved = sum(one.flops for one in done), sum(one.bytes for one in done)
+            name = f"{DRAFT_PASS} {index + 1}"
+            passes.append(OperationCost(name, flops, moved, draft.device_ns(work) / NANOSECONDS, longest.limit))
+    return passes
 
 
 def ttft_parts(
@@ -236,7 +311,7 @@ def print_explanation(explained: Explanation, console: Console) -> None:
     print_fitting(console, _operations_table(explained), _operations_table(explained, with_bars=False))
     console.print()
     device_s, host_s = explained.device_ns / NANOSECONDS, explained.host_ns / NANOSECONDS
-    outputs = explained.work.outputs
+    outputs = explained.tokens_out
     hidden = "hidden behind the device" if explained.overlap else "hidden behind the device with --overlap async"
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in explained.host.items())
     console.print(
@@ -246,8 +321,8 @@ def print_explanation(explained: Explanation, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"{outputs:,} tokens come out: [bold]{outputs / (device_s + host_s):,.0f}[/bold] a second if iterations like "
-        f"this one follow each other, {outputs / max(device_s, host_s):,.0f} with overlap.",
+        f"{round(outputs):,} tokens come out: [bold]{outputs / (device_s + host_s):,.0f}[/bold] a second if iterations "
+        f"like this one follow each other, {outputs / max(device_s, host_s):,.0f} with overlap.",
         highlight=False,
     )
     console.print()
@@ -276,7 +351,8 @@ def _digits(value: float) -> str:
 
 def _title(explained: Explanation) -> str:
     shard, hardware = explained.cost_model.shard, explained.cost_model.hardware
-    degrees = [f"TP {shard.tp_size}"] * (shard.tp_size > 1) + [f"PP {shard.pp_size}"] * (shard.pp_size > 1)
+    sizes = {"TP": shard.tp_size, "PP": shard.pp_size, "EP": shard.ep_size, "attention DP": shard.attention_dp_size}
+    degrees = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     devices = shard.tp_size * shard.pp_size
     machine = f"{devices} × {hardware.title}" if devices > 1 else hardware.title
     facts = [f"weights {shard.dtype}", f"KV cache {shard.kv_cache_dtype}", *degrees]
@@ -292,7 +368,8 @@ def _batch_line(explained: Explanation) -> str:
         parts.append(f"{work.context_tokens:,} context tokens ({chunks})")
     if step.groups:
         groups = ", ".join(f"{count:,} with {length:,} keys each" for count, length in step.groups)
-        parts.append(f"{work.generation_tokens:,} requests in generation ({groups})")
+        count = sum(count for count, _ in step.groups)
+        parts.append(f"{count:,} requests in generation ({groups})")
     return f"One iteration: {' and '.join(parts)}"
 
 
@@ -344,7 +421,7 @@ def _reached(operation: OperationCost) -> str:
 def _memory_table(explained: Explanation) -> Group:
     memory, step_tokens = explained.memory, explained.step_kv_tokens
     left = memory.total - memory.runtime - memory.weights - memory.activations - memory.kv_cache
-    left -= memory.adapters
+    left -= memory.adapters + memory.states
     table = plain_table("memory of a device", numbers=[memory_size(memory.total)])
     table.add_column("")
     per_token = memory_size(explained.cost_model.shard.kv_bytes_per_token)
@@ -353,6 +430,7 @@ def _memory_table(explained: Explanation) -> Group:
         ("activations", memory.activations, "of the largest iteration"),
         ("runtime", memory.runtime, ""),
         *([("LoRA adapters", memory.adapters, "")] if memory.adapters else ()),
+        *([("states", memory.states, f"of {memory.max_states:,} requests")] if memory.states else ()),
         ("KV cache", memory.kv_cache, f"{explained.kv_tokens:,} tokens of {per_token}"),
         ("left free", left, ""),
     )

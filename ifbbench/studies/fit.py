@@ -248,6 +248,15 @@ def with_constants(hardware: HardwareProfile, values: Mapping[str, float]) -> Ha
     return dataclasses.replace(hardware, constants=dataclasses.replace(hardware.constants, **of_kernels), **of_host)
 
 
+def slowed(hardware: HardwareProfile, ratio: float) -> HardwareProfile:
+    """`hardware` on which everything that is fitted takes `ratio` times as long."""
+    names = (*FITTED_CONSTANTS, "matmul_fp8", "launch_s", *HOST_CONSTANTS)
+    values = {name: constant(hardware, name) for name in names}
+    return with_constants(
+        hardware, {name: value * ratio if name.endswith("_s") else value / ratio for name, value in values.items()}
+    )
+
+
 def with_first_guesses(hardware: HardwareProfile, names: Iterable[str]) -> HardwareProfile:
     """`hardware` without constants among `names` that are too close to zero for a search in logarithms."""
     return with_constants(

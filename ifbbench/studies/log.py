@@ -1,11 +1,13 @@
 """A log as calibration uses it: measured iterations and load tests, and the work of a batch from its counts."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from ifbbench.errors import InputError
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.studies.fit import Observation
 from ifbbench.studies.measure import Sample
@@ -14,6 +16,8 @@ from ifbbench.studies.measure import Sample
 SLACK = 64
 # Iterations begin in less than this share of their latencies if those of two overlap.
 OVERLAPPING = 0.75
+# Running requests of successive summaries that differ by less count as constant load.
+CONSTANT_LOAD = 0.05
 
 
 @dataclass(slots=True)
@@ -33,6 +37,17 @@ class Log:
     facts: dict[str, str] = field(default_factory=dict)
     overlaps: bool | None = None
     notes: list[str] = field(default_factory=list)
+
+    def add_facts(self, patterns: Mapping[str, re.Pattern[str]], text: str) -> None:
+        """Add what the pattern of each fact finds in `text`. InputError if one finds several values."""
+        for name, pattern in patterns.items():
+            found = set(pattern.findall(text))
+            if len(found) > 1:
+                raise InputError(
+                    f"{self.path}: {name} is {' and '.join(sorted(found))}: the log mixes several servers. "
+                    "Give the log of one."
+                )
+            self.facts |= dict.fromkeys([name], found.pop()) if found else {}
 
 
 def overlap_of_periods(periods: Iterable[tuple[float, float]]) -> bool | None:

@@ -12,13 +12,13 @@ from ifbbench.build.engine import Engine
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
-from ifbbench.engine.records import IterationStatistics
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.requests import request_maker
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.schedulers.engines import make_loop
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.workload.trace import Trace, TraceRequest
 

@@ -1,6 +1,5 @@
 """Many runs, of which only the summaries are kept: one after the other, or in parallel processes if simulated."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +9,12 @@ from typing import Any
 from ifbbench.build.engine import build_engine
 from ifbbench.clock import Progress
 from ifbbench.errors import IfbbenchError, InputError
-from ifbbench.replay.run import REPLAYING, summarise_run
+from ifbbench.processes import Lost, run_in_processes, usable_cores
+from ifbbench.replay.run import summarise_run
+from ifbbench.replay.single import REPLAYING
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.settings.config import RunConfig
 from ifbbench.studies.equal_schedules import EqualSchedules
-from ifbbench.studies.processes import Lost, run_in_processes, usable_cores
 from ifbbench.workload.load import Source, in_memory, load_trace, read_source
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -50,16 +50,16 @@ def run_points(
 ) -> list[PointResult]:
     """Replay `source` once for each of `configs`, in memory; the results are in their order.
 
-    source: a trace that `read_source` returned, or its name; `max_num_samples` takes the first requests of it. It is
-    read once, with the other READ_SETTINGS of the first configuration.
+    source: a trace that `read_source` returned, or its name; `skip_samples` and `max_num_samples` take some requests of
+    it. It is read once, with the other READ_SETTINGS of the first configuration.
     processes: for simulated runs, the usable cores if None. Those on a real device run in this process, one after the
     other. run_point: `summarise` if None."""
     if not configs:
         return []
-    limits = [config.max_num_samples for config in configs]
+    limits = [config.samples_read for config in configs]
     longest = None if None in limits else max(filter(None, limits))
     if not isinstance(source, Trace):
-        source = read_source(source, configs[0].with_values(max_num_samples=longest))
+        source = read_source(source, configs[0].with_values(max_num_samples=longest, skip_samples=0))
     trace = in_memory(source)
 
     results = dict(run_all(run_point or summarise, [(trace, config) for config in configs], processes))
@@ -75,7 +75,7 @@ def prove(runs: Iterable[tuple[Source, RunConfig]], replaces: bool) -> None:
         try:
             trace = load_trace(source, config)
             if replaces and config.endpoint is None and (config.makes_no_tokens or config.num_ranks == 1):
-                build_engine(config, columns_of(trace.requests).max_beam_width).executor.close()
+                build_engine(config.of_one_replica(), columns_of(trace.requests).max_beam_width).executor.close()
             return
         except InputError as error:
             refusals.append(error)
@@ -88,33 +88,16 @@ def summarise(
     """A RunPoint that keeps only the summary."""
     ended: list[SummaryRecorder] = []
     summary = summarise_run(trace, config, progress, owns_process=owns_process, on_end=ended.append)
-    return summary, ended[0].metrics.peak_active if ended else None
+    return summary, ended[0].totals.peak_active if ended else None
 
 
 def summarise_replicas(
     trace: Trace, config: RunConfig, progress: Progress, *, replicas: int
 ) -> tuple[dict[str, Any], int | None]:
-    """A RunPoint of `replicas` servers that share the requests as `--replica` says. The summary has the figures of all
-    requests together: percentiles over all of them, rates over the time from the first arrival to the last end.
-
-    They are overloaded if one of them is. The expected error is that of the server with most requests at a time."""
-    if replicas == 1:
-        return summarise(trace, config, progress)
-    ended: list[SummaryRecorder] = []
-    parts = [
-        summarise_run(trace, config.with_values(replica=f"{number}/{replicas}"), progress, on_end=ended.append)
-        for number in range(1, replicas + 1)
-    ]
-    first = ended[0]
-    for other in ended[1:]:
-        first.add_server(other)
-    digest = hashlib.sha256(" ".join(part["schedule_digest"] for part in parts).encode()).hexdigest()
-    summary = first.metrics.summary(digest, False, *first.times)
-    growth = sum(part["queue_growth_requests_per_s"] for part in parts)
-    if growth > summary["queue_growth_requests_per_s"]:
-        summary |= {"overloaded": True, "queue_growth_requests_per_s": growth}
-    busiest = max(parts, key=lambda part: part["request_throughput_per_s"] * (part["e2e_s"]["mean"] or 0.0))
-    return summary | {"expected_error": busiest["expected_error"]}, first.metrics.peak_active
+    """A RunPoint of `replicas` servers that share the requests as `--replica` says; see `summarise_fleet`."""
+    return summarise(
+        trace, config if replicas == 1 else config.with_values(replicas=replicas, router="session"), progress
+    )
 
 
 def outcome(run_point: RunPoint, trace: Trace, config: RunConfig, report: Report) -> PointResult:

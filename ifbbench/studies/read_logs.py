@@ -14,12 +14,13 @@ from ifbbench.studies.engine_logs import is_tensorrt_llm, is_vllm, read_tensorrt
 from ifbbench.studies.load_tests import LoadTest, is_load_tests, read_load_tests
 from ifbbench.studies.log import Log
 from ifbbench.studies.run_log import is_run, read_iterations, read_run
+from ifbbench.studies.sglang_logs import is_sglang, read_sglang
 
 RUN = "run of ifbbench"
 FORMATS = (
     "a run directory of ifbbench, TensorRT-LLM's iteration statistics (trtllm-bench --iteration_log, trtllm-serve "
-    "/metrics), log lines of vLLM, or a CSV file of load tests (input_len, output_len, concurrency or rate, and "
-    "throughput, ttft or itl)"
+    "/metrics), log lines of vLLM or SGLang, or a CSV file of load tests (input_len, output_len, concurrency or rate, "
+    "and throughput, ttft or itl)"
 )
 
 
@@ -53,6 +54,9 @@ def read_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log
             log.format = "vLLM log"
             cache_tokens = given.get("max_tokens_in_paged_kvcache")
             read_vllm(log, text, None if cache_tokens is None else int(cache_tokens))
+        elif is_sglang(text):
+            log.format = "SGLang log"
+            read_sglang(log, text)
         elif is_load_tests(text):
             log.format = "load tests"
             tests += [(path, test) for test in read_load_tests(log, text, int(given.get("tp_size") or 1))]

@@ -7,7 +7,7 @@ from typing import Any
 from ifbbench.analysis.confidence import summary_of
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, sole_writer, writing
-from ifbbench.replay.run import RunResult
+from ifbbench.replay.single import RunResult
 from ifbbench.rundir.run_directory import REPEATS_FILE, default_directory, write_json
 from ifbbench.settings.config import SIDE_OUTPUTS, RunConfig
 from ifbbench.studies.point_table import ERROR_COLUMN, Row, row_of, write_table

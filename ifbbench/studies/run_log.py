@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from ifbbench.errors import InputError
 from ifbbench.rundir.checking import read_object
 from ifbbench.rundir.line_types import documented_fields
-from ifbbench.rundir.reader import SPAN_FIELDS, check_lines, cumulated, micro_batches_of, read_lines
+from ifbbench.rundir.reader import SPAN_FIELDS, check_lines, cumulated, micro_batches_of
+from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.studies.log import BatchCounts, BatchTracker, Log, overlap_of_periods
@@ -197,8 +198,9 @@ class _Works:
 
 def _works(directory: Path, last: int, every: int) -> list[StepWork]:
     """The work of each iteration up to `last`. every: see _Works."""
-    trace = read_lines(find_lines(directory, "trace"), ("request_id", "prompt_len"))
-    prompt_lens = {str(row["request_id"]): row["prompt_len"] for row in trace}
+    trace = read_lines(find_lines(directory, "trace"), ("request_id",))
+    # A server records the tokens of a prompt in place of its length.
+    prompt_lens = {str(row["request_id"]): row.get("prompt_len", len(row.get("prompt_tokens") or ())) for row in trace}
     spans: defaultdict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
     # A killed run also has the spans open when it was last flushed, unless they were closed in that flush too.
     for path in (directory / OPEN_SPANS, find_lines(directory, "spans")):

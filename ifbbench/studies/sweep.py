@@ -35,8 +35,9 @@ from ifbbench.files import (
 from ifbbench.replay.run import run_trace
 from ifbbench.report.outputs import write_outputs
 from ifbbench.rundir.checking import check_summary
-from ifbbench.rundir.reader import load_run, read_lines
-from ifbbench.rundir.run_directory import RESULTS, SWEEP_CONFIG, git_revision, say_number
+from ifbbench.rundir.reader import load_run
+from ifbbench.rundir.rows import read_lines
+from ifbbench.rundir.run_directory import RESULTS, SERVER_LOGS, SWEEP_CONFIG, git_revision, say_number
 from ifbbench.settings.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
 from ifbbench.studies.grid import TRACE, Point, point_label
 from ifbbench.studies.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
@@ -63,7 +64,7 @@ def record(trace: Trace, config: RunConfig, progress: Progress) -> tuple[dict[st
     remove_runs([Path(str(config.output))])
 
     def write(directory: Path) -> None:
-        if config.result_format is not None or config.iteration_stats_format == "vllm":
+        if config.result_format is not None or config.iteration_stats_format in SERVER_LOGS:
             write_outputs(load_run(directory), config)
 
     return run_trace(trace, config, progress, owns_process=True, on_recorded=write).summary, None

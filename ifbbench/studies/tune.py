@@ -7,12 +7,16 @@ whole trace, and the search goes on around the best of them with what is left of
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import log
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.errors import InputError
-from ifbbench.settings.config import MAX_REPLICAS, RunConfig
+from ifbbench.settings.config import ENGINE_NAMES, MAX_REPLICAS, RunConfig
+from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.heuristics import TUNERS, trtllm_bench_limits
 from ifbbench.studies.tune_candidates import EQUAL_SHARE, Candidate, Goal, Judge
 from ifbbench.studies.tune_rate import (
@@ -26,7 +30,7 @@ from ifbbench.studies.tune_rate import (
     rates_of_stretches,
 )
 from ifbbench.studies.tune_runs import Case, Runs
-from ifbbench.studies.tune_space import Settings, Space
+from ifbbench.studies.tune_space import Settings, Space, idle_limits
 from ifbbench.workload.load import read_source
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -38,8 +42,10 @@ MAX_PREFIX_ERROR = 0.1
 # Work: simulated requests, as a share of those of an exhaustive grid, between limits in whole traces. The search on
 # prefixes takes at most a third.
 WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.07, 14.0, 20.0, 1 / 3
-# In the end, settings that have not been changed alone are, by this step and in so many runs.
-IMPORTANCE_STEP, IMPORTANCE_RUNS = 1.9, 3
+# In the end, settings are changed alone, by this step: in so many runs those that were not before, and in so many runs
+# altogether, with limits that bind.
+ALONE_STEP, UNKNOWN_RUNS, ALONE_RUNS = 1.9, 3, 5
+LIMITS = {"max_batch_size": "batch_size", "max_num_tokens": "num_tokens"}
 FINALISTS = 3
 # Further starts: shares of the requests that run at once without a limit, and token budgets.
 SPREAD_DIVISORS, SPREAD_TOKENS = (2, 4, 8), (512, 2048)
@@ -52,7 +58,12 @@ GRID_DIVISORS, GRID_TOKENS = (1, 2, 3, 4, 6, 8), (128, 256, 384, 512, 1024, 2048
 NEAREST, NEAREST_STEPS, NEAREST_WORK = 3, (2.0**0.5, 2.0**0.25), 12.0
 # With max_rate, settings are compared at this many times the rate that the best ones so far reach.
 # ROUND_WORK: the share of the work that a round of comparing takes.
-PRESSURE, MIN_GAIN, MAX_ROUNDS, ROUND_WORK = 1.05, 1.01, 4, 0.4
+PRESSURE, MIN_GAIN, MAX_ROUNDS, ROUND_WORK = 1.05, 1.01, 10, 0.6
+# In the end, settings are run at ABOVE times the highest rate, until so many were run or so many requests simulated;
+# ABOVE_BATCH at a time, those first that are expected to miss least: by what settings that ran miss (the sum of the
+# logarithms of their shortfalls), and so much more for each factor of 2 between their limits. Those that are expected
+# to miss by more than MAX_EXPECTED are not run: see docs/measured/tuning.md.
+ABOVE, ABOVE_RUNS, ABOVE_REQUESTS, ABOVE_BATCH, MISS_OF_DISTANCE, MAX_EXPECTED = 1.01, 250, 50_000, 8, 0.3, 0.4
 # Values of settings that lose less than this share of the goal's figure make way for the default ones.
 TIE = 5e-3
 # A deployment that costs so many times the best so far, with the limits of trtllm-bench's rule, is not searched.
@@ -61,20 +72,36 @@ COST_GPUS, FAR_OFF = 64, 1.3
 
 @dataclass
 class Tuning:
-    """What a search found. best: None if no setting runs. baselines: what users get without a search. importance: see
-    Judge. is_complete: it was not interrupted. rates_of_stretches: with the goal max_rate, that of each third of the
-    trace alone, in order. as_recorded: with it and recorded arrivals, the best settings under these."""
+    """What a search found. best: None if no setting runs. baselines: what users get without a search. is_complete: it
+    was not interrupted. rates_of_stretches: with the goal max_rate, that of each third of the trace alone, in order.
+    as_recorded: with it and recorded arrivals, the best settings under these."""
 
-    goal: Goal
     space: Space
-    runs: Runs
+    judge: Judge
     best: Candidate | None = None
     candidates: list[Candidate] = field(default_factory=list)
     baselines: list[Candidate] = field(default_factory=list)
-    importance: dict[str, dict[str, Any]] = field(default_factory=dict)
     is_complete: bool = False
     rates_of_stretches: list[float] = field(default_factory=list)
     as_recorded: Candidate | None = None
+
+    @property
+    def goal(self) -> Goal:
+        return self.judge.goal
+
+    @property
+    def runs(self) -> Runs:
+        return self.judge.runs
+
+    @property
+    def alone(self) -> dict[str, list[Candidate]]:
+        """See Judge."""
+        return {} if self.best is None else self.judge.alone(self.best, self.candidates)
+
+    @property
+    def importance(self) -> dict[str, dict[str, Any]]:
+        """See Judge."""
+        return {} if self.best is None else self.judge.importance(self.best, self.candidates, self.space)
 
 
 OnBest = Callable[[Candidate], None]
@@ -113,8 +140,14 @@ class Tuner:
                 "--goal max_rate: --arrival and --rate_schedule have rates of their own, which do not "
                 "change; expected recorded arrivals, or --request_rate."
             )
-        self.max_gpus = max_gpus or (COST_GPUS if goal.name == "cost" else self._least_gpus())
-        self.found = Tuning(self.goal, self.space, self.runs)
+        if goal.name == "energy" and (base.hardware is None or load_hardware(base.hardware).watts is None):
+            raise InputError(
+                f"--goal energy: the power of {base.hardware or base.device} is not known; choose another --device, or "
+                "add the table [watts] to its profile."
+            )
+        self.max_gpus = max_gpus or (COST_GPUS if goal.is_minimised else self._least_gpus())
+        self.judge = Judge(self.goal, self.runs, price)
+        self.found = Tuning(self.space, self.judge)
         self._progress = progress
         self._on_best = on_best
         self._candidates: dict[Case, Candidate] = {}
@@ -123,7 +156,6 @@ class Tuner:
         self._near = 1.0
         # Simulated requests at the end of the stage, and of the stages after it, both at most.
         self._stage_end = self._later_work = 0.0
-        self.judge = Judge(self.goal, self.runs, price)
 
     def _refused(self) -> int:
         """Requests too long for the model, whatever the settings."""
@@ -179,7 +211,7 @@ class Tuner:
         of_first = 1 + (self.goal.name == "max_rate") * max_runs_for_rate(self.runs, is_final=False)
         self._stage("first answer", of_first * FIRST_REQUESTS * sum(count for _, count in deployments), later)
         starts = {tp: self._starts(tp) for tp, _ in deployments}
-        if self.base.enable_steady_state and (self.goal.name == "cost" or any(count > 1 for _, count in deployments)):
+        if self.base.enable_steady_state and (self.goal.is_minimised or any(count > 1 for _, count in deployments)):
             raise InputError(
                 "--enable_steady_state: the figures of several replicas are those of all their requests; "
                 "leave it out, or give --max-gpus for one replica with another goal."
@@ -209,7 +241,7 @@ class Tuner:
             self._search_settings(starts[tp], replicas, len(deployments), len(deployments) - 1 - index)
 
     def _replicas(self, tp: int) -> int:
-        return 1 if self.goal.name == "cost" else self._max_replicas(tp)
+        return 1 if self.goal.is_minimised else self._max_replicas(tp)
 
     def _starts(self, tp: int) -> list[Settings]:
         """The settings as they are, with the limits of trtllm-bench's rule, and at a small token budget."""
@@ -218,7 +250,7 @@ class Tuner:
             self.base.with_values(tp_size=tp), fmean(columns.prompt_len), fmean(columns.output_len)
         )
         points = (
-            *(() if self.space.is_vllm else (self.space.point(tp_size=tp, **rule),)),
+            *(() if self.space.is_server else (self.space.point(tp_size=tp, **rule),)),
             self.space.point(tp_size=tp),
             self.space.point(tp_size=tp, max_num_tokens=1024),
         )
@@ -229,8 +261,8 @@ class Tuner:
         tp, replicas = deployments[0]
         tuned = (*self.space.point(tp_size=tp), *TUNERS.items())
         wanted = {"trtllm-bench rule": starts[tp][0], "dynamic tuning": tuned}
-        if self.space.is_vllm:
-            wanted = {"vLLM's defaults": starts[tp][0]}
+        if self.space.is_server:
+            wanted = {f"{ENGINE_NAMES[self.base.engine]}'s defaults": starts[tp][0]}
         if self.goal.needs_stable_queue:
             rule = self._at_full_load(starts[tp][0], replicas, None, self._near)
             near = rule.rate.low if rule and rule.rate else 1.0
@@ -246,8 +278,8 @@ class Tuner:
     def _search_settings(self, starts: list[Settings], replicas: int, deployments: int, later: int) -> None:
         """Goodput or output throughput, of `replicas` that share the traffic. later: deployments after this one."""
         work, left = self.runs.work, (self.allowed_work - self.runs.work) / deployments
-        importance = IMPORTANCE_RUNS * self.runs.total
-        after = importance + later * left
+        alone = ALONE_RUNS * self.runs.total
+        after = alone + later * left
         allowed, prefix = work + left, self._prefix(starts[0], replicas)
         starts = [*starts, *self._spread(starts[0], replicas)]
         if prefix is not None:
@@ -264,18 +296,21 @@ class Tuner:
         best = self._descend([Case(point, None, replicas) for point in finalists], (*WHOLE_STEPS, LAST_STEP), allowed)
         if best is not None and self._is_held_back(best):
             best = self.judge.best_of([best, self._search_nearest(starts[0], replicas, prefix, after)])
-        self._stage("trying settings alone", importance, later * left)
+        self._stage("trying settings alone", alone, later * left)
         if best is not None and best == self.found.best:
-            known = self.judge.importance(best, self._candidates.values(), self.space)
-            moves = [
-                point
-                for name, point in self.space.moves(best.run.case.settings, best.summary, IMPORTANCE_STEP)
-                if known.get(name, {}).get("effect") is None
-            ]
-            others = self._evaluate([replace(best.run.case, settings=point) for point in moves[:IMPORTANCE_RUNS]])
-            best = self._with_defaults(self.judge.best_of([best, *others]) or best)
-            self._replace_best(best)
-            self.found.importance = self.judge.importance(best, self._candidates.values(), self.space)
+            best = self._improved(best, self._try_alone(best)) or best
+            self._replace_best(self._with_defaults(best))
+
+    def _try_alone(self, best: Candidate) -> list[Candidate]:
+        """Change alone settings that were not changed alone before, and limits that decisions depended on unless no
+        change can help, so that it is known what that does."""
+        known = self.judge.alone(best, self._candidates.values())
+        idle = idle_limits(best.summary, best.settings["max_batch_size"])
+        binding = {name for name, limit in LIMITS.items() if limit not in idle and not self.judge.is_perfect(best)}
+        moves = self.space.moves(best.run.case.settings, best.summary, ALONE_STEP)
+        points = [point for name, point in moves if not known[name]][:UNKNOWN_RUNS]
+        points += [point for name, point in moves if name in binding and known[name]]
+        return self._evaluate([replace(best.run.case, settings=point) for point in points[:ALONE_RUNS]])
 
     def _with_defaults(self, best: Candidate) -> Candidate:
         """`best` with the default value of each setting with which the goal's figure stays the same: a value that
@@ -417,13 +452,13 @@ class Tuner:
                 if not full_load:
                     break
                 case = Case(settings, None, full_load)
-            cases = [replace(case, settings=point) for point in dict.fromkeys([settings, starts[0], starts[-1]])]
+            points = [settings, starts[0], starts[-1]] if rounds == MAX_ROUNDS - 1 else [settings]
+            cases = [replace(case, settings=point) for point in dict.fromkeys(points)]
             limit = self.runs.work + of_comparing
             self._stage("comparing settings under pressure", of_comparing, after)
             under_pressure = self._descend(cases, steps, limit, announce=best is None)
             if under_pressure is None or under_pressure.run.case.settings == settings:
                 break
-            self.found.importance = self.judge.importance(under_pressure, self._candidates.values(), self.space)
             settings, start, steps = under_pressure.run.case.settings, case.rate, [WHOLE_STEPS[-1]]
         if is_rate and best is not None:
             self._stage("confirming the highest rate", self._load_runs(tp, is_final=True) * self.runs.total, later)
@@ -434,28 +469,79 @@ class Tuner:
         """The default values of settings that do not matter, and what the best settings do under other loads."""
         best = self.found.best
         assert best is not None
-        if self.goal.name == "cost":
-            self._replace_best(self._with_defaults(best))
+        if self.goal.is_minimised:
+            best = self._with_defaults(best)
+            self._replace_best(best)
+            self._try_alone(best)
         elif best.rate is not None and best.rate.is_final:
             of_final = self._load_runs(1, is_final=True) * self.runs.total
-            self._stage("returning to default values", of_final, self._last_work - of_final)
+            best = self._search_above(best, self._last_work - self._work_above)
+            self._stage("returning to default values", of_final, self._last_work - self._work_above - of_final)
             settings, case = self._with_defaults(best).run.case.settings, best.run.case
             if settings != case.settings:
                 again = self._at_full_load(settings, case.replicas, best, case.rate, is_final=True)
                 if again is not None and again.score >= best.score * (1 - FINE):
                     self._replace_best(again)
                     best = again
+            self._try_alone(best)
             self._other_loads(best)
 
     @property
     def _last_work(self) -> float:
-        """Simulated requests, at most, of what follows when the highest rate is known."""
+        """Simulated requests, at most, of what follows when the highest rate, or the fewest replicas, are known."""
         if self.goal.name != "max_rate":
-            return 0.0
-        runs = self._load_runs(1, is_final=True) + self._load_runs(1)
+            return float(ALONE_RUNS * self.runs.total)
+        runs = self._load_runs(1, is_final=True) + ALONE_RUNS + self._load_runs(1)
         if self.base.request_rate is None:
             runs += max_runs_for_replicas(COST_GPUS)
-        return float(runs * self.runs.total)
+        return runs * self.runs.total + self._work_above
+
+    @property
+    def _work_above(self) -> float:
+        """Simulated requests of `_search_above`, at most."""
+        return float(min(ABOVE_RUNS * self.runs.total, ABOVE_REQUESTS))
+
+    def _search_above(self, best: Candidate, later: float) -> Candidate:
+        """The best settings when others were run a little above the highest rate; those that meet the objectives there
+        become the best, and the others are run above their highest rate.
+
+        Whether objectives are met does not fall steadily with the rate, nor with a limit: which requests run together
+        changes with each. So bisections, and steps from the best settings on, miss settings that are not far away."""
+        self._stage("trying settings above the highest rate", self._work_above, later)
+        allowed, tried = self.runs.work + self._work_above, set[Case]()
+        while self.runs.work < allowed:
+            case = replace(best.run.case, rate=best.run.case.rate * ABOVE)
+            cases = [replace(case, settings=point) for point in self.space.lattice(case.settings, best.summary)]
+            cases = self._by_expected_misses([one for one in cases if one not in tried], case)[:ABOVE_BATCH]
+            tried.update(cases)
+            if not cases:
+                break
+            above = self.judge.best_of(self._evaluate(cases))
+            if above is not None and not self.goal.shortfalls(above.summary):
+                settings = above.run.case.settings
+                found = self._at_full_load(settings, case.replicas, best, case.rate, is_final=True)
+                best = found if found is not None and found.score > best.score else best
+        return best
+
+    def _by_expected_misses(self, cases: Sequence[Case], case: Case) -> list[Case]:
+        """Cases that differ from `case` in settings, those first that are expected to miss least; without those that
+        are expected to miss by more than MAX_EXPECTED."""
+        if not cases:
+            return []
+        known = [
+            one
+            for one in self._candidates.values()
+            if replace(one.run.case, settings=case.settings, rate=case.rate) == case
+            and one.run.case.rate >= case.rate / PRESSURE
+        ]
+        misses = np.array([sum(log(ratio) for ratio in self.goal.shortfalls(one.summary).values()) for one in known])
+        limits, of_known = (
+            np.log2([[dict(one.settings)[name] for name in LIMITS] for one in ran])
+            for ran in (cases, [one.run.case for one in known])
+        )
+        distances = np.abs(limits[:, np.newaxis] - of_known).sum(axis=2)
+        expected = (misses + MISS_OF_DISTANCE * distances).min(axis=1)
+        return [cases[index] for index in np.argsort(expected, kind="stable") if expected[index] <= MAX_EXPECTED]
 
     def _other_loads(self, best: Candidate) -> None:
         """What the best settings do with the traffic as it was recorded, and with each third of it alone."""
@@ -491,7 +577,7 @@ class Tuner:
         """The candidate of `settings` at the highest rate, or with the fewest replicas, that meets the objectives.
 
         known: another one, whose number of replicas is near. start: a rate that is near."""
-        if self.goal.name == "cost":
+        if self.goal.is_minimised:
             near = known.run.case.replicas if known else 1
             most = self._max_replicas(dict(settings)["tp_size"])
             run = find_replicas(self.runs, self.goal, settings, most, near)
@@ -517,18 +603,23 @@ class Tuner:
                 moves = self.space.moves(case.settings, best.summary, step)
                 room = max(int(max_work - self.runs.work) // self._requests(case), 1)
                 moved = self._evaluate([replace(case, settings=point) for _, point in moves[:room]])
-                better = [one for one in moved if self.judge.key(one) > self.judge.key(best)]
-                if len(better) > 1:  # the best change of each setting, all at once
-                    joint = dict(case.settings)
-                    for one in sorted(better, key=self.judge.key):
-                        joint |= dict(set(one.run.case.settings) - set(case.settings))
-                    better += self._evaluate([replace(case, settings=tuple(joint.items()))])
-                if not better:
+                if (better := self._improved(best, moved)) is None:
                     break
-                best = self.judge.best_of([best, *better])
+                best = better
         if best is not None and announce:
             self._announce(best)
         return best
+
+    def _improved(self, best: Candidate, moved: Sequence[Candidate]) -> Candidate | None:
+        """The best of `moved`, and of all that are better than `best` together; None if none is."""
+        case = best.run.case
+        better = [one for one in moved if self.judge.key(one) > self.judge.key(best)]
+        if len(better) > 1:  # the best change of each setting, all at once
+            joint = dict(case.settings)
+            for one in sorted(better, key=self.judge.key):
+                joint |= dict(set(one.run.case.settings) - set(case.settings))
+            better += self._evaluate([replace(case, settings=tuple(joint.items()))])
+        return self.judge.best_of(better)
 
     # Candidates.
 

@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from ifbbench.analysis.confidence import CONFIDENCE, student_t
+from ifbbench.analysis.number_texts import percent
 from ifbbench.errors import InputError
 from ifbbench.settings.objectives import Objective, parse_objectives
 from ifbbench.studies.tune_runs import Run, Runs
@@ -18,9 +19,11 @@ GOALS = {
     "output_throughput": ("output_throughput_tokens_per_s", "output tokens/s"),
     "max_rate": ("max_rate_requests_per_s", "requests/s"),
     "cost": ("cost_per_million_output_tokens", "per million output tokens"),
+    "energy": ("joules_per_output_token", "joules per output token"),
 }
 OVERLOAD = "overloaded"
 FAILED = "failed requests"
+OTHER_MISSES = {FAILED: "refuses requests", OVERLOAD: "has a queue that grows without bound"}
 # Scores that differ by less are equal; the shorter mean latency decides then.
 EQUAL_SHARE = 1e-3
 
@@ -49,7 +52,7 @@ class Goal:
 
     @property
     def figure(self) -> str:
-        """The name of the figure that is maximised (or minimised: the cost)."""
+        """The name of the figure that is maximised (or minimised: the cost, the energy)."""
         return GOALS[self.name][0]
 
     @property
@@ -57,9 +60,14 @@ class Goal:
         return GOALS[self.name][1]
 
     @property
+    def is_minimised(self) -> bool:
+        """Whether the figure is what the GPUs take that serve the traffic as it is: as few replicas as that needs."""
+        return self.name in ("cost", "energy")
+
+    @property
     def needs_stable_queue(self) -> bool:
         """Whether a queue that grows without bound is a failure."""
-        return self.name in ("max_rate", "cost")
+        return self.name == "max_rate" or self.is_minimised
 
     def shortfalls(self, summary: Summary) -> dict[str, float]:
         """What a run misses, each as the ratio of the value to its target, above 1. Goodput counts the requests that
@@ -79,10 +87,17 @@ class Goal:
 
     def rank(self, summary: Summary, score: float) -> tuple[float, float, float]:
         """Larger is better: objectives first, then the score (a figure is equal within EQUAL_SHARE, a
-        cost is negative), then the mean latency."""
+        cost or energy is negative), then the mean latency."""
         missed = sum(math.log(ratio) for ratio in self.shortfalls(summary).values())
         level = score if score < 0 else round(math.log(score) / EQUAL_SHARE) if score else -math.inf
         return -missed, level, -(summary["e2e_s"]["mean"] or math.inf)
+
+
+def misses_text(missed: Mapping[str, float]) -> str:
+    """What settings miss, in words. missed: of `Goal.shortfalls`, not empty."""
+    objectives = [f"{name} by {percent(ratio - 1)}" for name, ratio in missed.items() if name not in OTHER_MISSES]
+    parts = [f"misses {', '.join(objectives)}"] if objectives else []
+    return " and ".join([*parts, *(text for name, text in OTHER_MISSES.items() if name in missed)])
 
 
 @dataclass(frozen=True)
@@ -115,8 +130,8 @@ class MaxRate:
 class Candidate:
     """Settings with the run that shows what they do.
 
-    name: of a baseline, else empty. gpus: of all replicas. score: the goal's figure, larger is better (a cost is
-    negative). rate: with the goal max_rate, what was found."""
+    name: of a baseline, else empty. gpus: of all replicas. score: the goal's figure, larger is better (a cost or
+    energy is negative). rate: with the goal max_rate, what was found."""
 
     run: Run
     gpus: int
@@ -150,6 +165,9 @@ class Judge:
         if self.goal.name == "cost":
             tokens_per_s = summary["output_throughput_tokens_per_s"]
             score = -gpus * self.price / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("-inf")
+        elif self.goal.name == "energy":
+            joules = summary["energy"]["joules_per_output_token"]
+            score = float("-inf") if joules is None else -joules
         elif self.goal.name == "max_rate":
             score = (self.runs.rate_per_s or 0.0) * (rate.low if rate else 0.0)
         else:
@@ -174,21 +192,26 @@ class Judge:
         is_final = one.rate is not None and one.rate.is_final
         return is_measured, is_final, one.run.case.requests is None, self.key(one)
 
+    def alone(self, best: Candidate, candidates: Iterable[Candidate]) -> dict[str, list[Candidate]]:
+        """By the name of each setting, the candidates that ran as `best` did but for the value of this setting."""
+        case = best.run.case
+        found: dict[str, list[Candidate]] = {name: [] for name in best.settings}
+        for one in candidates:
+            if replace(one.run.case, settings=case.settings) == case:
+                changed = {name for name, _ in set(one.run.case.settings) ^ set(case.settings)}
+                if len(changed) == 1:
+                    found[changed.pop()].append(one)
+        return found
+
     def importance(self, best: Candidate, candidates: Iterable[Candidate], space: Space) -> dict[str, dict[str, Any]]:
         """For each setting the largest loss (`effect`) among the other values that ran (`values`), all else equal.
         effect: None if no other value ran; 0 if none can change the schedule."""
-        case, mine = best.run.case, dict(best.run.case.settings)
-        can_matter = {name for name, _ in space.moves(case.settings, best.summary, 1.4)}
-        others = [one for one in candidates if replace(one.run.case, settings=case.settings) == case]
+        can_matter = {name for name, _ in space.moves(best.run.case.settings, best.summary, 1.4)}
         importance: dict[str, dict[str, Any]] = {}
-        for name in mine:
+        for name, others in self.alone(best, candidates).items():
             if name in space.fixed or name == "tp_size":
                 continue
-            values = {}
-            for one in others:
-                changed = {key for key, _ in set(one.run.case.settings) ^ set(case.settings)}
-                if changed == {name}:
-                    values[str(one.settings[name])] = self._loss(best, one)
+            values = {str(one.settings[name]): self._loss(best, one) for one in others}
             unknown = None if name in can_matter or name == "context_chunking_policy" else 0.0
             importance[name] = {"effect": max(values.values(), default=unknown), "values": values}
         return importance
@@ -196,7 +219,7 @@ class Judge:
     def _loss(self, best: Candidate, other: Candidate) -> float:
         """What `other` loses: the share of the score, and 1 where it misses an objective that `best` meets."""
         missed = self.goal.shortfalls(other.summary), self.goal.shortfalls(best.summary)
-        if self.goal.needs_stable_queue:  # compared under pressure, by what they miss
+        if self.goal.needs_stable_queue:  # under the same load, by what they miss
             return max(missed[0].values(), default=1.0) / max(missed[1].values(), default=1.0) - 1.0
         if missed[0] and not missed[1]:
             return 1.0

@@ -5,19 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ifbbench.analysis.confidence import OF_BLOCKS, RunSample, margins
-from ifbbench.analysis.figures import numbers_of
+from ifbbench.analysis.figures import neighbours, numbers_of
+from ifbbench.analysis.number_texts import percent
+from ifbbench.analysis.words import setting_of
 from ifbbench.settings.objectives import Objective
+from ifbbench.simulated.expected_error import ERROR_OF, THROUGHPUT
 from ifbbench.studies.tune import Tuning
-from ifbbench.studies.tune_candidates import Candidate, Goal, Summary
-
-# Figures of which the simulation's error against real servers is known, and those that follow them.
-THROUGHPUT, ITL = "output_throughput_tokens_per_s", "itl_s"
-ERROR_OF = {
-    "tpot_s": ITL,
-    "cost_per_million_output_tokens": THROUGHPUT,
-    "max_rate_requests_per_s": THROUGHPUT,
-    "goodput_requests_per_s": THROUGHPUT,
-}
+from ifbbench.studies.tune_candidates import EQUAL_SHARE, Candidate, Goal, Summary, misses_text
 
 
 def intervals(tuning: Tuning, sample: RunSample) -> dict[str, list[float]]:
@@ -65,16 +59,14 @@ def next_best(best: Candidate, tuning: Tuning, known: Mapping[str, Sequence[floa
     if not alike:
         return None
     other, goal = alike[0], tuning.goal
-    # A cost is a negative score: the larger it is, the higher the ratio.
-    loss = abs(1 - other.score / best.score) * (1 if other.score <= best.score else -1) if best.score else 0.0
-    changed = {name: value for name, value in other.settings.items() if best.settings.get(name) != value}
+    loss = loss_of(other, best)
     interval = known.get(goal.figure)
     width = None
     if interval is not None and best.score:
         width = (interval[1] - interval[0]) / 2 / abs(best.score)
     return {
         "settings": other.settings,
-        "changed": changed,
+        "changed": {name: value for name, value in other.settings.items() if best.settings.get(name) != value},
         "score": other.score,
         "loss": loss,
         "misses": goal.shortfalls(other.summary),
@@ -82,6 +74,51 @@ def next_best(best: Candidate, tuning: Tuning, known: Mapping[str, Sequence[floa
         "is_noise": width is not None and abs(loss) <= width,
         "is_undecided": is_undecided(best, other, goal),
     }
+
+
+def loss_of(other: Candidate, best: Candidate) -> float:
+    """What the goal's figure of `other` is worse by, relative to that of `best`."""
+    # A cost is a negative score: the larger it is, the higher the ratio.
+    return abs(1 - other.score / best.score) * (1 if other.score <= best.score else -1) if best.score else 0.0
+
+
+def tried_alone(best: Candidate, tuning: Tuning, limits: Sequence[str]) -> list[dict[str, Any]]:
+    """What other values of one setting did, under the same load: of a number the nearest smaller and larger one. First
+    those of `limits`. loss: of the goal's figure; None with the goal max_rate, which is not known at one rate."""
+    first = [setting_of(limit) for limit in limits]
+    alone = tuning.alone
+    names = sorted(alone, key=lambda name: first.index(name) if name in first else len(first))
+    found = []
+    for name in names:
+        others, value = alone[name], best.settings[name]
+        if isinstance(value, int) and not isinstance(value, bool):
+            others = [others[index] for index in neighbours([one.settings[name] for one in others], value)]
+        found += [
+            {
+                "changed": {name: one.settings[name]},
+                "loss": None if tuning.goal.name == "max_rate" else loss_of(one, best),
+                "misses": tuning.goal.shortfalls(one.summary),
+            }
+            for one in others
+        ]
+    return found
+
+
+def loss_text(other: Mapping[str, Any], goal: str) -> str:
+    """What other settings are worse by, in the goal's figure. other: as of `next_best` or `tried_alone`."""
+    if other["misses"]:
+        return misses_text(other["misses"])
+    if other["loss"] is None:
+        return "meets the objectives at this rate, too"
+    if abs(other["loss"]) < EQUAL_SHARE:
+        return "makes no difference"
+    share, is_worse = percent(abs(other["loss"]), 1), other["loss"] >= 0
+    if goal == "energy":
+        return f"takes {share} {'more' if is_worse else 'less'} energy"
+    if goal == "cost":
+        return f"is {share} {'dearer' if is_worse else 'cheaper'}"
+    figure = {"goodput": "goodput", "output_throughput": "throughput", "max_rate": "highest rate"}[goal]
+    return f"has a {figure} that is {share} {'lower' if is_worse else 'higher'}"
 
 
 def is_undecided(best: Candidate, other: Candidate, goal: Goal) -> bool:

@@ -17,19 +17,29 @@ from ifbbench.build.engines import engine_defaults
 from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.files import check_new_directory, replace_file
 from ifbbench.replay.run import run_trace
+from ifbbench.report.chart_files import FORMATS
 from ifbbench.report.colours import LIMIT, MUTED, SERIES
-from ifbbench.report.style import FORMATS, LIMIT_DASHES, round_ticks, save, styled, title
+from ifbbench.report.style import LIMIT_DASHES, round_ticks, save, styled, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 from ifbbench.rundir import run_directory
-from ifbbench.settings.config import SIDE_OUTPUTS, RunConfig
+from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, RunConfig
 from ifbbench.settings.names import usual_settings
-from ifbbench.settings.vllm_serve import write_line
+from ifbbench.settings.servers import SERVERS, write_line
 from ifbbench.studies.sweep import check_free
 from ifbbench.studies.tune import Tuning
-from ifbbench.studies.tune_candidates import Candidate, Goal
-from ifbbench.studies.tune_certainty import at_risk, interval_of, intervals, is_undecided, next_best
-from ifbbench.studies.tune_space import PREFILL_CAP
+from ifbbench.studies.tune_candidates import Candidate, Goal, misses_text
+from ifbbench.studies.tune_certainty import (
+    at_risk,
+    interval_of,
+    intervals,
+    is_undecided,
+    loss_of,
+    loss_text,
+    next_best,
+    tried_alone,
+)
+from ifbbench.studies.tune_space import OF_ENGINES, PREFILL_CAP
 from ifbbench.workload.trace import columns_of
 
 FIGURES = (
@@ -43,13 +53,21 @@ FIGURES = (
     "recomputed_tokens",
     "prefix_hit_rate",
     "peak_scheduled_requests",
+    "energy",
 )
 # Bursts are shown by the requests that arrive within so many seconds.
 BURST_S = 10.0
 # Settings that files for other servers have only if the search decided them.
-UNLESS_DECIDED = ("policy", "context_chunking_policy", "tokens_per_block", "enable_kv_cache_reuse")
+UNLESS_DECIDED = (
+    "policy",
+    "context_chunking_policy",
+    "tokens_per_block",
+    "enable_kv_cache_reuse",
+    *OF_ENGINES[SGLANG],
+)
 RUN, ANSWER, PICTURE = "run", "tune.json", "pareto"
 SERVER_FILES, RUN_CONFIG = ("trtllm-serve.yaml", "gptManagerBenchmark.txt", "vllm.txt"), "run.yaml"
+SGLANG_FILE = f"{SGLANG}.txt"
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
@@ -90,12 +108,17 @@ def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence
         },
         "verdict": verdict(tuning),
         "baselines": [
-            {"name": one.name, **described(one, goal), "is_undecided": is_undecided(best, one, goal)}
+            {
+                "name": one.name,
+                **described(one, goal),
+                "loss": loss_of(one, best),
+                "is_undecided": is_undecided(best, one, goal),
+            }
             for one in tuning.baselines
         ],
         "candidates": [*shown.values()],
         "pareto": [shown[one.run.case] for one in pareto(ranked, goal)],
-        "binding": binding(Findings(runs[0]), len(runs)) if runs else {},
+        "binding": binding(Findings(runs[0]), tuning) if runs else {},
         "importance": tuning.importance,
         "work": {
             "simulated_requests": tuning.runs.work,
@@ -178,8 +201,8 @@ def described(one: Candidate, goal: Goal) -> dict[str, Any]:
             figures["max_rate_by_seed"] = [scale * factor for factor in one.rate.by_seed]
             figures["time_scale"] = 1 / one.rate.low if one.rate.low else None
             figures["max_rate_failed_at_requests_per_s"] = None if one.rate.high is None else scale * one.rate.high
-    if goal.name == "cost":
-        figures["cost_per_million_output_tokens"] = -one.score
+    if goal.is_minimised:
+        figures[goal.figure] = -one.score
     missed = goal.shortfalls(summary)
     return {
         "settings": one.settings,
@@ -197,22 +220,26 @@ def verdict(tuning: Tuning) -> str:
     missed = goal.shortfalls(best.summary)
     tried = [one for one in (*tuning.candidates, *tuning.baselines) if one.run.case.requests == best.run.case.requests]
     if missed:
-        parts = [f"{name} is {100 * (ratio - 1):,.0f} % above its target" for name, ratio in missed.items()]
-        return f"No setting that was tried meets the objectives. The nearest misses them: {'; '.join(parts)}."
+        return f"No setting that was tried meets the objectives. The nearest {misses_text(missed)}."
     scores = [one.score for one in tried if not goal.shortfalls(one.summary)]
     largest = max(map(abs, scores), default=0.0)
     spread = (max(scores) - min(scores)) / largest if largest else 0.0
     all_meet = len(scores) == len(tried) > 1 and (goal.name != "goodput" or best.summary["goodput_share"] == 1.0)
     if goal.objectives and all_meet and spread < 0.01 and not goal.needs_stable_queue:
         return (
-            "Every setting that was tried meets the objectives, with the same result: the traffic decides, not the "
-            "settings. --goal max_rate finds how much more traffic they take."
+            "Every setting that was tried meets the objectives, with the same result. --goal max_rate finds how much "
+            "more traffic they take."
         )
     if goal.name == "goodput":
         share = best.summary["goodput_share"]
         if not share:
             return "No request meets the objectives with any setting that was tried; " + _nearest(best, goal)
-        return f"{percent(share, 1)} of the requests meet every objective."
+        grows = (
+            " The queue grows as long as requests arrive, so that fewer would meet them if it lasted longer: --goal "
+            "cost finds how many GPUs are enough."
+        )
+        text = f"{percent(share, 1)} of the requests meet every objective."
+        return text + grows if best.summary.get("overloaded") else text
     return "The objectives are met." if goal.objectives else "There are no objectives; the goal alone decides."
 
 
@@ -232,9 +259,9 @@ def pareto(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
 
 
 def throughput(one: Candidate, goal: Goal) -> float:
-    """Output tokens/s of all replicas; with the goal cost, of a GPU."""
+    """Output tokens/s of all replicas; with the goals cost and energy, of a GPU."""
     tokens_per_s = float(one.summary["output_throughput_tokens_per_s"])
-    return tokens_per_s / one.gpus if goal.name == "cost" else tokens_per_s
+    return tokens_per_s / one.gpus if goal.is_minimised else tokens_per_s
 
 
 def latency(one: Candidate, goal: Goal) -> float:
@@ -244,10 +271,19 @@ def latency(one: Candidate, goal: Goal) -> float:
     return float(value or 0.0)
 
 
-def binding(findings: Findings, replicas: int) -> dict[str, Any]:
-    """What bound the run of the best candidate, of several replicas the first one."""
-    text = findings.waiting_text if replicas == 1 else f"Replica 1 of {replicas}: {findings.waiting_text}"
-    return {"by_time": findings.by_time, "waiting_s": findings.waiting_s, "advice": text}
+def binding(findings: Findings, tuning: Tuning) -> dict[str, Any]:
+    """What bound the run of the best candidate, of several replicas the first one, and what other settings did."""
+    best = tuning.best
+    assert best is not None
+    text, replicas = findings.waiting_text, best.run.case.replicas
+    if replicas > 1:
+        text = f"Replica 1 of {replicas}: {text}"
+    tried = tried_alone(best, tuning, [*findings.waiting_s])
+    if tried:
+        words = findings.words
+        parts = [f"{words.with_values(one['changed'])} {loss_text(one, tuning.goal.name)}" for one in tried]
+        text += f" Changed alone under the same load: {'; '.join(parts)}."
+    return {"by_time": findings.by_time, "waiting_s": findings.waiting_s, "tried": tried, "advice": text}
 
 
 # Files.
@@ -257,7 +293,7 @@ def check(directory: Path, overwrite: bool) -> None:
     """InputError if `directory` is not empty and `overwrite` is off, or a file or the run could not be written there at
     the end of the search. Nothing is made: a search that is ended early leaves nothing behind."""
     pictures = (f"{PICTURE}.{kind}" for kind in FORMATS)
-    check_new_directory(directory, "--output", (ANSWER, RUN_CONFIG, *SERVER_FILES, *pictures))
+    check_new_directory(directory, "--output", (ANSWER, RUN_CONFIG, *SERVER_FILES, SGLANG_FILE, *pictures))
     check_free(directory, overwrite)
     run_directory.check(directory / RUN, overwrite=True)
 
@@ -306,8 +342,7 @@ def write_run_config(tuning: Tuning, trace: str | None, directory: Path) -> Path
     head: dict[str, Any] = {} if trace in (None, STANDARD_INPUT) else {"trace": trace}
     use = "# ifbbench run --config run.yaml\n"
     if replicas > 1:
-        head |= {"replicas": replicas}
-        use = f"# For each K from 1 to {replicas}: ifbbench run --config run.yaml --replica K/{replicas}\n"
+        head |= {"replicas": replicas, "router": "session"}
     text = use + yaml.safe_dump(head | settings_of_best(tuning), sort_keys=False)
     replace_file(directory / RUN_CONFIG, text)
     return directory / RUN_CONFIG
@@ -318,25 +353,26 @@ def decided(tuning: Tuning) -> dict[str, Any]:
     value was better, and that were not given."""
     best, space = tuning.best, tuning.space
     assert best is not None
-    usual = dict(space.point(tp_size=best.settings["tp_size"]))
+    usual, importance = dict(space.point(tp_size=best.settings["tp_size"])), tuning.importance
 
     def is_decided(name: str, value: Any) -> bool:
-        matters = (tuning.importance.get(name) or {}).get("effect")
+        matters = (importance.get(name) or {}).get("effect")
         return name not in UNLESS_DECIDED or name in space.fixed or value != usual.get(name) or bool(matters)
 
     found = {name: value for name, value in best.settings.items() if is_decided(name, value)}
-    if space.is_vllm:  # the line starts the model, and does not repeat vLLM's own default
+    if space.base.engine in SERVERS:  # the line starts the model, and does not repeat vLLM's own default
         found |= {"engine": space.base.engine, "model": space.base.model}
         found = {name: value for name, value in found.items() if (name, value) != (PREFILL_CAP, 0)}
     return found
 
 
 def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Path]:
-    """The settings for trtllm-serve, gptManagerBenchmark and vLLM. What is not among them is left to each server."""
+    """The settings for trtllm-serve, gptManagerBenchmark and vLLM, or for the server of the engine that the search ran.
+    What is not among them is left to each server."""
     import yaml
 
-    if settings.get("engine") == "vllm":  # the search ran vLLM's scheduler
-        replace_file(path := directory / SERVER_FILES[-1], write_line(settings) + "\n")
+    if (engine := str(settings.get("engine"))) in SERVERS:
+        replace_file(path := directory / f"{engine}.txt", write_line(settings, engine) + "\n")
         return [path]
     chunked = settings["enable_chunked_context"]
     names = {

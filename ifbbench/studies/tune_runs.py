@@ -22,6 +22,7 @@ APPLIED: Mapping[str, Any] = {
     "reserve": "trace",
     "max_prompt_len": None,
     "replica": None,
+    "skip_samples": 0,
 }
 
 # What a trace is cut into, to see how much the highest rate varies; a stretch has so many requests at least.

@@ -6,27 +6,36 @@ budget of time that is too short leaves out the least promising ones; they are n
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from ifbbench.analysis.findings import Findings
-from ifbbench.analysis.number_texts import percent
+from ifbbench.analysis.generation_time import PROMPTS
+from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.build.engines import VLLM, engine_defaults
+from ifbbench.build.engines import engine_defaults
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
-from ifbbench.settings.config import CHUNKING_POLICIES, SIMULATED, RunConfig, settings
-from ifbbench.settings.fields import as_text, choice
+from ifbbench.processes import usable_cores
+from ifbbench.rundir.what_if import FAILED
+from ifbbench.settings.command_line import option_words
+from ifbbench.settings.config import CHUNKING_POLICIES, SCHEDULE_POLICIES, SGLANG, TRTLLM, VLLM, RunConfig, settings
+from ifbbench.settings.fields import choice
 from ifbbench.settings.modes import BatchingType, Overlap
-from ifbbench.settings.names import setting, usual_settings
+from ifbbench.settings.names import from_mapping, setting, usual_settings
 from ifbbench.settings.objectives import parse_objectives
+from ifbbench.simulated.expected_error import difference_errors
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard, plan_memory
+from ifbbench.studies.fitted_run import NOT_FITTED, fit_device, replay_endpoint, replayed_config
 from ifbbench.studies.points import PointResult, in_one_line, run_all, summarise
+from ifbbench.studies.trace_window import Window, window_of
 from ifbbench.studies.tune_runs import APPLIED
 from ifbbench.studies.tune_space import POLICIES, idle_limits, rounded
 from ifbbench.workload.load import in_memory, read_source
@@ -34,9 +43,16 @@ from ifbbench.workload.trace import Trace, columns_of
 
 Settings = dict[str, Any]
 
+# What a smaller batch relieves: the device, which every request in the batch waits for.
+DEVICE = "device"
+
 DEFAULT_BUDGET_S = 30.0
+# Changes of a run without a summary, which was killed.
+USUAL_CHANGES = 25
 # The first changes may take this share of the budget; the rest is for second ones on top of the best.
 FIRST_SHARE = 0.6
+# Trials of a window may take this share; after them, the best are tried on all requests, if there is time for that.
+WINDOW_SHARE = 0.4
 # Less than this is no reason to change a setting.
 MIN_GAIN = 0.01
 # Seeds that decide where the run draws anything.
@@ -47,6 +63,11 @@ MAX_TP_SIZE = 8
 MEMORY_FRACTIONS = (0.95, 0.8, 0.5)
 MEMORY_UTILIZATIONS = (0.95, 0.97, 0.8)
 WATERMARKS = (0.01, 0.05)
+ENDPOINT_REASON = (
+    "the settings of the server are not known to a run against an endpoint. Give the command line that started it and "
+    'its GPU: `ifbbench why {run} --server "vllm serve …" --device h100-sxm`; the requests are then replayed on a '
+    "simulated device. For a server of ifbbench, ask `ifbbench why` of its own directory (serve --record DIR)"
+)
 GOALS = {
     "ttft.p99": "ttft_s.p99",
     "tpot.p99": "tpot_s.p99",
@@ -57,8 +78,13 @@ GOALS = {
 }
 LATENCIES = ("ttft_s.p50", "ttft_s.p99", "tpot_s.p99", "e2e_s.mean")
 THROUGHPUT, GOODPUT, GOOD_SHARE = "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share"
-FAILED = "requests.failed"
 HIGHER_IS_BETTER = (THROUGHPUT, GOODPUT, GOOD_SHARE)
+# Not all of the time that is left is planned for, because replays under other settings may take longer.
+PLANNED_SHARE = 0.8
+# A trace is cut if the budget reaches less than this share of the changes with all of it.
+MIN_REACHED = 0.5
+# So many changes at most that help in a window are tried on all requests.
+MAX_ON_ALL = 4
 
 
 @dataclass(frozen=True)
@@ -86,8 +112,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Effect:
-    """A figure with the run's settings and with others. is_noise: there is none, or it is not the same with each
-    seed."""
+    """A figure with the run's settings and with others. is_noise: there is none, it is not the same with each seed, or
+    it is smaller than the error of the prediction."""
 
     before: float | None
     after: float | None
@@ -101,16 +127,18 @@ class Effect:
 
 @dataclass(frozen=True)
 class Change:
-    """Other settings and what they did. gpus: how many it needs; needs_more_gpus: than the run. score: see
-    Goal."""
+    """Other settings and what they did. command: repeats it. real_command: runs it on the device of the run; empty if
+    that is simulated. gpus: how many it needs; needs_more_gpus: than the run. score: see Goal."""
 
     settings: Settings
     effects: dict[str, Effect]
     command: str
+    real_command: str
     summary: Mapping[str, Any] = field(repr=False)
     score: float
     gpus: int
-    needs_more_gpus: bool = False
+    needs_more_gpus: bool
+    loses_more: bool
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -119,28 +147,59 @@ class Change:
             "settings": self.settings,
             "effects": effects,
             "command": self.command,
+            **({"real_command": self.real_command} if self.real_command else {}),
             "gpus": self.gpus,
             "needs_more_gpus": self.needs_more_gpus,
+            "loses_more": self.loses_more,
         }
+
+
+def _loses_more(goal: Goal, effects: Mapping[str, Effect]) -> bool:
+    """Whether another figure gets worse by a larger factor than that of `goal` gets better. Never with objectives,
+    which say what is good enough."""
+    if goal.targets or goal.counts_refusals:
+        return False
+    gain = _times_better(goal.path, effects[goal.path])
+    others = (path for path, one in effects.items() if path in (*LATENCIES, THROUGHPUT) and not one.is_noise)
+    return gain > 1 and any(1 / _times_better(path, effects[path]) > gain for path in others)
+
+
+def _times_better(path: str, effect: Effect) -> float:
+    """The factor by which a figure gets better, below 1 where it gets worse; 1 where there is none."""
+    if not effect.before or not effect.after:
+        return 1.0
+    ratio = effect.after / effect.before
+    return ratio if path in HIGHER_IS_BETTER else 1 / ratio
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was tried. changes: the best first. recommended: an index into it; None with the reason in `reason`. then:
-    the best second change on top of it. untried: changes that the budget did not reach; refused: those that cannot run,
-    with the reason. notes: what the reader must know to judge the figures.
-    command: replays the run as it was."""
+    """What was tried. changes: the best first. recommended: an index into it; None with the reason in `reason`.
+    milder: where that loses more than it gains, the index of the best change that does not; None if all that help do.
+    on_all: of a window, the recommended change on all requests; None if there was no time. then: the best second change
+    on top of it. untried: changes that the budget did not reach; refused: those that cannot run, with the reason.
+    notes: what the reader must know to judge the figures. command: replays the run as it was. engine: of the run, whose
+    names its settings have. recorded, replayed: of a run on a real device or against an endpoint, its figures and those
+    of the replay of all of its requests, by path; empty for others. errors: of predicted differences, as shares, by
+    path. window: what was replayed, if not all."""
 
     goal: Goal
     baseline: dict[str, float | None]
     changes: list[Change]
     recommended: int | None
     reason: str
+    milder: int | None
+    on_all: Change | None
     then: Change | None
     untried: list[Settings]
     refused: list[tuple[Settings, str]]
     notes: list[str]
     command: str
+    engine: str
+    recorded: dict[str, float | None]
+    replayed: dict[str, float | None]
+    errors: dict[str, float]
+    window: Window | None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -148,11 +207,18 @@ class Outcome:
             "goal": self.goal.path,
             "goal_chosen": self.goal.why,
             "objectives": dict(self.goal.targets),
+            "engine": self.engine,
             "command": self.command,
             "baseline": self.baseline,
+            "recorded": self.recorded or None,
+            "replayed": self.replayed or None,
+            "errors": self.errors,
+            "window": self.window and self.window.as_dict(),
             "changes": [change.as_dict() for change in self.changes],
             "recommended": self.recommended,
             "reason": self.reason or None,
+            "milder": self.milder,
+            "on_all": self.on_all and self.on_all.as_dict(),
             "then": self.then and self.then.as_dict(),
             "untried": self.untried,
             "refused": [{"settings": values, "reason": reason} for values, reason in self.refused],
@@ -168,13 +234,18 @@ def at(summary: Mapping[str, Any], path: str) -> float | None:
     return None if found is None else float(found)
 
 
-def why_not(run: RecordedRun) -> str:
-    """Why no other settings can be tried for a run; empty if they can."""
-    device = str(run.config.get("device"))
+def trace_of(run: RecordedRun) -> Trace:
+    """The requests of a run, in memory."""
+    return in_memory(read_source(run.path, RunConfig(device="null")))
+
+
+def why_not(run: RecordedRun, is_server_known: bool = False) -> str:
+    """Why no other settings can be tried for a run; empty if they can, as far as is known without a fit.
+    is_server_known: the settings of the server at an endpoint are."""
     if run.data.endpoint:
-        return "the server at the endpoint has settings of its own, which are not known here"
-    if not device.startswith(SIMULATED):
-        return f"the run was on device {device}, and only runs of simulated devices (sim:…) are replayed"
+        return "" if is_server_known else ENDPOINT_REASON.format(run=run.path)
+    if run.config.get("device") == "null":
+        return "the run was on device null, which computes nothing"
     return ""
 
 
@@ -193,8 +264,8 @@ def base_config(config: Mapping[str, Any], derived: Sequence[str], sessions: boo
     applied = dict(APPLIED)
     if sessions or not is_open:
         del applied["duration"]  # requests that arrive after an answer may come too late
-    # Resolved already: the form of the overlap says it, and of vLLM --async_scheduling does.
-    overlap = None if asked.engine == VLLM else config.get("overlap")
+    # Resolved already: the form of the overlap says it, or --async_scheduling, or --disable_overlap_schedule.
+    overlap = None if asked.engine in (VLLM, SGLANG) else config.get("overlap")
     return asked.with_values(
         **applied,
         time_scale=1.0,
@@ -214,15 +285,12 @@ def base_config(config: Mapping[str, Any], derived: Sequence[str], sessions: boo
 def command_of(source: str, config: RunConfig) -> str:
     """The `ifbbench run` that replays the trace of a run directory with these settings."""
     usual = _usual(config)
-    words = ["ifbbench", "run", source]
-    for item in settings():
-        value = getattr(config, item.name)
-        if item.name == "quiet" or (item.name not in ("device", "model") and value == usual[item.name]):
-            continue
-        if value is None and not item.takes_none:
-            continue
-        words += [f"--{'' if value else 'no_'}{item.name}"] if item.type is bool else [f"--{item.name}", as_text(value)]
-    return shlex.join(words)
+    values = {
+        name: value
+        for name, value in config.as_dict().items()
+        if name != "quiet" and (name in ("device", "model") or value != usual[name])
+    }
+    return shlex.join(["ifbbench", "run", source, *option_words(values, config.engine)])
 
 
 def unsayable(config: RunConfig) -> list[str]:
@@ -234,7 +302,9 @@ def unsayable(config: RunConfig) -> list[str]:
 
 def _usual(config: RunConfig) -> dict[str, Any]:
     """Each setting of a command line that names only the engine and the device of `config`."""
-    given = {"engine": config.engine, "device": config.device, "engine_overhead": config.engine_overhead}
+    given: dict[str, Any] = {"engine": config.engine, "device": config.device}
+    if config.engine_overhead is not None:  # None is none, not what the engine decides
+        given["engine_overhead"] = config.engine_overhead
     return usual_settings(engine_defaults(given))
 
 
@@ -242,9 +312,9 @@ def _usual(config: RunConfig) -> dict[str, Any]:
 class Allowed:
     """The single changes that the settings of a run allow.
 
-    config: as asked. resolved: each setting as the run had it. summary: of the run. waited_s: request-seconds by limit.
-    peak_tokens: most tokens of an iteration. has_prefixes, has_priorities: whether requests of the trace share
-    beginnings, or have several priorities."""
+    config: as asked. resolved: each setting as the run had it. summary: of the run. waited_s: request-seconds by limit,
+    and DEVICE. peak_tokens: most tokens of an iteration. has_prefixes, has_priorities: whether requests of the trace
+    share beginnings, or have several priorities. not_known: settings whose effect on the device is not known."""
 
     config: RunConfig
     resolved: Mapping[str, Any]
@@ -253,6 +323,7 @@ class Allowed:
     peak_tokens: int
     has_prefixes: bool
     has_priorities: bool
+    not_known: Sequence[str] = ()
 
     def changes(self) -> list[Settings]:
         """The most promising first: by the waiting for the limit that each relieves, then as listed."""
@@ -262,13 +333,13 @@ class Allowed:
         for limit, values in self._listed():
             changed = {name: value for name, value in values.items() if value != self.resolved.get(name)}
             key = tuple(changed.items())
-            if changed and key not in found:
+            if changed and key not in found and not changed.keys() & set(self.not_known):
                 found[key] = share.get(limit, 0.0), changed
         return [values for _, values in sorted(found.values(), key=lambda one: -one[0])]
 
     def _listed(self) -> Iterator[tuple[str, Settings]]:
         """Each change with the limit that it relieves; empty for one that relieves none."""
-        now, is_vllm = self.resolved, self.config.engine == VLLM
+        now, engine = self.resolved, self.config.engine
         is_static = now["type"] == BatchingType.V1
         if is_static:
             for policy in POLICIES:
@@ -276,10 +347,11 @@ class Allowed:
         elif now["type"] != BatchingType.INFLIGHT_FUSED:
             yield "num_tokens", {"type": BatchingType.INFLIGHT_FUSED.value}
         yield from self._sizes(is_static)
-        yield from self._memory(is_vllm)
+        yield from self._memory()
         if not is_static:
-            yield from self._of_vllm() if is_vllm else self._of_trtllm()
-            yield from self._reuse(is_vllm)
+            of_engines = {VLLM: self._of_vllm, SGLANG: self._of_sglang}
+            yield from of_engines.get(engine, self._of_trtllm)()
+            yield from self._reuse()
         if now.get("draft_len"):
             for factor in FACTORS:
                 yield "", {"draft_len": max(round(now["draft_len"] * factor), 1)}
@@ -306,12 +378,12 @@ class Allowed:
                 other = round(size * factor)
                 if factor < 1 and peaks[name] < size:
                     other = rounded(peaks[name] * factor)
-                yield limit if factor > 1 else "", {name: max(other, 1)}
+                yield limit if factor > 1 else DEVICE, {name: max(other, 1)}
         if emulated := now.get("static_emulated_batch_size"):
             for factor in FACTORS:
                 yield "static_batch", {"static_emulated_batch_size": max(round(emulated * factor), 1)}
 
-    def _memory(self, is_vllm: bool) -> Iterator[tuple[str, Settings]]:
+    def _memory(self) -> Iterator[tuple[str, Settings]]:
         """Size and data type of the KV cache, as far as the memory of the device has room."""
         now = self.resolved
         if (tokens := self.config.max_tokens_in_paged_kvcache) is not None:
@@ -342,7 +414,8 @@ class Allowed:
         model, hardware = load_model_config(config.model), load_hardware(config.hardware or "")
         shard = Shard.of_config(model, config)
         room = int(plan_memory(shard, hardware, config).kv_cache / shard.kv_bytes_per_token)
-        return room // config.tokens_per_block * config.tokens_per_block
+        blocks = room // config.tokens_per_block - (config.engine == VLLM)  # one is vLLM's null block
+        return blocks * config.tokens_per_block
 
     def _of_trtllm(self) -> Iterator[tuple[str, Settings]]:
         now = self.resolved
@@ -365,32 +438,81 @@ class Allowed:
         start = now["long_prefill_token_threshold"] or now["max_num_tokens"]
         for factor in FACTORS:
             if (size := round(start * factor)) < now["max_num_tokens"]:
-                yield "num_tokens", {"long_prefill_token_threshold": max(size, 1)}
+                yield "num_tokens" if size > start else DEVICE, {"long_prefill_token_threshold": max(size, 1)}
         yield "", {"async_scheduling": not now["async_scheduling"]}
         if self.has_priorities:
             yield "", {"scheduling_policy": "fcfs" if now["scheduling_policy"] == "priority" else "priority"}
 
-    def _reuse(self, is_vllm: bool) -> Iterator[tuple[str, Settings]]:
+    def _of_sglang(self) -> Iterator[tuple[str, Settings]]:
+        now = self.resolved
+        for factor in FACTORS:
+            yield "kv_blocks", {"schedule_conservativeness": now["schedule_conservativeness"] * factor}
+        yield "prefill", {"enable_mixed_chunk": not now["enable_mixed_chunk"]}
+        yield "num_tokens", {"max_prefill_tokens": 2 * now["max_prefill_tokens"]}
+        yield "", {"disable_overlap_schedule": not now["disable_overlap_schedule"]}
+        for policy in SCHEDULE_POLICIES:
+            needs_prefixes = policy in ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
+            if policy != "random" and (self.has_prefixes or not needs_prefixes):
+                yield "", {"schedule_policy": policy}
+
+    def _reuse(self) -> Iterator[tuple[str, Settings]]:
         now = self.resolved
         if not self.has_prefixes:
             return
         yield "kv_blocks", {"enable_kv_cache_reuse": not now["enable_kv_cache_reuse"]}
-        if now["enable_kv_cache_reuse"] and not is_vllm:
+        if now["enable_kv_cache_reuse"] and self.config.engine == TRTLLM:
             yield "kv_blocks", {"kv_host_cache_bytes": 2 * now["kv_host_cache_bytes"] or HOST_CACHE_BYTES}
 
 
-class WhatIf:
-    """The trials of one run. findings: of the run, which must be one that `why_not` allows."""
+class _TimeIsUp(BaseException):
+    """Ends replays. No Exception: of these, a replay makes one that says at which iteration it failed."""
 
-    def __init__(self, findings: Findings) -> None:
+
+class WhatIf:
+    """The trials of one run. findings: of the run, which must be one that `why_not` allows. InputError for a run on a
+    real device that the cost model cannot be fitted to.
+
+    endpoint: a run against an endpoint, of whose requests `findings` are a replay on a simulated device; slower: that
+    was made so many times slower."""
+
+    def __init__(self, findings: Findings, endpoint: RecordedRun | None = None, slower: float = 1.0) -> None:
         self._findings, self._run = findings, findings.run
-        self.trace = in_memory(read_source(self._run.path, RunConfig(device="null")))
+        self._measured, self._slower = endpoint or findings.run, slower
+        self._source = str(self._measured.path)
+        self.trace = trace_of(self._run)
         columns = columns_of(self.trace.requests)
-        derived = self._run.data.run.get("derived", [])
-        self.config = base_config(self._run.config, derived, columns.after is not None)
-        draws = self.config.acceptance_rate is not None or (self.config.num_loras and not columns.names_loras)
+        has_sessions, derived = columns.after is not None, self._run.data.run.get("derived", [])
+        self._asked = self.config = base_config(self._run.config, derived, has_sessions)
+        self._is_fitted = self._is_real = self.config.hardware is None
+        if endpoint is not None:
+            self._is_fitted = True
+        if self._is_real:
+            self.config = base_config(replayed_config(self._run, fit_device(self._run)), [], has_sessions)
+        draws_loras = self.config.num_loras and not columns.names_loras
+        draws = self.config.acceptance_rate is not None or draws_loras or self.config.schedule_policy == "random"
         self._gpus = self.config.tp_size * self.config.pp_size
         self._seeds = [self.config.seed + number for number in range(SEEDS if draws else 1)]
+        self._window: Window | None = None
+        # Where a window is replayed: the summaries of the run's settings over all requests, and how long that takes.
+        self._of_all = [self._run.data.summary] * len(self._seeds) if self._run.data.summary else []
+        self._all_s = 0.0
+        self._recorded: dict[str, float | None] = {}
+        self._replayed: dict[str, float | None] = {}
+        self._errors: dict[str, float] = {}
+        self._clock, self._processes, self._progress = WallClock(), 1, NO_PROGRESS
+        self._answered = 0
+
+    @classmethod
+    def of_endpoint(cls, run: RecordedRun, server: Mapping[str, Any]) -> "WhatIf":
+        """The trials of a run against an endpoint: its requests are replayed on a simulated device that is fitted to
+        its mean latency. server: the settings of the server, and the device. InputError: see `replay_endpoint`."""
+        trace = trace_of(run)
+        config = from_mapping({**engine_defaults(server), **server}, command_line=True).as_dict()
+        known = {item.name: item.group for item in settings()}
+        config |= {name: value for name, value in run.config.items() if known.get(name) == "replay"}
+        has_sessions = columns_of(trace.requests).after is not None
+        replay, slower = replay_endpoint(run, trace, base_config(config, [], has_sessions))
+        return cls(Findings(replay), run, slower)
 
     def goal(self, name: str | None) -> Goal:
         """The goal called `name` (see GOALS). By default the objectives of the run, else the figure that is furthest
@@ -424,7 +546,7 @@ class WhatIf:
         if bounds.of_run.least_s:
             ratios[THROUGHPUT] = bounds.of_run.duration_s / bounds.of_run.least_s
         path = max(ratios, key=ratios.__getitem__, default="e2e_s.mean")
-        return Goal(path, f"{ratios.get(path, 1.0):,.3g} times what the device could do, the largest distance")
+        return Goal(path, f"{significant(ratios.get(path, 1.0))} times what the device could do, the largest distance")
 
     def try_all(
         self,
@@ -435,19 +557,34 @@ class WhatIf:
         progress: Progress = NO_PROGRESS,
     ) -> Outcome:
         """Try `only`, or all single changes that the settings allow, and second ones on top of the best."""
-        clock = WallClock()
+        self._clock, self._processes, self._progress = WallClock(), processes or usable_cores(), progress
         progress.stage("replaying the run")
-        before = self._summaries([{}], self.config, None, processes, clock, progress)[0].get(0)
-        if isinstance(before, str) or before is None:
-            raise InputError(f"{self._run.path}: its settings do not run any more: {before}")
-        notes = [] if self._is_same(before[0]) else [self._differs(before[0])]
-        allowed = self._allowed(before[0])
+        before = self._baseline(goal, None if only else budget_s)
+        notes = self._notes(before[0])
+        allowed = self._allowed(before[0], goal)
         wanted = list(only) or allowed.changes()
         progress.stage("trying changes")
-        until_s = None if only else budget_s * FIRST_SHARE
-        done, untried = self._summaries(wanted, self.config, until_s, processes, clock, progress)
-        changes, refused = self._changes(goal, wanted, done, before, self.config)
+        is_affordable = self._all_s * len(self._seeds) <= budget_s * (1 - WINDOW_SHARE)
+        until_s = None if only else budget_s * (WINDOW_SHARE if self._window and is_affordable else FIRST_SHARE)
+        begin_s = self._clock.now()
+        done, untried = self._summaries(wanted, self.config, until_s)
+        if self._window and done:  # replays that run beside each other may take longer than that of the run's settings
+            of_window_s = (self._clock.now() - begin_s) * self._processes / len(done) / len(self._seeds)
+            self._all_s = max(self._all_s, of_window_s * self._window.of / self._window.requests)
+        changes, refused = self._changes(goal, wanted, done, before, self.config, {})
         index, reason = self._recommended(goal, changes, before[0], bool(untried))
+        on_all, tried = None, list[Change]()
+        if self._window and index is not None:
+            tried = self._best_on_all(goal, changes, before[0], budget_s)
+            if not tried:
+                notes.append(f"No change was tried on all requests: each takes about {self._all_s:,.0f} s (--budget).")
+            elif helping := self._helping(goal, tried, self._of_all[0]):
+                on_all = tried[helping[0]]
+                index = next(place for place, one in enumerate(changes) if one.settings == on_all.settings)
+            else:
+                index, reason = None, f"on all requests, none of the best {len(tried)} changes of the window does"
+        loses_more = index is not None and (on_all or changes[index]).loses_more
+        milder = self._milder(goal, changes, before[0]) if loses_more else None
         then = None
         if index is not None and not only:
             best = changes[index]
@@ -457,13 +594,13 @@ class WhatIf:
                 config=config,
                 resolved={**allowed.resolved, **best.settings},
                 summary=best.summary,
-                waited_s=best.summary["waiting_by_limit"],
+                waited_s=best.summary["waiting_by_limit"] | self._device_s(goal),
             )
             more = [one for one in second.changes() if not one.keys() & best.settings.keys()]
             summaries = done[wanted.index(best.settings)]
             progress.stage("trying second changes")
-            done, left_out = self._summaries(more, config, budget_s, processes, clock, progress)
-            on_top, _ = self._changes(goal, more, done, summaries, config)
+            done, left_out = self._summaries(more, config, budget_s)
+            on_top, _ = self._changes(goal, more, done, summaries, self.config, best.settings)
             second_index, _ = self._recommended(goal, on_top, best.summary, bool(left_out))
             if second_index is not None and on_top[second_index].gpus == best.gpus:
                 then = on_top[second_index]
@@ -471,25 +608,113 @@ class WhatIf:
                 notes.append(f"{len(left_out)} of {len(more)} second changes were not tried for lack of time.")
         if names := unsayable(self.config):
             notes.append(f"The commands do not repeat the figures: no command line leaves out --{', --'.join(names)}.")
-        notes += self._beyond(before[0], changes)
+        if not self._window:
+            notes += self._beyond(before[0], changes)
+        elif tried:
+            notes += self._beyond(self._of_all[0], tried)
         paths = self._paths(before[0], goal)
         baseline = {path: at(before[0], path) for path in paths}
-        command = command_of(str(self._run.path), self.config)
-        return Outcome(goal, baseline, changes, index, reason, then, untried, refused, notes, command)
+        return Outcome(
+            goal,
+            baseline,
+            changes,
+            index,
+            reason,
+            milder,
+            on_all,
+            then,
+            untried,
+            refused,
+            notes,
+            command_of(self._source, self.config),
+            self.config.engine,
+            self._recorded,
+            self._replayed,
+            self._errors,
+            self._window,
+        )
+
+    def _baseline(self, goal: Goal, budget_s: float | None) -> list[dict[str, Any]]:
+        """The summaries of the run's own settings. If a replay of all requests takes too long to try enough changes
+        within the budget, they are of a window, which all later replays are of, too. budget_s: None for all the time
+        that it takes."""
+        begin_s, limit_s = self._clock.now(), inf
+        if budget_s is not None:
+            # About as many changes are allowed whatever the summary says.
+            number = (
+                len(self._allowed(self._run.data.summary, goal).changes()) if self._run.data.summary else USUAL_CHANGES
+            )
+            affordable_s = budget_s * WINDOW_SHARE * PLANNED_SHARE * self._processes / (number * len(self._seeds))
+            limit_s = affordable_s * FIRST_SHARE / WINDOW_SHARE / MIN_REACHED
+        # The replay of a run on a real device shows how near it comes to all of the run.
+        before = self._own(None if self._is_fitted else begin_s + limit_s)
+        taken_s = self._clock.now() - begin_s
+        if self._is_fitted and before is not None:
+            paths = self._paths(before[0], goal)
+            self._recorded = {path: at(self._measured.data.summary or {}, path) for path in paths}
+            self._replayed = {path: at(before[0], path) for path in paths}
+            self._of_all = before
+        if taken_s > limit_s:
+            answered = len(self.trace) if before else self._answered / min(len(self._seeds), self._processes)
+            self._all_s = taken_s * len(self.trace) / max(answered, 1)
+            ids = columns_of(self.trace.requests).request_id.tolist()
+            self._window = window_of(self._run, ids, goal.path, int(answered * affordable_s / taken_s))
+            requests = {"skip_samples": self._window.first, "max_num_samples": self._window.requests}
+            self.config = self.config.with_values(**requests)
+            before = self._own(None)
+        assert before is not None
+        self._errors = self._errors_of(before[0], goal)
+        return before
+
+    def _own(self, until_s: float | None) -> list[dict[str, Any]] | None:
+        """The summaries of the run's own settings; None if there was no time. InputError if they do not run."""
+        found = self._summaries([{}], self.config, until_s)[0].get(0)
+        if isinstance(found, str):
+            raise InputError(f"{self._run.path}: its settings do not run any more: {found}")
+        return found
+
+    def _errors_of(self, before: Mapping[str, Any], goal: Goal) -> dict[str, float]:
+        """By path, the share by which a predicted difference may be wrong. Of a run on a real device, what the replay
+        misses the run by; of a simulated one, what is known of such predictions."""
+        if not self._is_fitted:
+            return difference_errors(before.get("expected_error") or {}, self._paths(before, goal))
+        found = {}
+        for path, was in self._recorded.items():
+            if path != FAILED and was and (now := self._replayed[path]):
+                found[path] = max(now / was, was / now) - 1
+        return found
+
+    def _notes(self, before: Mapping[str, Any]) -> list[str]:
+        """That the replay of the run's own settings decides otherwise, if it does."""
+        if self._is_fitted:
+            return [self._fit_text] if self._measured is not self._run else []
+        return [] if self._window or self._is_same(before) else [self._differs(before)]
+
+    @property
+    def _fit_text(self) -> str:
+        """How the device was fitted to a run against an endpoint."""
+        changed = f"{max(self._slower, 1 / self._slower):.2f} times {'slower' if self._slower > 1 else 'faster'}"
+        replay = self._run.path
+        return (
+            f"The simulated device was made {changed} than its profile, so that the mean E2E is that of the run. "
+            f"`ifbbench why {replay}` explains the replay, and `ifbbench compare {self._source} {replay}` compares it "
+            "with the run."
+        )
 
     def _beyond(self, before: Mapping[str, Any], changes: Sequence[Change]) -> list[str]:
-        """That the requests are more than any of the settings serves, if they are."""
+        """That the requests are more than any of the settings serves, if they are. before, changes: of all requests."""
         own = [one for one in changes if not one.needs_more_gpus and "max_queue_size" not in one.settings]
+        summaries = [before, *(one.summary for one in own)]
         offered = at(before, "arrivals.achieved_rate_per_s")
-        if not own or not offered or not all(one.summary.get("overloaded") for one in own):
+        if not own or not offered or not all(one.get("overloaded") for one in summaries):
             return []
-        if not before.get("overloaded"):
-            return []
-        highest = max(at(one, "request_throughput_per_s") or 0.0 for one in (before, *(one.summary for one in own)))
-        devices = f"{self._gpus} GPU{'s' if self._gpus > 1 else ''}"
+        highest = max(at(one, "request_throughput_per_s") or 0.0 for one in summaries)
+        name = "such device" if self._is_fitted else load_hardware(self.config.hardware or "").name
+        devices = f"one {name}" if self._gpus == 1 else f"{self._gpus} {name}{'s' if self._is_fitted else ''}"
+        which = f"the {len(own)} that were tried on all requests" if self._window else "these settings"
         return [
-            f"The recorded {offered:.3g} requests/s are more than {devices} served under any of these settings; the "
-            f"highest rate was {highest:.3g}."
+            f"The recorded {significant(offered)} requests/s do not fit {devices} under any of {which}; the highest "
+            f"rate was {significant(highest)}."
         ]
 
     def _is_same(self, summary: Mapping[str, Any]) -> bool:
@@ -500,27 +725,32 @@ class WhatIf:
         text = "The replay of its trace decides otherwise than the run did; effects are against that replay"
         return f"{text}, whose mean E2E is {now or 0:.4g} s (recorded: {recorded or 0:.4g} s)."
 
-    def _allowed(self, summary: Mapping[str, Any]) -> Allowed:
+    def _allowed(self, summary: Mapping[str, Any], goal: Goal) -> Allowed:
         columns = columns_of(self.trace.requests)
         first = columns[: min(len(columns), 1000)]
         return Allowed(
             self.config,
             self._run.config,
             summary,
-            self._findings.waiting_s,
+            self._findings.waiting_s | self._device_s(goal),
             int(np.max(self._run.iterations.budget_used, initial=0)),
             any(request.prefix_ids or request.prompt_tokens for request in first),
             len({request.priority for request in first}) > 1,
+            NOT_FITTED if self._is_fitted else (),
         )
+
+    def _device_s(self, goal: Goal) -> dict[str, float]:
+        """The request-seconds that prompts took of the time between tokens, which a first token does not wait for."""
+        generation = self._findings.generation
+        if generation is None or goal.path.startswith(("ttft_s", "queue_time_s")):
+            return {}
+        return {DEVICE: generation.of_run[PROMPTS]}
 
     def _summaries(
         self,
         wanted: Sequence[Settings],
         config: RunConfig,
         until_s: float | None,
-        processes: int | None,
-        clock: WallClock,
-        progress: Progress,
     ) -> tuple[dict[int, list[dict[str, Any]] | str], list[Settings]]:
         """By the index in `wanted`: the summaries of all seeds, or why it cannot run; and those that were not reached
         by `until_s`."""
@@ -536,12 +766,19 @@ class WhatIf:
             runs += [(self.trace, one) for one in configs]
             owner += [index] * len(configs)
         ended: dict[int, PointResult] = {}
-        results = run_all(summarise, runs, processes)
-        for number, result in results:
-            ended[number] = result
-            progress.update(len(ended), len(runs), "")
-            if until_s is not None and clock.now() > until_s:
-                break
+
+        def check_time(answered: int = 0) -> None:
+            self._answered = max(self._answered, answered)
+            if until_s is not None and self._clock.now() > until_s:
+                raise _TimeIsUp
+
+        results = run_all(summarise, runs, self._processes, check_time)
+        with suppress(_TimeIsUp):
+            check_time()
+            for number, result in results:
+                ended[number] = result
+                self._progress.update(len(ended), len(runs), "")
+                check_time()
         results.close()
         for index in dict.fromkeys(owner):
             mine = [ended.get(number) for number, of in enumerate(owner) if of == index]
@@ -564,10 +801,11 @@ class WhatIf:
         wanted: Sequence[Settings],
         done: Mapping[int, list[dict[str, Any]] | str],
         before: list[dict[str, Any]] | str,
-        config: RunConfig,
+        base: RunConfig,
+        on_top_of: Settings,
     ) -> tuple[list[Change], list[tuple[Settings, str]]]:
-        """The changes that ran, the best first, and those that cannot run."""
-        changes, refused = [], []
+        """The changes that ran, the best first, and those that cannot run. base, on_top_of: of the run in `before`."""
+        changes, refused, errors = [], [], self._errors
         for index, after in sorted(done.items()):
             values = wanted[index]
             if isinstance(after, str) or isinstance(before, str):
@@ -578,20 +816,21 @@ class WhatIf:
                 refused.append((values, "no request completes"))
                 continue
             effects = {
-                path: _effect([at(one, path) for one in before], [at(one, path) for one in after])
+                path: _effect([at(one, path) for one in before], [at(one, path) for one in after], errors.get(path))
                 for path in self._paths(before[0], goal)
             }
-            changed = config.with_values(**values)
-            command = command_of(str(self._run.path), changed)
+            both = {**on_top_of, **values}
+            changed = base.with_values(**both)
+            command = command_of(self._source, changed)
+            real_command = command_of(self._source, self._asked.with_values(**both)) if self._is_real else ""
             gpus = changed.tp_size * changed.pp_size
-            changes.append(Change(values, effects, command, after[0], score, gpus, gpus > self._gpus))
+            more, loses = gpus > self._gpus, _loses_more(goal, effects)
+            changes.append(Change(values, effects, command, real_command, after[0], score, gpus, more, loses))
         return sorted(changes, key=lambda one: one.score), refused
 
-    def _recommended(
-        self, goal: Goal, changes: Sequence[Change], before: Mapping[str, Any], is_cut: bool
-    ) -> tuple[int | None, str]:
-        """The index of the best change, with which no more requests fail unless the goal counts them, and which needs
-        no more GPUs unless nothing else helps; or why there is none."""
+    def _helping(self, goal: Goal, changes: Sequence[Change], before: Mapping[str, Any]) -> list[int]:
+        """The indices of changes that improve the goal, with which no more requests fail unless the goal counts them;
+        the best first, those that need more GPUs last."""
         start = goal.score(before)
         failed = at(before, FAILED) or 0
         helping = [
@@ -603,18 +842,51 @@ class WhatIf:
             and not one.effects[goal.path].is_noise
             and (goal.counts_refusals or (at(one.summary, FAILED) or 0) <= failed)
         ]
-        if helping:
-            return next((index for index in helping if not changes[index].needs_more_gpus), helping[0]), ""
+        return sorted(helping, key=lambda index: changes[index].needs_more_gpus)
+
+    def _recommended(
+        self, goal: Goal, changes: Sequence[Change], before: Mapping[str, Any], is_cut: bool
+    ) -> tuple[int | None, str]:
+        """The index of the best change that helps; or why there is none."""
+        if helping := self._helping(goal, changes, before):
+            return helping[0], ""
         improves = f"improves {goal.path} by {percent(MIN_GAIN)} or more"
         reason = f"none of the changes that were tried ({len(changes)}) {improves}"
+        if error := self._errors.get(goal.path):
+            reason += f" and by more than {percent(error)}, the error of such predictions"
         return None, reason + ("; others were not reached in the time" if is_cut else "")
 
+    def _milder(self, goal: Goal, changes: Sequence[Change], before: Mapping[str, Any]) -> int | None:
+        """The index of the best change that helps, needs no more GPUs, and makes no other figure worse by more."""
+        for index in self._helping(goal, changes, before):
+            if not changes[index].loses_more and not changes[index].needs_more_gpus:
+                return index
+        return None
 
-def _effect(before: Sequence[float | None], after: Sequence[float | None]) -> Effect:
-    """The effect with the run's own seed; noise if it does not have the same sign with all seeds."""
+    def _best_on_all(
+        self, goal: Goal, changes: Sequence[Change], before: Mapping[str, Any], budget_s: float
+    ) -> list[Change]:
+        """The changes that help most in the window, tried on all requests, the best first; as many as there is time
+        for."""
+        rounds = max(int((budget_s - self._clock.now()) / (self._all_s * len(self._seeds))), 0)
+        chosen = self._helping(goal, changes, before)[: min(rounds * self._processes, MAX_ON_ALL)]
+        if not chosen or not self._of_all:
+            return []
+        self._progress.stage("trying the best on all requests")
+        wanted = [changes[index].settings for index in chosen]
+        config = self.config.with_values(skip_samples=0, max_num_samples=None)
+        done, _ = self._summaries(wanted, config, budget_s)
+        return self._changes(goal, wanted, done, self._of_all, config, {})[0]
+
+
+def _effect(before: Sequence[float | None], after: Sequence[float | None], error: float | None) -> Effect:
+    """The effect with the run's own seed; noise if it does not have the same sign with all seeds, or is not larger than
+    `error`, a share of it."""
     pairs = [(old, new) for old, new in zip(before, after, strict=True) if old is not None and new is not None]
     signs = {(new > old) - (new < old) for old, new in pairs}
-    return Effect(before[0], after[0], len(signs) != 1 or signs == {0})
+    effect = Effect(before[0], after[0], len(signs) != 1 or signs == {0})
+    is_small = error is not None and effect.change is not None and abs(effect.change) <= error
+    return replace(effect, is_noise=True) if is_small else effect
 
 
 def not_tried(reason: str) -> dict[str, Any]:

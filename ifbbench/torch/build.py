@@ -109,12 +109,18 @@ def load_model(config: RunConfig, communicator: "Communicator | None" = None) ->
             f"--model {config.model}: {found}; quantized weights are not read. Choose --device "
             "sim:PROFILE, or the model before its quantization."
         )
-    part = None if communicator is None else communicator.part(model_config)
+    part = None if communicator is None else communicator.part(model_config, config.ep_size)
     own_config = model_config if part is None else part.config
     check_data_types(config, own_config, device)
-    if model_config.num_experts:
+    is_computed = model_config.routing is not None
+    refused = {"lora_dir": config.uses_lora, "kv_cache_type": config.kv_cache_type == "contiguous"}
+    for name in [name for name, is_given in refused.items() if is_given and model_config.latent is not None]:
+        raise InputError(f"--{name}: is not built for models with latent attention; leave it out.")
+    if model_config.latent is not None and config.weight_dtype == "fp8":
+        raise InputError("--dtype: fp8 is not built for models with latent attention; choose bf16.")
+    if (model_config.num_experts or model_config.layers or model_config.windows) and not is_computed:
         raise InputError(
-            f"--model: {config.model} is a mixture of experts, which runs on simulated devices only. "
+            f"--model: {config.model} has layers that run on simulated devices only. "
             "Choose --device sim:PROFILE, or another model."
         )
     make_product: MakeProduct = Fp8Linear if config.weight_dtype == "fp8" else make_linear
@@ -134,6 +140,10 @@ def make_model(config: ModelConfig, weights: ModelWeights) -> LlamaModel:
     operations = operations_for(device, weights.embedding.dtype)
     if config.architecture == GPT2:
         return Gpt2Model(config, weights, operations)
+    if config.latent is not None:
+        from ifbbench.torch.model.deepseek import DeepseekModel
+
+        return DeepseekModel(config, weights, operations)
     if device.type != "cuda" or find_spec("triton") is None:
         return LlamaModel(config, weights, operations)
     from ifbbench.torch.model.kernel_llama import KernelLlama

@@ -86,19 +86,26 @@ class CacheWindows:
             paged_cache = KernelPagedCache
             self._shapes, self._plan_paged_batch = KernelShapes.of(config, device, dtype), plan_paged_batch
 
+        def paged_storage(window: WindowLayout) -> PagedKvCache:
+            return paged_cache(
+                config,
+                window.num_blocks,
+                window.attention_window.tokens_per_block,
+                device,
+                dtype,
+                kv_cache_dtype=kv_cache_dtype,
+                layers=window.layers,
+                num_host_blocks=window.num_host_blocks,
+            )
+
+        pool = None
+        if layout.shares_blocks:
+            pool = paged_storage(max(layout.windows, key=lambda window: len(window.layers)))
+
         def window_of(index: int, window: WindowLayout) -> CacheWindow:
             attention = window.attention_window
             if not layout.is_contiguous:
-                paged = paged_cache(
-                    config,
-                    window.num_blocks,
-                    attention.tokens_per_block,
-                    device,
-                    dtype,
-                    kv_cache_dtype=kv_cache_dtype,
-                    layers=window.layers,
-                    num_host_blocks=window.num_host_blocks,
-                )
+                paged = paged_storage(window) if pool is None else pool.of_layers(window.layers)
                 return CacheWindow(index, window.layers, attention, paged)
             # One block a sequence, as long as the longest sequence.
             beams = attention.max_beam_width

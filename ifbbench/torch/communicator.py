@@ -116,9 +116,9 @@ class Communicator:
         self.ranks: list[dict[str, Any]] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(self.ranks, own, group=self._start)
 
-    def part(self, model: ModelConfig) -> ModelPart:
-        """This rank's part of `model`. InputError if the ranks cannot share it."""
-        return ModelPart(model, self, self.tp_size, self.tp_rank, self.pp_size, self.stage)
+    def part(self, model: ModelConfig, ep_size: int = 1) -> ModelPart:
+        """This rank's part of `model`, with experts in `ep_size` parts. InputError if the ranks cannot share it."""
+        return ModelPart(model, self, self.tp_size, self.tp_rank, self.pp_size, self.stage, ep_size)
 
     def begin_run(self, run: int) -> None:
         """Messages from now on are of this run. Those of another run are refused."""

@@ -16,7 +16,7 @@ import numpy as np
 from ifbbench.compressed import read_text
 from ifbbench.errors import InputError
 from ifbbench.settings import fields
-from ifbbench.settings.config import RunConfig
+from ifbbench.settings.config import BY_ITERATION, RunConfig
 from ifbbench.settings.fields import located
 from ifbbench.workload.distributions import Generator, Limited, NotNegative, Positive, Times
 
@@ -200,6 +200,7 @@ ARRIVALS: dict[str, type[ArrivalProcess]] = {
 
 KINDS = {
     "recorded": (0, 0),
+    BY_ITERATION: (0, 0),
     "all_at_once": (0, 0),
     "constant": (0, 0),
     "poisson": (0, 0),
@@ -209,9 +210,10 @@ KINDS = {
 }
 """The kinds of `--arrival`, with the smallest and the largest number of values after their name."""
 KINDS_IN_WORDS = (
-    "recorded, all_at_once, constant, poisson, gamma:BURSTINESS, ramp:FROM:TO:SECONDS[:exponential] or "
+    "recorded, iteration, all_at_once, constant, poisson, gamma:BURSTINESS, ramp:FROM:TO:SECONDS[:exponential] or "
     "on_off:RATE:ON_SECONDS:OFF_SECONDS"
 )
+RECORDED = ("--arrival recorded", f"--arrival {BY_ITERATION}")
 NEED_RATE = ("constant", "poisson", "gamma")
 
 
@@ -230,11 +232,11 @@ def chosen_process(config: RunConfig) -> ArrivalProcess | None:
     }
     rate = _only_one(rates, "say at which rate requests arrive")
     gap = _only_one(gaps, "say how the gaps between arrivals vary")
-    if rate in (None, "--arrival recorded", "--arrival all_at_once") and gap is not None:
+    if rate in (None, *RECORDED, "--arrival all_at_once") and gap is not None:
         raise InputError(f"{gap} needs a rate; give --request_rate too, or leave it out.")
     if gap == f"--arrival {kind}" and config.request_rate is None:
         raise InputError(f"{gap} needs --request_rate; expected both, or --burstiness with {rate}.")
-    if rate in (None, "--arrival recorded"):
+    if rate in (None, *RECORDED):
         return None
     if config.time_scale != 1:
         raise InputError(

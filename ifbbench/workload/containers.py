@@ -243,17 +243,9 @@ def _guidellm_rows(benchmarks: Any) -> Iterator[Any]:
             raise UnknownFormat("benchmarks without requests")
 
 
-PARQUET = b"PAR1"
-
-
 def parquet_as_json_lines(path: Path, file: BinaryIO) -> BinaryIO:
-    """`file`, the content of `path`; if that is Parquet, a temporary file of its rows as JSON lines, and `file` is
-    closed. Times are texts. InputError without the package pyarrow, DamagedFile if the content is not valid."""
-    file.seek(0)
-    begins_like_parquet = file.read(len(PARQUET)) == PARQUET
-    file.seek(0)
-    if not begins_like_parquet:
-        return file
+    """A temporary file of the rows of `file`, the Parquet content of `path`, as JSON lines; `file` is closed. Times are
+    texts. InputError without the package pyarrow, DamagedFile if the content is not valid."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile

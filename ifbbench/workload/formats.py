@@ -128,7 +128,8 @@ class IfbbenchFormat(TraceFormat):
 
     Either of the last two stands in for the other. If the first rows have no `arrival_s`, all requests arrive at once.
     Optional: `request_id` (default: the row's number, from 0), `priority`, `beam_width`, `lora_task_id`, `stop_ids`,
-    `class`, `after` with `think_s`; beside `prompt_len`, `prefix_ids` and `prefix_lens`. Other keys are ignored.
+    `class`, `after` with `think_s`, `added_in`, `added_with`, `stopped_in`; beside `prompt_len`, `prefix_ids` and
+    `prefix_lens`. Other keys are ignored.
     `write_trace` is the inverse.
     """
 
@@ -160,7 +161,8 @@ class IfbbenchFormat(TraceFormat):
             return (TraceRequest(request_id, arrival_s, prompt_len, max_new_tokens, output_len),)
         priority, beam_width, task_id = get("priority"), get("beam_width"), get("lora_task_id")
         request_class, after, think_s = get("class"), get("after"), get("think_s")
-        prefix_ids, prefix_lens = _prefix(row, prompt_len)
+        added_in, stopped_in = get("added_in"), get("stopped_in")
+        prefix_ids, prefix_lens = _prefix(row, prompt_len, output_len)
         return (
             TraceRequest(
                 request_id,
@@ -178,6 +180,9 @@ class IfbbenchFormat(TraceFormat):
                 request_class=None if request_class is None else text(request_class, "class"),
                 after=None if after is None else integer(after, "after", 0, MAX_ID),
                 think_s=0.0 if think_s is None else number(think_s, "think_s", 0.0),
+                added_in=None if added_in is None else integer(added_in, "added_in", 0, MAX_ID),
+                added_with=0 if (given := get("added_with")) is None else integer(given, "added_with", 0, MAX_LENGTH),
+                stopped_in=None if stopped_in is None else integer(stopped_in, "stopped_in", 0, MAX_ID),
             ),
         )
 
@@ -187,7 +192,7 @@ def token_ids(row: Row, name: str) -> tuple[int, ...]:
     return integers(row.get(name), name, "token id", 0, MAX_LENGTH)
 
 
-def _prefix(row: Row, prompt_len: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _prefix(row: Row, prompt_len: int, output_len: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """`prefix_ids` and `prefix_lens` of a row in ifbbench's format."""
     ids, lens = row.get("prefix_ids"), row.get("prefix_lens")
     if ids is None:
@@ -207,8 +212,11 @@ def _prefix(row: Row, prompt_len: int) -> tuple[tuple[int, ...] | None, tuple[in
     lens = integers(lens, "prefix_lens", "number of tokens", 1, PREFIX_BLOCK)
     if len(lens) != len(ids):
         raise InputError(f"prefix_lens has {len(lens)} numbers; expected {len(ids)}, one for each of prefix_ids.")
-    if sum(lens) > prompt_len:
-        raise InputError(f"prefix_lens adds up to {sum(lens)}; expected at most the prompt's {prompt_len} tokens.")
+    if sum(lens) > prompt_len + output_len:
+        raise InputError(
+            f"prefix_lens adds up to {sum(lens)}; expected at most the {prompt_len + output_len} tokens of prompt and "
+            "output."
+        )
     return ids, lens
 
 
@@ -265,4 +273,7 @@ def _line(request: TraceRequest) -> str:
         record["class"] = request.request_class
     if request.after is not None:
         record |= {"after": request.after, "think_s": request.think_s}
+    for name in ("added_in", "added_with", "stopped_in"):
+        if (value := getattr(request, name)) is not None and (name, value) != ("added_with", 0):
+            record[name] = value
     return _encode(record) + "\n"

@@ -13,12 +13,28 @@ from numpy.typing import NDArray
 from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, is_read_once
 from ifbbench.errors import InputError
-from ifbbench.settings.config import ARRIVAL_SETTINGS, MAX_SPAN_S, READ_SETTINGS, RECORDING_FORMATS, RunConfig
+from ifbbench.settings.config import (
+    ARRIVAL_SETTINGS,
+    BY_ITERATION,
+    MAX_SPAN_S,
+    READ_SETTINGS,
+    RECORDING_FORMATS,
+    RunConfig,
+)
 from ifbbench.settings.fields import did_you_mean, text
 from ifbbench.workload.arrivals import predecessors, session_starts
 from ifbbench.workload.formats import ReadOptions
 from ifbbench.workload.reading import read_trace
-from ifbbench.workload.trace import NO_ORIGIN, RequestColumns, Reserve, Trace, columns_of, integers, seconds
+from ifbbench.workload.trace import (
+    NO_ITERATION,
+    NO_ORIGIN,
+    RequestColumns,
+    Reserve,
+    Trace,
+    columns_of,
+    integers,
+    seconds,
+)
 
 DEFAULT_DATASET = "default"
 # The suffixes of files with workload specifications.
@@ -56,12 +72,12 @@ def read_source(source: str | Path | None, config: RunConfig, progress: Progress
         from ifbbench.workload.spec import read_spec
 
         progress.stage("drawing requests")
-        return draw_trace(read_spec(path), config.seed, str(path), config.max_num_samples)
+        return draw_trace(read_spec(path), config.seed, str(path), config.samples_read)
     progress.stage("reading trace")
     options = ReadOptions(
         config.trace_format, config.columns, config.tokenizer, config.characters_per_token, config.default_output_len
     )
-    return read_trace(path, config.max_num_samples, config.skip_bad_rows, is_recorded, options, progress)
+    return read_trace(path, config.samples_read, config.skip_bad_rows, is_recorded, options, progress)
 
 
 def reading_of(source: str | Path | None, config: RunConfig) -> tuple[Any, ...]:
@@ -106,14 +122,30 @@ def _find(source: str | Path | None) -> tuple[Path, bool]:
 
 
 def _with_settings(columns: RequestColumns, config: RunConfig) -> RequestColumns:
-    columns = _first(columns, config.max_num_samples)
+    columns = _first(_without_first(columns, config.skip_samples), config.max_num_samples)
     reserved, outputs = Reserve(config.reserve).columns(columns.max_new_tokens, columns.output_len)
     prompts = columns.prompt_len
     if config.max_prompt_len is not None:
         prompts = integers(np.minimum(prompts, config.max_prompt_len))
     columns = replace(columns, prompt_len=prompts, max_new_tokens=reserved, output_len=outputs)
+    if config.arrival == BY_ITERATION:
+        columns = _by_iteration(columns)
     columns = _until(config.duration, _in_time(_with_arrivals(columns, config)), config.keeps_arrivals)
     return columns if config.replica is None else _share(columns, config.replica)
+
+
+def _by_iteration(columns: RequestColumns) -> RequestColumns:
+    """For a client that hands out requests in the iterations in which a recorded engine got them. What its client
+    stopped before any iteration is left out; what it stopped later would have gone on."""
+    if columns.added_in is None or columns.stopped_in is None or min(columns.added_in) == NO_ITERATION:
+        raise InputError(
+            f"--arrival {BY_ITERATION}: not every request of the trace has the iteration in which it was added; "
+            "expected the recording of a real engine. Leave it out."
+        )
+    added_in, stopped_in = np.asarray(columns.added_in), np.asarray(columns.stopped_in)
+    outputs = np.where(stopped_in == NO_ITERATION, columns.output_len, columns.max_new_tokens)
+    ran = np.flatnonzero((stopped_in == NO_ITERATION) | (stopped_in > added_in))
+    return chosen_requests(replace(columns, output_len=integers(outputs)), ran)
 
 
 def _in_time(columns: RequestColumns) -> RequestColumns:
@@ -176,7 +208,7 @@ def _until(duration_s: float | None, columns: RequestColumns, keeps_arrivals: bo
 def _share(columns: RequestColumns, replica: str) -> RequestColumns:
     """The requests of replica K of N (`K/N`): requests, and sessions as a whole, go to the replicas in turn."""
     number, replicas = map(int, replica.split("/"))
-    turn = _sessions(columns)
+    turn = session_numbers(columns)
     chosen = np.flatnonzero(turn % replicas == number - 1)
     if not len(chosen):
         kind = "requests" if columns.after is None else "sessions"
@@ -184,21 +216,19 @@ def _share(columns: RequestColumns, replica: str) -> RequestColumns:
             f"--replica {replica}: no request is left for it, the trace has {turn.max() + 1} {kind}; give "
             "fewer replicas."
         )
-    return _chosen(columns, chosen)
+    return chosen_requests(columns, chosen)
 
 
 def stretch_of(trace: Trace, number: int, count: int) -> Trace:
     """The `number`-th, from 0 on, of `count` stretches of `trace` with equally many requests, or sessions as a whole.
     Its first request arrives at 0."""
     columns = columns_of(trace.requests)
-    session = _sessions(columns)
+    session = session_numbers(columns)
     chosen = np.flatnonzero(session * count // (session.max() + 1) == number)
-    columns = _chosen(columns, chosen)
-    arrivals_s = np.asarray(columns.arrival_s)
-    return replace(trace, requests=replace(columns, arrival_s=seconds(arrivals_s - arrivals_s.min())))
+    return replace(trace, requests=_from_zero(chosen_requests(columns, chosen)))
 
 
-def _sessions(columns: RequestColumns) -> NDArray[np.int64]:
+def session_numbers(columns: RequestColumns) -> NDArray[np.int64]:
     """The number of each request's session, in the order in which sessions start; each request is one without them."""
     if columns.after is None:
         return np.arange(len(columns))
@@ -206,7 +236,7 @@ def _sessions(columns: RequestColumns) -> NDArray[np.int64]:
     return found
 
 
-def _chosen(columns: RequestColumns, chosen: NDArray[np.int64]) -> RequestColumns:
+def chosen_requests(columns: RequestColumns, chosen: NDArray[np.int64]) -> RequestColumns:
     """The requests at these positions."""
     return _taken(columns, lambda column: array(column.typecode, np.asarray(column)[chosen].tobytes()))
 
@@ -216,6 +246,21 @@ def _first(columns: RequestColumns, count: int | None) -> RequestColumns:
     if count is None or count >= len(columns):
         return columns
     return _taken(columns, lambda column: column[:count])
+
+
+def _without_first(columns: RequestColumns, count: int) -> RequestColumns:
+    """The requests after the first `count`, of which the first one arrives at 0."""
+    if not count:
+        return columns
+    if count >= len(columns):
+        raise InputError(f"--skip_samples {count}: no request is left, the trace has {len(columns)}; give fewer.")
+    return _from_zero(_taken(columns, lambda column: column[count:]))
+
+
+def _from_zero(columns: RequestColumns) -> RequestColumns:
+    """The requests with arrivals moved so that the first one is at 0."""
+    arrivals_s = np.asarray(columns.arrival_s)
+    return replace(columns, arrival_s=seconds(arrivals_s - arrivals_s.min()))
 
 
 def _taken(columns: RequestColumns, take: Callable[["array[Any]"], "array[Any]"]) -> RequestColumns:

@@ -104,6 +104,11 @@ def symbolic_runs(request: TraceRequest, index: int) -> list[tuple[int, int]]:
     return runs
 
 
+def output_runs(request: TraceRequest) -> list[tuple[int, int]]:
+    """The named tokens of the output as runs of symbols, (first symbol, length)."""
+    return [(prefix_id * PREFIX_BLOCK + offset, length) for prefix_id, offset, length in request.output_runs()]
+
+
 def output_symbol(index: int, position: int) -> int:
     """The symbol of output token `position` of request `index`; later positions have the symbols after it."""
     return -(index + 1) * _SYMBOLS_PER_REQUEST + _MAX_TOKENS + position

@@ -99,7 +99,11 @@ def read_trace(
         file = given = open_to_read(path, accept_cut)
         try:
             sha256 = _sha256(path, file)
-            file = parquet_as_json_lines(path, given)
+            given.seek(0)
+            is_parquet = given.read(len(PARQUET)) == PARQUET
+            given.seek(0)
+            if is_parquet:
+                file = parquet_as_json_lines(path, given)
             size = os.fstat(file.fileno()).st_size
             container = _container(file)
             if file is not given:
@@ -239,6 +243,7 @@ def _recall(path: Path, container: "Container", trace_format: TraceFormat) -> Re
 # Recognising.
 
 SAMPLE_BYTES = 1 << 16
+PARQUET = b"PAR1"
 BINARY_FILES = {
     b"PK": "zip",
     b"SQLite": "SQLite",

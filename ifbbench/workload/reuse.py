@@ -41,7 +41,7 @@ def reuse_distances(requests: Iterable[TraceRequest]) -> tuple[NDArray[np.int64]
     position = prompt_tokens = 0
     for request in requests:
         is_known = True
-        for key, length in _pieces(request, beginnings):
+        for key, length in pieces_of(request, beginnings):
             before = last_use.get(key)
             is_known = is_known and before is not None
             if is_known and before is not None:
@@ -53,7 +53,7 @@ def reuse_distances(requests: Iterable[TraceRequest]) -> tuple[NDArray[np.int64]
     return np.array(distances, dtype=np.int64), np.array(lengths, dtype=np.int64), prompt_tokens
 
 
-def _pieces(request: TraceRequest, beginnings: dict[object, int]) -> Iterator[tuple[object, int]]:
+def pieces_of(request: TraceRequest, beginnings: dict[object, int]) -> Iterator[tuple[object, int]]:
     """The pieces of a prompt from its first token, each as a key that depends on all tokens before, and a length.
 
     beginnings: numbers of the beginnings of named blocks met so far; new ones are added.

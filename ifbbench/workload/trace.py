@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
+from itertools import accumulate
 from math import ceil
 from typing import Any, TypeAlias, overload
 
@@ -33,10 +34,14 @@ class TraceRequest(Struct, frozen=True, gc=False):
     prompt_tokens: None where the trace records only lengths; such prompts are drawn from the seed when needed.
     prefix_ids: names of the blocks of PREFIX_BLOCK tokens that the prompt begins with. An id names the same tokens in
         every request, without saying what they are.
-    prefix_lens: tokens of each block, from its first; None is all, as far as the prompt goes.
+    prefix_lens: tokens of each block, from its first; None is all, as far as the prompt goes. With more tokens than
+        the prompt has, the blocks go on with the output.
     stop_ids: token ids that end the request if it makes one before `output_len`.
     request_class: the class of requests that figures are also given for, such as `chat`; None if there are no classes.
     after: the request_id of the turn before in the session; the request arrives `think_s` seconds after its end.
+    added_in, stopped_in: of a recorded engine, the iteration before which the request entered its queue, and the one
+        before which its client stopped it; None where that is not known, or it was not stopped.
+    added_with: iterations that were in flight when the request entered the queue.
     """
 
     request_id: int
@@ -54,6 +59,9 @@ class TraceRequest(Struct, frozen=True, gc=False):
     request_class: str | None = None
     after: int | None = None
     think_s: float = 0.0
+    added_in: int | None = None
+    added_with: int = 0
+    stopped_in: int | None = None
 
     @property
     def has_only_numbers(self) -> bool:
@@ -67,17 +75,30 @@ class TraceRequest(Struct, frozen=True, gc=False):
             and not self.stop_ids
             and self.request_class is None
             and self.after is None
+            and self.added_in is None
         )
 
     def prefix_runs(self) -> list[PrefixRun]:
         """The named tokens of the prompt, from its first token; empty if the trace names none."""
         ids, lens = self.prefix_ids or (), self.prefix_lens
         if lens is not None:
-            return list(zip(ids, lens, strict=True))
+            ends = accumulate(lens)
+            kept = [length - max(end - self.prompt_len, 0) for length, end in zip(lens, ends, strict=True)]
+            return [(prefix_id, length) for prefix_id, length in zip(ids, kept, strict=True) if length > 0]
         runs = [(prefix_id, PREFIX_BLOCK) for prefix_id in ids]
         excess = len(ids) * PREFIX_BLOCK - self.prompt_len
         if excess > 0:
             runs[-1] = (ids[-1], PREFIX_BLOCK - excess)
+        return runs
+
+    def output_runs(self) -> list[tuple[int, int, int]]:
+        """The named tokens of the output, from its first token: (prefix id, first token of it, number of tokens)."""
+        runs, start = list[tuple[int, int, int]](), -self.prompt_len
+        for prefix_id, length in zip(self.prefix_ids or (), self.prefix_lens or (), strict=False):
+            offset = min(max(-start, 0), length)
+            if offset < length:
+                runs.append((prefix_id, offset, length - offset))
+            start += length
         return runs
 
     def shortened(self, max_prompt_len: int) -> "TraceRequest":
@@ -130,7 +151,7 @@ Floats: TypeAlias = "array[float]"
 Recall: TypeAlias = Callable[[int], TraceRequest]
 """Makes the request of an origin again."""
 
-NO_TOKEN = NO_ORIGIN = NO_CLASS = NO_REQUEST = -1
+NO_TOKEN = NO_ORIGIN = NO_CLASS = NO_REQUEST = NO_ITERATION = -1
 ID, LENGTH, SECONDS = "q", "i", "d"
 
 
@@ -169,6 +190,7 @@ class RequestColumns(Sequence[TraceRequest]):
     priority: None if every request has the default.
     class_of: the position of each request's class in `class_names`, NO_CLASS if it has none; None if none has one.
     after: NO_REQUEST for a request that follows no other; with `think_s`, None if there are no sessions.
+    added_in, stopped_in: NO_ITERATION where a request has none; with `added_with`, None if no request has one.
     """
 
     request_id: Integers = field(default_factory=lambda: array(ID))
@@ -186,6 +208,9 @@ class RequestColumns(Sequence[TraceRequest]):
     class_names: tuple[str, ...] = ()
     after: "Integers | None" = None
     think_s: "Floats | None" = None
+    added_in: "Integers | None" = None
+    added_with: "Integers | None" = None
+    stopped_in: "Integers | None" = None
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -253,6 +278,9 @@ class ColumnsBuilder:
         self._classes: dict[str, int] = {}
         self._after: Integers | None = None
         self._think_s: Floats = array(SECONDS)
+        self._added_in: Integers | None = None
+        self._stopped_in: Integers = array(ID)
+        self._added_with: Integers = array(LENGTH)
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -280,6 +308,13 @@ class ColumnsBuilder:
         if self._after is not None:
             self._after.append(NO_REQUEST if request.after is None else request.after)
             self._think_s.append(request.think_s)
+        if self._added_in is None and request.added_in is not None:
+            self._added_in, self._stopped_in = (identifiers([NO_ITERATION]) * (len(columns) - 1) for _ in range(2))
+            self._added_with = integers([0]) * (len(columns) - 1)
+        if self._added_in is not None:
+            self._added_in.append(NO_ITERATION if request.added_in is None else request.added_in)
+            self._stopped_in.append(NO_ITERATION if request.stopped_in is None else request.stopped_in)
+            self._added_with.append(request.added_with)
         if request.has_only_numbers:
             columns.origin.append(NO_ORIGIN)
             return
@@ -301,6 +336,9 @@ class ColumnsBuilder:
             class_names=tuple(self._classes),
             after=self._after,
             think_s=None if self._after is None else self._think_s,
+            added_in=self._added_in,
+            stopped_in=None if self._added_in is None else self._stopped_in,
+            added_with=None if self._added_in is None else self._added_with,
             names_loras=self._names_loras,
         )
 

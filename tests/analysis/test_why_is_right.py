@@ -14,7 +14,7 @@ from ifbbench.analysis.recorded import RecordedRun
 from tests.analysis.runs import simulate
 from tests.analysis.slow_replay import Decision, SlowReplay
 
-SEEDS = range(50)
+SEEDS = [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 200))]
 
 
 def draw_run(seed: int, folder: Path) -> RecordedRun:

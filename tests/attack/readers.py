@@ -39,7 +39,7 @@ def whole_lines(directory: Path, name: str) -> list[bytes]:
 
 def readers(directory: Path, other: Path, draw: random.Random, charts: int) -> Iterator[Sequence[str]]:
     """The command lines that read a run directory. other: another one, to be compared with. charts: how many charts
-    are drawn; and the page, if any are; and both runs together, if several are."""
+    are drawn; the page, if any are, and `why` tries other settings; and both runs together, if several are."""
     run, aside = str(directory), str(directory.with_name(f"{directory.name}-aside"))
     described = json.loads((directory / "run.json").read_text())
     is_summary, is_of_client = described["config"].get("recording") == "summary", "endpoint" in described
@@ -53,7 +53,8 @@ def readers(directory: Path, other: Path, draw: random.Random, charts: int) -> I
     yield "why", run, "--budget", "0"
     yield "why", run, "--json", "--budget", "0"
     if not is_of_client:
-        yield "why", run, "--pauses-csv", aside, "--overwrite"
+        # Trials of other settings simulate the run, in processes of their own.
+        yield "why", run, "--pauses-csv", aside, "--overwrite", *([] if charts else ["--budget", "0"])
         yield "why", run, "--iteration", str(draw.randrange(last or 1))
         yield "watch", run, "--once"
     if ids:

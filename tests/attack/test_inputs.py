@@ -36,26 +36,26 @@ ALL: dict[str, Try] = {
     "tokenizers": tokenizer_try,
     "adapters": adapter_try,
 }
-# Tries of each kind: 1,000, which take about 30 s of processor time in all; and those of a long attack.
+# Tries of each kind: 350, which take about 10 s of processor time in all; and those of a long attack.
 SHORT = {
-    "traces": 120,
-    "specifications": 150,
-    "settings": 110,
-    "names": 100,
-    "model files": 130,
-    "result files": 50,
-    "commands": 40,
-    "pairs of settings": 70,
-    "config files": 40,
-    "server settings": 40,
-    "bodies": 15,
-    "recorded traffic": 20,
-    "endpoints": 15,
-    "requests": 20,
-    "managers": 40,
-    "policies": 40,
-    "tokenizers": 20,
-    "adapters": 20,
+    "traces": 40,
+    "specifications": 50,
+    "settings": 35,
+    "names": 35,
+    "model files": 45,
+    "result files": 15,
+    "commands": 15,
+    "pairs of settings": 25,
+    "config files": 15,
+    "server settings": 15,
+    "bodies": 5,
+    "recorded traffic": 5,
+    "endpoints": 5,
+    "requests": 5,
+    "managers": 15,
+    "policies": 15,
+    "tokenizers": 5,
+    "adapters": 5,
 }
 LONG = {
     "traces": 6000,
@@ -102,7 +102,7 @@ def attack(
 
 def test_every_kind_is_tried() -> None:
     assert list(SHORT) == list(LONG) == list(ALL)
-    assert sum(SHORT.values()) >= 1000
+    assert sum(SHORT.values()) >= 300
     assert sum(LONG.values()) >= 50_000
 
 

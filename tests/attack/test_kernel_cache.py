@@ -212,6 +212,7 @@ def test_the_cache_of_triton(home: str, tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
+@pytest.mark.usefixtures("small_model")
 def test_a_run_without_compiled_kernels_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled._kernels.cache_clear()
     monkeypatch.setenv("CC", "false")

@@ -167,7 +167,7 @@ def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SIDE_OUTPUTS)
 def test_outputs_of_a_run_are_checked_before_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ifbbench.replay.run.engine_for", None)  # it is not called
+    monkeypatch.setattr("ifbbench.replay.single.engine_for", None)  # it is not called
     command = REAL if name == "responses_json" else RUN
     paths = bad_paths(tmp_path) | {"missing": str(tmp_path / "missing" / "x"), "same": str(tmp_path / "same")}
     other = "report_json" if name != "report_json" else "output_csv"
@@ -196,7 +196,7 @@ def test_outputs_of_a_run_are_checked_before_it(name: str, tmp_path: Path, monke
 def test_tables_are_checked_before_the_first_run(
     command: tuple[str, ...], names: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ifbbench.replay.run.engine_for", None)  # it is not called
+    monkeypatch.setattr("ifbbench.replay.single.engine_for", None)  # it is not called
     for name in names:
         (tmp_path / name / name).mkdir(parents=True)
         done = invoke(*command, "--output", str(tmp_path / name), "--overwrite", "--quiet")
@@ -284,8 +284,13 @@ def test_standard_streams_that_are_closed(closed: tuple[int, ...], tmp_path: Pat
         (["report", "nothing"], 2),
         (["--version"], 0),
     ):
-        code = f"import os; [os.close(one) for one in {closed}]; os.execv({sys.executable!r}, {[*IFBBENCH, *words]!r})"
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [*IFBBENCH, *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: list(map(os.close, closed)),
+        )
         assert (done.returncode, "Traceback" in done.stderr) == (status, False), (words, done.stderr)
         assert 2 in closed or (done.stderr.startswith("Error: ") == (status == 2))
     assert load_run(tmp_path / "run").summary is not None

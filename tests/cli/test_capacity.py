@@ -260,3 +260,22 @@ def test_a_simulated_device_has_the_cache_that_a_run_on_it_has(tmp_path):
     limits = build_engine(RunConfig(**settings)).limits
     assert found["kv_cache"]["windows"][0]["blocks_of_run"] == limits.num_blocks
     assert found["memory"]["weight_bytes"] == pytest.approx(70.55e9 * 2 / 4, rel=0.01)
+
+
+def test_under_vllm_it_says_what_vllm_says():
+    """A request of 8,192 tokens takes 512 blocks without a window and 513 with one, of vLLM's 4,097."""
+    options = "--device sim:h100-sxm --engine vllm --max_seq_len 8192 --max_attention_window 128,131072"
+    done = invoke("gpt-oss-20b", *options.split(), "--num_gpu_blocks_override", "4097")
+    assert "GPU KV cache size: 32,744 tokens, Maximum concurrency for 8,192 tokens per request: 4.00x" in done.output
+    assert "vllm serve gpt-oss-20b --max-model-len 8192" in done.output
+
+
+def test_under_sglang_it_says_what_sglang_says():
+    """Chunks limit prefill batches, not the requests that decode."""
+    options = "--device sim:h100-sxm --engine sglang --chunked_prefill_size 256 --max-total-tokens 64000"
+    done = invoke("llama-3-8b", *options.split(), "--input-len", "512", "--output-len", "129")
+    line = "max_total_num_tokens=64000, chunked_prefill_size=256, max_prefill_tokens=16384, max_running_requests=2048"
+    assert line in done.output
+    assert "python -m sglang.launch_server --model-path llama-3-8b" in done.output
+    assert "--chunked-prefill-size 256" in done.output
+    assert "100 such requests, all at their full length, run at once under sglang: the KV cache" in done.output

@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 from ifbbench.cli.main import main
 from ifbbench.cli.options import PLACES, given_config
 from ifbbench.cli.run import SweepKeys
-from ifbbench.settings.config import settings
+from ifbbench.settings.config import ENGINES, settings
 from ifbbench.settings.names import from_mapping
 from ifbbench.settings.yaml_text import parse_yaml
 
-pytestmark = pytest.mark.usefixtures("undrawn_sweeps")
+pytestmark = pytest.mark.usefixtures("undrawn_sweeps", "one_process")
 
 SIMULATED = ["--device", "h100-sxm", "--model", "llama-3.1-8b", "--max_num_samples", "12", "--request_rate", "20"]
 SWEEP = """
@@ -106,6 +106,7 @@ def test_the_schema_takes_config_files_and_refuses_others() -> None:
 OTHER_VALUES: dict[str, Any] = {
     "max_num_samples": 5, "time_scale": 0.5, "request_rate": 90.0, "enable_exp_delays": True, "burstiness": 0.5,
     "arrival": "all_at_once", "rate_schedule": "rates.csv", "duration": 0.2, "replica": "2/3",
+    "replicas": 3, "router": "random", "router_state_age": 0.5,
     "reserve": "factor:1.5",
     "max_prompt_len": 200, "skip_bad_rows": True, "trace_format": "ifbbench", "characters_per_token": 3.0,
     "default_output_len": 3, "concurrency": 2, "wait_sleep": 3, "beam_width": 2, "streaming": True,
@@ -121,7 +122,9 @@ OTHER_VALUES: dict[str, Any] = {
     "copy_on_partial_reuse": False, "max_attention_window": "64,128", "sink_token_len": 3, "window_mode": "linear",
     "kv_host_cache_bytes": 200_000, "kv_cache_dtype": "fp8", "kv_cache_type": "contiguous", "num_loras": 3,
     "lora_rank": 4, "max_lora_rank": 16, "lora_device_mem_fraction": 0.1, "lora_num_device_mod_layers": 5000,
-    "lora_host_cache_bytes": 90_000_000, "dtype": "fp8", "cpu_threads": 1, "tp_size": 2, "pp_size": 2, "check_ranks": 7,
+    "lora_host_cache_bytes": 90_000_000, "dtype": "fp8", "ep_size": 2,
+    "attention_dp_size": 2, "expert_load": "0.5", "redundant_experts": 8, "enable_two_batch_overlap": True,
+    "draft_mtp": 1, "cpu_threads": 1, "tp_size": 2, "pp_size": 2, "check_ranks": 7,
     "rank_timeout": 60.0, "engine_overhead": "vllm", "draft_model": "tiny", "draft_ngram": 3, "draft_len": 3,
     "acceptance_rate": "0.9,0.5", "temperature": 0.7, "top_k": 5, "top_p": 0.3, "repetition_penalty": 1.3,
     "presence_penalty": 1.5, "frequency_penalty": 0.3, "min_length": 3, "length_penalty": 2.0,
@@ -129,19 +132,36 @@ OTHER_VALUES: dict[str, Any] = {
     "scheduling_policy": "priority", "async_scheduling": False, "max_num_scheduled_tokens": 300,
     "max_num_active_seqs": 3, "long_prefill_token_threshold": 64, "long_prefill_token_threshold_adaptive": True,
     "scheduler_reserve_full_isl": False, "watermark": 0.1, "num_gpu_blocks_override": 900,
+    "prefix_cache_retention_interval": 64,
+    "skip_samples": 2, "schedule_policy": "lpm", "schedule_conservativeness": 0.3, "max_prefill_tokens": 900,
+    "prefill_max_requests": 2,
+    "enable_mixed_chunk": True, "disable_overlap_schedule": True, "disable_radix_cache": True,
+    "radix_eviction_policy": "lfu", "retraction_policy": "priority", "enable_priority_scheduling": True,
+    "disable_priority_preemption": True, "priority_scheduling_preemption_threshold": 0.2,
     "gpu_memory_utilization": 0.8,
     "recording": "summary", "recording_format": "jsonl.gz", "iteration_stats_format": "trtllm",
     "iteration_stats_every": 3, "enable_steady_state": True,
 }  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {
-    **{item.name: {"engine": "vllm"} for item in settings() if item.group == "vllm"},
+    **{item.name: {"engine": item.group} for item in settings() if item.group in ENGINES},
+    **{
+        name: {"engine": "sglang", "enable_priority_scheduling": True}
+        for name in ("retraction_policy", "disable_priority_preemption", "priority_scheduling_preemption_threshold")
+    },
     "enable_exp_delays": {"request_rate": 90.0},
     "burstiness": {"request_rate": 90.0},
+    "router_state_age": {"router": "least_kv", "replicas": 2},
     "sink_token_len": {"max_attention_window": "64"},
     "kv_cache_type": {"enable_chunked_context": False},
     "lora_rank": {"num_loras": 3},
     "lora_device_mem_fraction": {"num_loras": 3},
     "lora_num_device_mod_layers": {"num_loras": 3},
+    "ep_size": {"model": "qwen3-30b-a3b", "tp_size": 2},
+    "attention_dp_size": {"model": "qwen3-30b-a3b", "tp_size": 2, "ep_size": 2},
+    "expert_load": {"model": "qwen3-30b-a3b"},
+    "redundant_experts": {"model": "qwen3-30b-a3b", "tp_size": 2, "ep_size": 2},
+    "enable_two_batch_overlap": {"model": "qwen3-30b-a3b", "tp_size": 2, "ep_size": 2, "attention_dp_size": 2},
+    "draft_mtp": {"model": "glm-4.5", "tp_size": 8, "dtype": "fp8", "acceptance_rate": "0.6"},
     "draft_model": {"acceptance_rate": "0.6", "model": "tiny"},
     "draft_ngram": {"acceptance_rate": "0.6"},
     "draft_len": {"draft_ngram": 3, "acceptance_rate": "0.6"},
@@ -175,10 +195,10 @@ def test_a_run_with_this_setting_is_the_config_file_of_the_same_run(name: str) -
         f"--{'' if value else 'no_'}{one}" if isinstance(value, bool) else f"--{one}={value}"
         for one, value in given.items()
     ]
-    words = ["run", "chat", "--device", "h100-sxm", "--model", "tiny", *options, "--quiet", "--output", "first"]
-    made = CliRunner().invoke(main, words)
+    words = ["run", "chat", "--device", "h100-sxm", "--model", "tiny", *options, "--quiet", "--json"]
+    made = CliRunner().invoke(main, [*words, "--output", "first"])  # tables would take as long as the run
     assert made.exit_code in (0, 1), made.output  # 1: requests that are too long
-    ifbbench("run", "--config", "first", "--output", "second", "--quiet", status=made.exit_code)
+    ifbbench("run", "--config", "first", "--output", "second", "--quiet", "--json", status=made.exit_code)
     first, second = (json.loads(Path(one, "run.json").read_text()) for one in ("first", "second"))
     assert first["config"][name] != usual()[name]
     for part in ("derived", "schedule_digest", "trace", "num_kv_blocks"):
@@ -189,9 +209,9 @@ def test_a_run_with_this_setting_is_the_config_file_of_the_same_run(name: str) -
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_the_file_of_a_sweep_has_this_setting(name: str) -> None:
-    config = given_config(None, {name: OTHER_VALUES[name], **NEEDS.get(name, {})})
+    config = given_config(None, {name: OTHER_VALUES[name], **NEEDS.get(name, {})}, runs_fleets=True)
     Path("sweep.yaml").write_text(SweepKeys("chat", ["max_batch_size=1,2"]).described(config))
-    read = given_config(Path("sweep.yaml"), {})
+    read = given_config(Path("sweep.yaml"), {}, runs_fleets=True)
     assert getattr(read, name) != usual()[name]
     assert read == config
 

@@ -60,9 +60,11 @@ def test_help_of_all_has_a_section_for_each_group():
     assert list(listed("run", "--help", "all")) == [
         "COMMAND",
         "REPLAY",
+        "FLEET",
         "ENDPOINT",
         "SCHEDULING",
         "VLLM",
+        "SGLANG",
         "KV CACHE",
         "LORA",
         "EXECUTION",
@@ -100,7 +102,8 @@ def test_help_of_an_unknown_group_says_which_there_are():
     done = CliRunner().invoke(main, ["run", "--help", "cach"])
     assert done.exit_code == 2
     assert (
-        "expected all, command, replay, endpoint, scheduling, vllm, kv-cache, lora, execution, recording" in done.stderr
+        "expected all, command, replay, fleet, endpoint, scheduling, vllm, sglang, kv-cache, lora, execution, recording"
+        in done.stderr
     )
     assert "`--help all`" in CliRunner().invoke(main, ["run", "--help-all"]).stderr
 

@@ -18,7 +18,7 @@ from ifbbench.cli.main import main
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import for_other_process, load_trace
 
-pytestmark = pytest.mark.usefixtures("undrawn_sweeps")
+pytestmark = pytest.mark.usefixtures("undrawn_sweeps", "one_process")
 
 ROWS = "".join(f'{{"request_id":{row},"prompt_len":{20 + row},"output_len":3}}\n' for row in range(8))
 SIMULATED = ("--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--request_rate", "30", "--enable_exp_delays")

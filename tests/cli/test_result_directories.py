@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("undrawn_sweeps")
+pytestmark = pytest.mark.usefixtures("undrawn_sweeps", "one_process")
 
 SIMULATED = ("--model", "llama-3.1-8b", "--device", "sim:h100-sxm", "--max_num_samples", "5")
 COMMANDS = {

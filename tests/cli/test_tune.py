@@ -12,11 +12,12 @@ from click.testing import CliRunner, Result
 
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.cli.main import main
-from ifbbench.cli.tune import _loss_text
-from ifbbench.settings.vllm_serve import read_line
+from ifbbench.settings.servers import read_line
+from ifbbench.studies.tune_certainty import loss_text
 
 MODEL = ["--model", "llama-3.1-8b", "--device", "h100-sxm"]
 LOAD = ["--max_num_samples", "60", "--request_rate", "40"]
+pytestmark = pytest.mark.usefixtures("one_process")
 CONTRACT = {"recommendation", "candidates", "pareto", "binding", "importance"}
 
 
@@ -26,7 +27,7 @@ def tune(directory: Path, *options: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory) -> Path:
+def directory(tmp_path_factory, one_process) -> Path:
     """Of a search whose standard output is in `stdout`."""
     path = tmp_path_factory.mktemp("tune")
     result = tune(path, "--slo", "ttft=1s", "--slo", "tpot=12ms", "--policy", "max_utilization", "--json")
@@ -151,17 +152,20 @@ def token_gaps(directory: Path) -> list[float]:
     return found
 
 
-def test_a_config_file_for_several_replicas_is_not_run_on_one(shared, tmp_path):
-    path = shared / "tuned/run.yaml"
+def test_a_config_file_for_several_replicas_runs_them_all(shared, tmp_path):
+    path, found = shared / "tuned/run.yaml", json.loads((shared / "tuned/tune.json").read_text())["recommendation"]
     replicas = yaml.safe_load(path.read_text())["replicas"]
     output = ["--output", str(tmp_path / "run")]
-    for words in (["run"], ["sweep", "--over", "seed=1,2"]):
-        result = CliRunner().invoke(main, [*words, "--config", str(path), *output])
-        assert result.exit_code == 2
-        assert f"replicas is {replicas}" in result.output
-        assert f"--replica 1/{replicas}" in result.output
+    result = CliRunner().invoke(main, ["capacity", "--config", str(path)])
+    assert result.exit_code == 2
+    assert f"replicas is {replicas}" in result.output
+    assert f"--replica 1/{replicas}" in result.output
     one = CliRunner().invoke(main, ["run", "--config", str(path), "--replica", f"1/{replicas}", "--json", *output])
     assert json.loads(one.stdout)["requests"]["total"] == -(-60 // replicas)
+    every = CliRunner().invoke(main, ["run", "--config", str(path), "--json", *output, "--overwrite"])
+    summary = json.loads(every.stdout)
+    assert len(summary["fleet"]["replicas"]) == replicas
+    assert summary["ttft_s"]["p99"] == found["figures"]["ttft_s"]["p99"]
 
 
 def test_the_table_has_the_replicas_and_the_next_best_is_dearer(shared):
@@ -181,7 +185,7 @@ def test_the_table_has_the_replicas_and_the_next_best_is_dearer(shared):
     ],
 )
 def test_the_loss_of_the_next_best_settings_in_words(goal, loss, words):
-    assert _loss_text({"loss": loss, "misses": {}}, goal) == words
+    assert loss_text({"loss": loss, "misses": {}}, goal) == words
 
 
 def test_tables_show_what_users_get_without_a_search(tmp_path):
@@ -194,7 +198,8 @@ def test_tables_show_what_users_get_without_a_search(tmp_path):
 
 
 def test_vllm_is_tuned_with_its_own_scheduler(tmp_path):
-    result = tune(tmp_path, "--engine", "vllm", "--slo", "ttft.p99=300ms", "--quiet", "--json")
+    few = ["--max_num_samples", "20", "--quiet", "--json"]
+    result = tune(tmp_path, "--engine", "vllm", "--slo", "ttft.p99=300ms", *few)
     answer, output = json.loads(result.stdout), tmp_path / "tuned"
     assert [one["name"] for one in answer["baselines"]] == ["vLLM's defaults"]
     settings = answer["recommendation"]["settings"]
@@ -213,7 +218,7 @@ def test_impossible_objectives_end_with_status_1(tmp_path):
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert not found["recommendation"]["meets_slo"]
-    assert "ttft.p99 is" in found["verdict"]
+    assert "misses ttft.p99 by" in found["verdict"]
 
 
 def test_deployments_are_compared_by_what_they_cost(tmp_path):

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from ifbbench.settings.config import settings
-from ifbbench.settings.vllm_serve import OPTIONS, read_line, write_line
+from ifbbench.settings.servers import read_line, write_line
+from ifbbench.settings.vllm_serve import OPTIONS
 
 
 def shown(*options: str) -> dict[str, Any]:
@@ -114,13 +115,12 @@ def test_a_command_line_of_vllm_is_a_config_and_back() -> None:
     found = read_line(LINE)
     assert found.values == MEANT
     assert found.ignored == ["host", "trust-remote-code"]
-    again = read_line(write_line(MEANT | {"dtype": None})).values
-    assert again == {name: value for name, value in MEANT.items() if name != "dtype"}
+    assert read_line(write_line(MEANT, "vllm")).values == MEANT
 
 
 def test_each_option_that_is_written_is_read() -> None:
     values = {item.name: item.default for item in settings() if item.name in OPTIONS and item.default is not None}
-    line = write_line(values | {"model": "m"})
+    line = write_line(values | {"model": "m"}, "vllm")
     assert read_line(line).values == values | {"model": "m", "engine": "vllm"}
     assert shlex.split(line)[:3] == ["vllm", "serve", "m"]
 
@@ -129,7 +129,7 @@ def test_each_option_that_is_written_is_read() -> None:
     ("line", "words"),
     [
         ("vllm serve", "no model"),
-        ("vllm bench serve", "no command line of `vllm serve`"),
+        ("vllm bench serve", "starts no server"),
         ("vllm serve m --foo 3", "--foo: this option of vLLM has no counterpart here"),
         ("vllm serve m --max-num-seq 3", "Did you mean max-num-seqs"),
         ("vllm serve m --max-num-seqs", "the value is missing"),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conformance import capacity, kvcache, microbatch, vllm
+from tests.conformance import capacity, kvcache, microbatch, sglang, vllm
 from tests.conformance.outcome import Case, Mismatch, Skip, require_rule_set
 
 REPLAYS: dict[str, Callable[[Case], None]] = {
@@ -15,6 +15,8 @@ REPLAYS: dict[str, Callable[[Case], None]] = {
     "trtllm-golden/microbatch/1": microbatch.replay,
     "trtllm-golden/kvcache/1": kvcache.replay,
     "vllm-golden/runs/1": vllm.replay,
+    "sglang-golden/decisions/1": sglang.replay_decisions,
+    "sglang-golden/runs/1": sglang.replay_run,
 }
 
 
@@ -45,7 +47,7 @@ def main(paths: list[str]) -> int:
         if golden["schema"] not in REPLAYS:
             print(f"{path}: schema {golden['schema']!r}; expected one of {', '.join(REPLAYS)}", file=sys.stderr)
             return 2
-        for case in golden["cases"]:
+        for case in golden["cases"] if "cases" in golden else sglang.decisions(golden):
             verdict, reason = judge(REPLAYS[golden["schema"]], case)
             verdicts[verdict] += 1
             print(" ".join(filter(None, (verdict, case["name"], reason))))

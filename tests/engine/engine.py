@@ -13,12 +13,13 @@ from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
-from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
+from ifbbench.engine.stretch import Stretch
 from ifbbench.kv.adapters import AdapterCache
 from ifbbench.schedulers.engines import make_loop
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from tests.engine.executors import Broken
 

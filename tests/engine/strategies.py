@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
 from ifbbench.kv.attention_window import ceil_div
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES
 from tests.engine.engine import token_of, with_tokens
 

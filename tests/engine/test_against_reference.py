@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.request import Request, RequestTable
@@ -12,8 +11,10 @@ from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import Sequence
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, MicroBatchScheduler
+from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
+from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, CapacityDecision, LoraLimits
+from tests.drawing import holds
 from tests.engine import reference
 
 MAX_SEQ_LEN = 40
@@ -164,17 +165,8 @@ capacity_cases = {
 
 
 @pytest.mark.parametrize("policy", POLICY_CLASSES)
-@settings(max_examples=250)
-@given(**capacity_cases)
+@holds(80, 5_000, **capacity_cases)
 def test_capacity_policies(policy, requests, attention_window, spare, limit, lora):
-    check_capacity(policy, requests, attention_window, spare, limit, lora)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICY_CLASSES)
-@settings(max_examples=5_000)
-@given(**capacity_cases)
-def test_capacity_policies_at_length(policy, requests, attention_window, spare, limit, lora):
     check_capacity(policy, requests, attention_window, spare, limit, lora)
 
 
@@ -226,14 +218,6 @@ micro_batch_cases = {
 }
 
 
-@settings(max_examples=500)
-@given(**micro_batch_cases)
+@holds(150, 10_000, **micro_batch_cases)
 def test_micro_batches(requests, policy, spare, limits, in_flight):
-    check_micro_batch(requests, policy, spare, limits, in_flight)
-
-
-@pytest.mark.slow
-@settings(max_examples=10_000)
-@given(**micro_batch_cases)
-def test_micro_batches_at_length(requests, policy, spare, limits, in_flight):
     check_micro_batch(requests, policy, spare, limits, in_flight)

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from ifbbench.clock import VirtualClock, WallClock
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.records import IterationRecord, Stretch
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
+from ifbbench.engine.stretch import Stretch
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import ReplayClient
 from ifbbench.schedulers.engines import make_loop
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware

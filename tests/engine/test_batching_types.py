@@ -3,13 +3,13 @@
 import dataclasses
 from collections import Counter
 
-import pytest
-from hypothesis import event, given, settings
+from hypothesis import event
 from hypothesis import strategies as st
 
 from ifbbench.engine.request import Request
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.modes import BatchingType, Overlap
+from tests.drawing import holds
 from tests.engine.engine import CheckingExecutor, Loop, Run, assert_nothing_is_held, check_blocks
 from tests.engine.executors import FailingExecutor, SpyExecutor
 from tests.engine.strategies import Wish, configs, expected_outputs, is_possible, wishes
@@ -83,8 +83,7 @@ def check_answers(config: BatchingConfig, wanted: list[Wish], result: Run, reque
             assert len(result.pieces(request)) <= 1
 
 
-@settings(max_examples=300)
-@given(**anything)
+@holds(100, 2000, **anything)
 def test_every_possible_request_gets_all_tokens(config, kind, wanted):
     config = with_type(config, kind)
     taken = {number for number, wish in enumerate(wanted) if is_taken(wish.request(number), config)}
@@ -97,7 +96,10 @@ def test_every_possible_request_gets_all_tokens(config, kind, wanted):
     assert executor.in_flight == 0
 
 
-def check_trouble(config, kind, wanted, stops, submits, collects) -> None:
+@holds(100, 10_000, **anything, **trouble)
+def test_after_any_failure_every_request_has_one_final_answer_and_nothing_is_kept(
+    config, kind, wanted, stops, submits, collects
+):
     config = with_type(config, kind)
     result, requests, _ = run_all(config, wanted, stops, submits, collects)
     check_answers(config, wanted, result, requests)
@@ -109,23 +111,7 @@ def check_trouble(config, kind, wanted, stops, submits, collects) -> None:
     event(f"{kind}, stopped: {bool(result.stopped)}, failed: {bool(result.failures)}")
 
 
-@settings(max_examples=300)
-@given(**anything, **trouble)
-def test_after_any_failure_every_request_has_one_final_answer_and_nothing_is_kept(
-    config, kind, wanted, stops, submits, collects
-):
-    check_trouble(config, kind, wanted, stops, submits, collects)
-
-
-@pytest.mark.slow
-@settings(max_examples=10_000)
-@given(**anything, **trouble)
-def test_after_any_failure_every_request_has_one_final_answer_at_length(config, kind, wanted, stops, submits, collects):
-    check_trouble(config, kind, wanted, stops, submits, collects)
-
-
-@settings(max_examples=60)  # each runs ten times, and above each run is held to the tokens that it must give
-@given(config=configs(), wanted=st.lists(wishes(), min_size=1, max_size=10))
+@holds(15, 500, config=configs(), wanted=st.lists(wishes(), min_size=1, max_size=10))
 def test_every_batching_type_gives_the_same_tokens(config, wanted):
     outputs = []
     for kind in BATCHING_TYPES[1:]:
@@ -139,8 +125,7 @@ def served(result: Run) -> list[set[int]]:
     return [{request.request_id for request in record.finished} for record in result.records if record.finished]
 
 
-@settings(max_examples=200)
-@given(config=configs(), wanted=st.lists(wishes(), min_size=1, max_size=10))
+@holds(60, 1000, config=configs(), wanted=st.lists(wishes(), min_size=1, max_size=10))
 def test_members_of_a_static_batch_start_and_end_together(config, wanted):
     result, _, _ = run_all(with_type(config, BATCHING_TYPES[0]), wanted, {})
     started = [{chunk.request.request_id for chunk in record.context} for record in result.records if record.context]

@@ -3,7 +3,7 @@
 import pytest
 
 from ifbbench.engine.request import Request
-from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, size_chunks
+from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, size_chunks
 
 FCFS, EQUAL = "first_come_first_served", "equal_progress"
 

@@ -13,7 +13,7 @@ from ifbbench.engine.batch import Batch, NullExecutor, StepOutputs
 from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftSettings, continuation
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.modes import BatchingType, Overlap
 from tests.engine.engine import Loop, output_of, scheduler_of, token_of, with_tokens
 from tests.engine.executors import SpyExecutor

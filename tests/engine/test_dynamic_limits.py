@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from ifbbench.engine.request import Request, RequestTable
-from ifbbench.replay.run import RunResult, run_trace
+from ifbbench.replay.run import run_trace
+from ifbbench.replay.single import RunResult
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits, tuned_batch_size, tuned_num_tokens
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.settings.config import RunConfig

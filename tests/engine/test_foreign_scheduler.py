@@ -14,13 +14,14 @@ from ifbbench.engine.batch import BatchLayout, NullExecutor, StepInputs, StepOut
 from ifbbench.engine.interfaces import NO_LIMIT, RequestSource, Scheduler
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.plan import ContextChunk, LeftOut, Plan
-from ifbbench.engine.records import CacheState, InFlightIteration, IterationRecord, Stretch
+from ifbbench.engine.records import CacheState, InFlightIteration, IterationRecord
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.engine.responses import Response
+from ifbbench.engine.stretch import Stretch
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.replay.run import run_trace
 from ifbbench.schedulers.engines import make_scheduler
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.config import RunConfig
 
 SLOTS = 2
@@ -200,7 +201,7 @@ def test_an_exception_of_a_users_scheduler_ends_the_run_with_its_line(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("trtlm", "is not an engine; expected a built-in one (trtllm, vllm)"),
+        ("trtlm", "is not an engine; expected a built-in one (trtllm, vllm, sglang)"),
         (f"{HERE}:Absent", "has no 'Absent'"),
         (f"{HERE}:A_FUNCTION", "not a class"),
         (f"{HERE}:Records", "has no method 'admit'"),

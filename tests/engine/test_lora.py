@@ -17,7 +17,7 @@ from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import AdapterCache, AdapterSize, LoraConfig
 from ifbbench.schedulers.engines import make_loop
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, Limit
 from ifbbench.settings.modes import Overlap
 from tests.engine.engine import adapters_of

@@ -11,7 +11,7 @@ from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.manager import KvCacheManager
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from tests.engine.engine import CheckingExecutor, at_once, limits, run, token_of, with_tokens
 
 

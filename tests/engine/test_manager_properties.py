@@ -3,11 +3,11 @@
 from collections import Counter
 
 import numpy as np
-import pytest
-from hypothesis import event, given, settings
+from hypothesis import event
 from hypothesis import strategies as st
 
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
+from tests.drawing import holds
 from tests.engine.engine import CheckingExecutor, Run, run, scheduler_of
 from tests.engine.strategies import Wish, configs, expected_outputs, is_possible, wishes
 
@@ -57,25 +57,13 @@ def check_totals(result: Run, executor: CheckingExecutor) -> None:
     assert executor.computed.total() == once + again.total()
 
 
-runs = {"config": configs(), "wanted": st.lists(wishes(), min_size=1, max_size=14)}
-
-
-@settings(max_examples=500)
-@given(**runs)
+@holds(120, 10_000, config=configs(), wanted=st.lists(wishes(), min_size=1, max_size=14))
 def test_every_run_ends_well_within_its_limits(config, wanted):
     result = check_run(config, wanted)
     event(f"{config.policy}, pauses: {any(record.paused for record in result.records)}")
 
 
-@pytest.mark.slow
-@settings(max_examples=10_000)
-@given(**runs)
-def test_every_run_ends_well_within_its_limits_at_length(config, wanted):
-    check_run(config, wanted)
-
-
-@settings(max_examples=150)
-@given(config=configs(), wanted=st.lists(wishes(), min_size=2, max_size=10))
+@holds(50, 1000, config=configs(), wanted=st.lists(wishes(), min_size=2, max_size=10))
 def test_equal_priorities_start_first_come_first_served(config, wanted):
     limits = {name: getattr(config, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     whole_prompts = BatchingConfig(

@@ -3,7 +3,8 @@
 import pytest
 
 from ifbbench.engine.request import Request
-from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, MicroBatchScheduler
+from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
+from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from tests.conformance.micro_batch_loop import MicroBatchLoop
 from tests.engine.scenario import asks, micro_batch_timeline
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
+from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.settings.modes import BatchingType, Overlap
 from tests.engine.engine import (
     CheckingExecutor,

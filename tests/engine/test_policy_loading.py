@@ -75,7 +75,7 @@ def installed(monkeypatch):
 
     def install(**values: str) -> None:
         entries = EntryPoints(EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in values.items())
-        monkeypatch.setattr("ifbbench.schedulers.plugins.entry_points", lambda group: entries.select(group=group))
+        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries.select(group=group))
 
     return install
 

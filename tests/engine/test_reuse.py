@@ -4,15 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event
 from hypothesis import strategies as st
 
 from ifbbench.engine.batch import CopyKind
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.kv.sequence import ReuseRules
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.modes import BatchingType
+from tests.drawing import holds
 from tests.engine.engine import Loop, Run, scheduler_of
 from tests.engine.executors import FailingExecutor
 from tests.engine.reuse_executor import VOCABULARY, ReuseExecutor, greedy
@@ -209,21 +210,9 @@ def arrivals(draw) -> list[tuple[int, Request]]:
     return [(at, request_of(index, prompt, new)) for index, (at, prompt, new) in enumerate(wanted)]
 
 
-def check_any_run(config: BatchingConfig, arrivals: list[tuple[int, Request]]) -> None:
+@holds(60, 10_000, config=configs(), arrivals=arrivals())
+def test_reuse_changes_no_token_and_shares_nothing_by_mistake(config, arrivals):
     run, executor = serve(config, arrivals)
     event(f"pauses: {any(record.paused for record in run.records)}")
     event(f"copies: {sorted({copy.kind.value for copy in executor.copies})}")
     event(f"reused: {any(request.reused_tokens for _, request in arrivals)}")
-
-
-@settings(max_examples=300)
-@given(config=configs(), arrivals=arrivals())
-def test_reuse_changes_no_token_and_shares_nothing_by_mistake(config, arrivals):
-    check_any_run(config, arrivals)
-
-
-@pytest.mark.slow
-@settings(max_examples=10_000)
-@given(config=configs(), arrivals=arrivals())
-def test_reuse_changes_no_token_and_shares_nothing_by_mistake_at_length(config, arrivals):
-    check_any_run(config, arrivals)

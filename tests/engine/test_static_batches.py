@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.batch import NullExecutor
-from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
+from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.settings.modes import BatchingType, Overlap
 from tests.engine.engine import (
     CheckingExecutor,

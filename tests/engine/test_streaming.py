@@ -1,13 +1,13 @@
 """Streaming: tokens come back piece by piece, and nothing else changes."""
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
 from ifbbench.settings.modes import BatchingType
+from tests.drawing import holds
 from tests.engine.engine import (
     CheckingExecutor,
     Loop,
@@ -131,8 +131,9 @@ def test_an_executor_without_tokens_streams_empty_pieces():
     ]
 
 
-@settings(max_examples=150)
-@given(
+@holds(
+    50,
+    1000,
     shapes=st.lists(
         st.tuples(st.integers(0, 8), st.integers(1, 10), st.integers(1, 12), st.integers(1, 12), st.booleans()),
         min_size=1,

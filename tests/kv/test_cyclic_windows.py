@@ -1,7 +1,6 @@
 """Sequences longer than their attention window overwrite their own oldest blocks, and never the sink."""
 
 import numpy as np
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ifbbench.engine.request import Request, RequestTable
@@ -10,6 +9,7 @@ from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from tests.drawing import holds
 
 SIZE = 4
 PROMPT = [1, 2, 3, 4, 5]
@@ -141,8 +141,9 @@ def test_the_last_block_of_a_prompt_that_fills_the_capacity_is_each_beams_own():
     assert [len({beam[index] for beam in beams}) for index in range(10)] == [1, 4] + [1] * 7 + [4]
 
 
-@settings(max_examples=400)
-@given(
+@holds(
+    100,
+    2000,
     size=st.sampled_from([1, 2, 4]),
     window=st.integers(6, 20),
     sink=st.integers(0, 5),
@@ -172,8 +173,9 @@ def test_beams_take_exactly_the_blocks_that_they_are_estimated_to_take(
     assert cache.reserved_blocks(rows) == 0
 
 
-@settings(max_examples=100)
-@given(
+@holds(
+    40,
+    1000,
     size=st.sampled_from([1, 2, 4]),
     window=st.integers(6, 20),
     sink=st.integers(0, 5),

@@ -281,5 +281,8 @@ class EvictionMachine(RuleBasedStateMachine):
             assert self.policy.is_free(block) == self.is_free(block)
 
 
-def test_random_operations_agree_with_a_list_for_each_priority():
-    stateful.run_state_machine_as_test(EvictionMachine, settings=settings(max_examples=100, stateful_step_count=40))
+@pytest.mark.parametrize("num_runs", [40, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_random_operations_agree_with_a_list_for_each_priority(num_runs):
+    stateful.run_state_machine_as_test(
+        EvictionMachine, settings=settings(max_examples=num_runs, stateful_step_count=40)
+    )

@@ -1,6 +1,7 @@
 """The reuse tree: examples, and random operations against a dictionary of paths."""
 
 import numpy as np
+import pytest
 from hypothesis import settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -200,5 +201,6 @@ class TreeMachine(RuleBasedStateMachine):
                 assert self.tree.parent[node] == self.node((path[0], path[1][:-1]))
 
 
-def test_random_operations_agree_with_a_dictionary_of_paths():
-    stateful.run_state_machine_as_test(TreeMachine, settings=settings(max_examples=100, stateful_step_count=40))
+@pytest.mark.parametrize("num_runs", [40, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_random_operations_agree_with_a_dictionary_of_paths(num_runs):
+    stateful.run_state_machine_as_test(TreeMachine, settings=settings(max_examples=num_runs, stateful_step_count=40))

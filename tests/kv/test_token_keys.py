@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ifbbench.engine.tokens import BlockTokens, KnownTokens, SymbolicTokens, TokenIds, block_ranges
+from tests.drawing import holds
 
 Token = tuple[int, int]
 
@@ -138,8 +139,7 @@ def test_numbers_of_tokens_and_of_common_tokens_of_keys(kind, data):
 
 
 @every_kind
-@settings(max_examples=300)
-@given(data=st.data())
+@holds(60, 1000, data=st.data())
 def test_a_neighbour_of_a_key_has_the_longest_common_prefix(kind, data):
     make, texts = KINDS[kind]
     stem = data.draw(texts)

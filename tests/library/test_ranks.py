@@ -19,7 +19,7 @@ from ifbbench.engine.batch import NO_OUTPUTS, NullExecutor, StepOutputs
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.errors import InputError
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.modes import Overlap
 from ifbbench.torch.communicator import HEADER, Communicator

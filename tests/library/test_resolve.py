@@ -11,7 +11,7 @@ from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.kv.variable_window import VariableWindowCache
 from ifbbench.models.config import ModelConfig
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.config import RunConfig
 
 TINY = ModelConfig.tiny()

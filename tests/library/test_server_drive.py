@@ -64,6 +64,7 @@ def test_a_drive_of_the_built_in_model_streams_the_tokens_that_it_gives_unstream
     assert sum(statistics["Paused Requests"] for statistics in client.statistics) > 0
 
 
+@pytest.mark.slow
 def test_the_process_of_a_drive_ends():
     result = run_python("-m", "tests.library.drive")
     assert result.returncode == 0, result.stderr

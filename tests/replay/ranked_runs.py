@@ -9,7 +9,8 @@ import numpy as np
 
 from ifbbench import BatchManager, Communicator, InferenceRequest, SamplingParams
 from ifbbench.models.named_models import load_model_config
-from ifbbench.replay.run import RunResult, run_trace
+from ifbbench.replay.run import run_trace
+from ifbbench.replay.single import RunResult
 from ifbbench.settings.config import RunConfig
 
 ROOT = Path(__file__).parents[2]

@@ -78,6 +78,7 @@ def test_bad_rows(rows: list[object], words: list[str], tmp_path: Path) -> None:
         assert word in output
 
 
+@pytest.mark.usefixtures("small_model")
 def test_token_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
     trace = trace_file(tmp_path, {"arrival_s": 0.0, "prompt_tokens": [1, 2, 99_999], "output_len": 1})
     status, output = invoke("run", trace, "--device", "cpu", "--output", tmp_path / "run")

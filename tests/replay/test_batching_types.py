@@ -100,7 +100,7 @@ def test_overlap_submits_the_next_batch_before_it_collects_one(
         return collect(self)
 
     # After the warm-up, which does not overlap.
-    monkeypatch.setattr("ifbbench.replay.run.warm_up", lambda *_: None)
+    monkeypatch.setattr("ifbbench.replay.single.warm_up", lambda *_: None)
     monkeypatch.setattr(ModelExecutor, "submit", spy_submit)
     monkeypatch.setattr(ModelExecutor, "collect", spy_collect)
     run(trace, tmp_path / "overlap", enable_trt_overlap=True)

@@ -2,13 +2,14 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ifbbench.engine.batch import Batch, CopyKind
-from ifbbench.engine.records import CACHE_FIELDS
+from ifbbench.rundir.line_types import CACHE_FIELDS
 from ifbbench.torch.model_executor import ModelExecutor
 from tests.replay.caches import BLOCK, BYTES_PER_BLOCK, NAMES, OUTPUT_LENGTHS, Found, prompts, run, write
 
@@ -108,8 +109,16 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def every_second(*values: Iterable[str]) -> list[Any]:
+    """All combinations, of which every second one is slow: any two values of different kinds meet in the others."""
+    return [
+        pytest.param(*(one for _, one in numbered), marks=[pytest.mark.slow] * (sum(n for n, _ in numbered) % 2))
+        for numbered in itertools.product(*map(enumerate, values))
+    ]
+
+
 COMBINATIONS = [
-    *itertools.product(POLICIES, POOLS, PARTIAL, ["whole"]),
+    *(pytest.param(*each.values, "whole", marks=each.marks) for each in every_second(POLICIES, POOLS, PARTIAL)),
     *itertools.product(POLICIES, ["tight"], ["parts"], ["chunked", "overlap", "two passes"]),
 ]
 
@@ -235,8 +244,18 @@ def test_a_cyclic_window_sees_what_a_linear_one_does(
     assert cyclic.summary["kv_tokens"]["peak_held"] < linear.summary["kv_tokens"]["peak_held"]
 
 
-@pytest.mark.parametrize("windows", ["13", "12,31"])
-@pytest.mark.parametrize("sink", [0, 3, BLOCK])
+@pytest.mark.parametrize(
+    ("windows", "sink"),
+    [
+        ("13", 0),
+        ("12,31", 3),
+        ("13", BLOCK),
+        *(
+            pytest.param(windows, sink, marks=pytest.mark.slow)
+            for windows, sink in (("12,31", 0), ("13", 3), ("12,31", BLOCK))
+        ),
+    ],
+)
 def test_windows_make_the_same_tokens_however_they_are_run(windows: str, sink: int, trace: Path, tmp_path: Path):
     settings: dict[str, Any] = {"max_attention_window": windows, "sink_token_len": sink}
     expected = run(trace, tmp_path / "expected", max_batch_size=1, **settings).tokens

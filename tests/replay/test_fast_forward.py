@@ -8,14 +8,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event
 from hypothesis import strategies as st
 from msgspec import structs
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.sampling_params import OutputOptions
+from ifbbench.engine.stretch import Stretch
 from ifbbench.kv.adapters import LoraConfig
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.sequence import ReuseRules
@@ -23,9 +24,10 @@ from ifbbench.kv.sizing import WindowLayout
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.client import MakeRequest, ReplayClient
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.schedulers.engines import make_loop
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm import dynamic_limits
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.executor import SimulatedExecutor
@@ -33,6 +35,7 @@ from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.shard import Shard
 from ifbbench.workload.trace import Trace, TraceRequest
+from tests.drawing import holds
 from tests.engine.engine import scheduler_of
 from tests.engine.test_lora import FakeSource
 
@@ -109,6 +112,8 @@ def run(
         recorder,
         client.queued,
         next_change=client.next_arrival_s if together else None,
+        next_priority=client.next_priority,
+        is_open_loop=client.is_open_loop,
     )
     while not client.done:
         if not manager.step():
@@ -214,8 +219,7 @@ def trace_of(rows: list[tuple[int, int, int, int, float]]) -> Trace:
     )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=requests, changes=configs, concurrency=st.sampled_from([None, None, 3]))
+@holds(20, 500, rows=requests, changes=configs, concurrency=st.sampled_from([None, None, 3]))
 def test_together_is_as_one_by_one(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], changes: dict[str, Any], concurrency: int | None
 ) -> None:
@@ -226,8 +230,9 @@ def test_together_is_as_one_by_one(
     assert files(folder / "together") == files(folder / "apart")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@holds(
+    20,
+    500,
     rows=requests,
     changes=st.one_of(configs, tight_configs),
     parts=st.sampled_from([("partitioned", 1), (None, 2), (None, 3), (None, 4)]),
@@ -267,8 +272,9 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@holds(
+    20,
+    500,
     rows=turns,
     changes=configs,
     concurrency=st.sampled_from([None, None, 2]),
@@ -318,8 +324,7 @@ crowded_requests = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=crowded_requests, changes=tight_configs)
+@holds(40, 500, rows=crowded_requests, changes=tight_configs)
 def test_together_is_as_one_by_one_while_contexts_wait(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], changes: dict[str, Any]
 ) -> None:
@@ -346,6 +351,18 @@ def test_a_context_that_waits_for_tokens_keeps_its_claim_on_blocks(tmp_path: Pat
     assert lines[8]["Total Context Tokens"] == 8
 
 
+def test_requests_of_a_priority_that_arrive_together_are_fetched_at_once(tmp_path: Path) -> None:
+    """The look-ahead has room for one of requests 14 and 15, and both enter before those that wait. If the other were
+    fetched an iteration later, iterations between arrivals would not repeat."""
+    outputs = [1, 1, 5, 1, 4, 3, *[1] * 7]
+    trace = trace_of([(0, 1, length, 0, 0.5) for length in outputs] + [(1368, 1, 1, 0, one) for one in (0.5, 0.9, 0.9)])
+    config = config_of(max_batch_size=3, max_num_tokens=60, num_blocks=25)
+    run(trace, config, tmp_path / "apart", together=False)
+    recorder = run(trace, config, tmp_path / "together", together=True)
+    assert recorder.together > 0
+    assert files(tmp_path / "together") == files(tmp_path / "apart")
+
+
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("every", [1, 7])
 def test_long_stretches_while_others_wait(tmp_path: Path, policy: str, every: int) -> None:
@@ -361,8 +378,9 @@ def test_long_stretches_while_others_wait(tmp_path: Path, policy: str, every: in
     assert files(tmp_path / "together") == files(tmp_path / "apart")
 
 
-@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@holds(
+    20,
+    500,
     rows=requests,
     sizes=st.sampled_from([(12,), (20,), (33,), (16, 96), (13, 40), (96, 24)]),
     changes=st.fixed_dictionaries(
@@ -394,8 +412,7 @@ def test_sequences_that_wrap_are_advanced_together(
     assert files(folder / "together") == files(folder / "apart")
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=requests, streaming=st.lists(st.booleans(), min_size=16, max_size=16))
+@holds(10, 200, rows=requests, streaming=st.lists(st.booleans(), min_size=16, max_size=16))
 def test_streaming_requests_are_advanced_together(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], streaming: list[bool]
 ) -> None:
@@ -416,8 +433,9 @@ def test_streaming_requests_are_advanced_together(
     assert files(folder / "together") == files(folder / "apart")
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@holds(
+    20,
+    500,
     rows=requests,
     changes=configs,
     tasks=st.lists(st.sampled_from([None, 0, 1, 2, 3]), min_size=16, max_size=16),
@@ -447,8 +465,9 @@ def test_adapters_are_loaded_as_one_by_one(
     assert (folder / "together/adapters").read_text() == (folder / "apart/adapters").read_text()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@holds(
+    20,
+    500,
     rows=requests,
     changes=st.one_of(configs, tight_configs),
     widths=st.sampled_from([(2,), (3,), (1, 2), (3, 3, 3, 1)]),
@@ -477,8 +496,9 @@ def test_beams_are_advanced_together(
     assert files(folder / "together") == files(folder / "apart")
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@holds(
+    20,
+    500,
     rows=requests,
     changes=configs,
     concurrency=st.sampled_from([None, None, 3]),
@@ -504,8 +524,9 @@ def test_static_batches_are_advanced_together(
     assert (folder / "together/steps.jsonl").read_text() == (folder / "apart/steps.jsonl").read_text()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@holds(
+    20,
+    500,
     rows=requests,
     changes=st.one_of(configs, tight_configs),
     window=st.integers(1, 40),

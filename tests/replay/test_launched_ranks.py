@@ -18,41 +18,30 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_trace(tmp_path_factory.mktemp("trace") / "trace.jsonl")
 
 
-def launch(script: str, arguments: list[str], world_size: int, **more: str) -> list[subprocess.Popen[str]]:
-    """Processes with the environment of Open MPI's mpirun."""
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *arguments],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(os.environ)
-            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            | more
-            | {
-                f"OMPI_COMM_WORLD_{name}": str(value)
-                for name, value in (
-                    ("RANK", rank),
-                    ("SIZE", world_size),
-                    ("LOCAL_RANK", rank),
-                    ("LOCAL_SIZE", world_size),
-                )
-            },
-        )
-        for rank in range(world_size)
-    ]
-
-
-# Several runs in the processes of one launcher.
-MATRIX = """
-import json, sys
+# Forks the ranks of a launcher, with the environment of Open MPI's mpirun, from a process that has imported what they
+# need: importing torch takes longer than their runs. Prints the exit statuses of all.
+LAUNCHER = """
+import json, os, sys
+import ifbbench.torch.model_executor
 from ifbbench.settings.config import RunConfig
 from ifbbench.replay.run import run_trace
-if len(sys.argv) > 3:  # a batch manager, with sizes of its communicator
-    from tests.replay.ranked_runs import answers
-    print(json.dumps(answers(**json.loads(sys.argv[3]))))
-for settings in json.loads(sys.argv[2]):
-    run_trace(sys.argv[1], RunConfig(**settings))
+from tests.replay.ranked_runs import answers
+trace, folder, size, configs, sizes = map(json.loads, sys.argv[1:])
+pids = []
+for rank in range(size):
+    if pid := os.fork():
+        pids.append(pid)
+        continue
+    for name, value in (("RANK", rank), ("SIZE", size), ("LOCAL_RANK", rank), ("LOCAL_SIZE", size)):
+        os.environ[f"OMPI_COMM_WORLD_{name}"] = str(value)
+    output = os.open(f"{folder}/rank-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1), os.dup2(output, 2)
+    if sizes:  # a batch manager, with sizes of its communicator
+        print(json.dumps(answers(**sizes)), flush=True)
+    for settings in configs:
+        run_trace(trace, RunConfig(**settings))
+    sys.exit()
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
 """
 POLICIES: list[dict[str, Any]] = [
     {"policy": "guaranteed_no_evict", "max_batch_size": 16, "max_num_tokens": 128},
@@ -82,10 +71,16 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
-def outputs_of(processes: list[subprocess.Popen[str]], *statuses: int) -> list[str]:
-    """What each printed. They must end with `statuses`."""
-    outputs = [process.communicate(timeout=900)[0] for process in processes]
-    assert [process.returncode for process in processes] == list(statuses), outputs
+def launch(
+    trace: Path, folder: Path, statuses: list[int], configs: list[dict[str, Any]], sizes: dict[str, Any] | None = None
+) -> list[str]:
+    """What each rank printed in one launcher's runs of `configs`. They must end with `statuses`."""
+    arguments = [json.dumps(one) for one in (str(trace), str(folder), len(statuses), configs, sizes)]
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-c", LAUNCHER, *arguments]
+    done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=900)
+    outputs = [path.read_text() for path in sorted(folder.glob("rank-*.txt"))]
+    assert (done.returncode, done.stdout) == (0, f"{statuses}\n"), [done.stderr, *outputs]
     return outputs
 
 
@@ -102,8 +97,7 @@ def check_all(trace: Path, directory: Path, cases: list[tuple[dict[str, Any], di
         runs.append((number, name, SIZES | given | split | paths))
     _, split = cases[0]
     world_size = split.get("tp_size", 1) * split.get("pp_size", 1)
-    arguments = [str(trace), json.dumps([config for _, _, config in runs]), json.dumps(split)]
-    of_lead, *of_others = outputs_of(launch(MATRIX, arguments, world_size), *[0] * world_size)
+    of_lead, *of_others = launch(trace, directory, [0] * world_size, [config for _, _, config in runs], split)
     assert json.loads(of_lead.partition("\n")[0]) == answers()  # warnings follow
     assert of_others == ["{}\n"] * (world_size - 1)
     summaries = [json.loads((directory / str(number) / "summary.json").read_text()) for number, _, _ in runs]
@@ -127,6 +121,7 @@ def test_four_ranks_of_a_launcher(trace: Path, tmp_path: Path) -> None:
     assert simulated_digest(trace, tmp_path, **settings, **split) == summary["schedule_digest"]
 
 
+@pytest.mark.slow
 def test_drafts_and_queues_and_a_run_that_fails(trace: Path, tmp_path: Path) -> None:
     """The last run fails in rank 1: rank 0 says so at once, and nothing else is printed. A batch manager before them
     has virtual tokens, bad words, biases, LoRA adapters and draft tokens of its requests."""
@@ -145,8 +140,7 @@ def test_drafts_and_queues_and_a_run_that_fails(trace: Path, tmp_path: Path) -> 
         | {"output": str(tmp_path / str(number)), "responses_json": str(tmp_path / f"{number}.json")}
         for number, case in enumerate([*cases, fails])
     ]
-    sizes = json.dumps({"tp_size": 2, "with_drafts": True})
-    of_lead, of_other = outputs_of(launch(MATRIX, [str(trace), json.dumps(runs), sizes], 2), 1, 1)
+    of_lead, of_other = launch(trace, tmp_path, [1, 1], runs, {"tp_size": 2, "with_drafts": True})
     assert of_other == "{}\n"
     assert json.loads(of_lead.partition("\n")[0]) == answers(with_drafts=True)
     message = r"RunFailed: the run ended after \d+ iterations: .*in rank 1, policy .* failed: .*no memory for a list"
@@ -163,7 +157,7 @@ def test_drafts_and_queues_and_a_run_that_fails(trace: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_wrong_input_is_reported_once(tmp_path: Path) -> None:
     runs = [SIZES | {"tp_size": 2, "output": str(tmp_path / "run")}]
-    of_lead, of_other = outputs_of(launch(MATRIX, [str(tmp_path / "missing"), json.dumps(runs)], 2), 1, 0)
+    of_lead, of_other = launch(tmp_path / "missing", tmp_path, [1, 0], runs)
     assert "InputError: trace " in of_lead
     assert of_other == ""
 

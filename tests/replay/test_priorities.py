@@ -10,9 +10,10 @@ from ifbbench.engine.interfaces import RequestSource
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.engine.responses import Response
 from ifbbench.replay.client import ReplayClient, StaticEmulation
+from ifbbench.schedulers.limits import LOOK_AHEAD, BatchingConfig
+from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.admission import Admission, AdmissionLimits
-from ifbbench.schedulers.tensorrt_llm.config import LOOK_AHEAD, BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.admission import Admission
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 

@@ -110,8 +110,9 @@ def started(trace: Path, directory: Path, *options: str, status: int) -> Iterato
         deadline = time.monotonic() + START_S
         while not pids and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.02)
-            if (directory / "run.json").exists() and (text := (directory / "run.json").read_text()):
-                pids = [row["pid"] for row in json.loads(text)["ranks"]]
+            iterations = directory / "iterations.jsonl"
+            if iterations.exists() and iterations.stat().st_size:
+                pids = [row["pid"] for row in json.loads((directory / "run.json").read_text())["ranks"]]
         yield [*pids, process.pid]
         errors = process.communicate(timeout=END_S)[1]
         (directory / "errors.txt").write_text(errors)
@@ -155,6 +156,7 @@ def test_a_rank_that_is_killed(trace: Path, tmp_path: Path) -> None:
     check_readable(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs(trace: Path, tmp_path: Path) -> None:
     with started(trace, tmp_path / "run", "--rank_timeout", "5", status=1) as pids:
         os.kill(pids[1], signal.SIGSTOP)
@@ -162,7 +164,7 @@ def test_a_rank_that_hangs(trace: Path, tmp_path: Path) -> None:
     check_readable(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("message", "waited_s"), [(rank_processes.TIMED_OUT, 0.5), (rank_processes.LOST, 4.0)])
+@pytest.mark.parametrize(("message", "waited_s"), [(rank_processes.TIMED_OUT, 0.5), (rank_processes.LOST, 15.0)])
 def test_how_long_other_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch, message: str, waited_s: float) -> None:
     """A rank that does not answer has had --rank_timeout already."""
 

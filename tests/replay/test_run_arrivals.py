@@ -17,6 +17,8 @@ from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 from tests.engine.engine import scheduler_of
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 
 def trace_file(tmp_path: Path, count: int, output_len: int = 2, **fields: Any) -> str:
     rows = [

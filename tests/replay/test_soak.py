@@ -19,13 +19,14 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.build.engines import NOT_IN_VLLM
+from ifbbench.build.sglang import NOT_IN_SGLANG
 from ifbbench.cli.main import main
 from ifbbench.cli.options import PLACES
 from ifbbench.compressed import read_pieces
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.errors import InputError
-from ifbbench.replay import run as run_module
+from ifbbench.replay import single
 from ifbbench.replay.run import run_trace
 from ifbbench.report.outputs import write_outputs
 from ifbbench.rundir.figures import figures
@@ -37,10 +38,13 @@ from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from ifbbench.settings.config import (
     CHUNKING_POLICIES,
     EARLY_STOPPING,
+    EVICTION_POLICIES,
     OVERLAPS,
     POLICIES,
     RECORDING_FORMATS,
     RESULT_FORMATS,
+    RETRACTION_POLICIES,
+    SCHEDULE_POLICIES,
     SIDE_OUTPUTS,
     RunConfig,
     settings,
@@ -48,8 +52,8 @@ from ifbbench.settings.config import (
 from ifbbench.studies.repeat import run_repeats
 from tests.attack.readers import copied, cut_off, read_by_every_command
 
-LIMIT_S = 60
-SEEDS, SLOW_SEEDS = range(200), range(200, 5_200)
+LIMIT_S = 300  # a busy machine is slow
+SEEDS, SLOW_SEEDS = range(100), range(100, 5_200)
 # Of so many seeds, one has its run read by every command; in the slow tests with so many charts.
 READ_EACH, SLOW_READ_EACH, SLOW_CHARTS = 5, 4, 2
 REPEATED_SHARE = 0.2
@@ -84,6 +88,7 @@ def on_or_off(share: float, usual: bool = False) -> Draw:
 # How each setting of `run` is drawn; None leaves it at its default. Traces take milliseconds, on the wall clock too.
 DRAWS: dict[str, Draw] = {
     "max_num_samples": sometimes(0.1, 1, 3, 100),
+    "skip_samples": sometimes(0.1, 1, 3),
     "time_scale": sometimes(0.3, 0.0, 0.0, 0.5, 2.0),
     "request_rate": sometimes(0.15, 1e3, 2e4),
     "enable_exp_delays": on_or_off(0.05),
@@ -116,9 +121,11 @@ DRAWS: dict[str, Draw] = {
     "warm_up": sometimes(0.1, 0, 1, 3),
     "seed": lambda draw: draw.randrange(5),
     "slo": sometimes(0.2, "ttft=2ms", "tpot=50us,e2e=1s", "ttft=1ms,ttft.p99=10ms,itl.max=1s"),
+    # Several engines: see tests/fleet.
+    **dict.fromkeys(("replicas", "router", "router_state_age"), sometimes(0.0)),
     # A server that is not ours: see test_endpoint.py.
     **dict.fromkeys([one.name for one in settings() if one.group == "endpoint"], sometimes(0.0)),
-    "engine": sometimes(0.25, "vllm"),
+    "engine": sometimes(0.4, "vllm", "sglang"),
     "type": sometimes(0.35, "v1", "inflight_unfused"),
     "policy": sometimes(0.6, *POLICIES),
     "max_batch_size": sometimes(0.8, 1, 2, 3, 4, 8),
@@ -145,7 +152,20 @@ DRAWS: dict[str, Draw] = {
     "long_prefill_token_threshold_adaptive": on_or_off(0.3),
     "scheduler_reserve_full_isl": sometimes(0.3, False),
     "watermark": sometimes(0.3, 0.01, 0.2),
+    "prefix_cache_retention_interval": sometimes(0.3, 32, "none"),
     "num_gpu_blocks_override": sometimes(0.3, 20, 40),
+    "schedule_policy": sometimes(0.5, *SCHEDULE_POLICIES),
+    "schedule_conservativeness": sometimes(0.3, 0.1, 2.0),
+    "max_prefill_tokens": sometimes(0.3, 20, 100),
+    "prefill_max_requests": sometimes(0.2, 1, 2),
+    "enable_mixed_chunk": on_or_off(0.3),
+    "disable_overlap_schedule": on_or_off(0.3),
+    "disable_radix_cache": on_or_off(0.2),
+    "radix_eviction_policy": sometimes(0.3, *EVICTION_POLICIES),
+    "retraction_policy": sometimes(0.3, *RETRACTION_POLICIES),
+    "enable_priority_scheduling": on_or_off(0.4),
+    "disable_priority_preemption": on_or_off(0.3),
+    "priority_scheduling_preemption_threshold": sometimes(0.4, 0.0, 0.3),
     "tokens_per_block": lambda draw: draw.choice([1, 2, 4, 8, 8, 16, 32]),
     "max_tokens_in_paged_kvcache": sometimes(0.95, 20, 40, 64, 128, 300, 2_000),
     "kv_cache_free_gpu_mem_fraction": sometimes(0.1, 0.05, 0.5),
@@ -172,11 +192,16 @@ DRAWS: dict[str, Draw] = {
     "cpu_threads": lambda draw: 1,
     "tp_size": sometimes(0.04, 2),
     "pp_size": sometimes(0.06, 2, 4),
+    # Models with experts are tested in tests/simulated/.
+    **dict.fromkeys(
+        ("ep_size", "attention_dp_size", "expert_load", "redundant_experts", "enable_two_batch_overlap"), sometimes(0.0)
+    ),
     "check_ranks": sometimes(0.02, 1, 7),
     "rank_timeout": sometimes(0.02, 60.0),
     "engine_overhead": sometimes(0.3, "vllm", "sglang", "tensorrt-llm"),
     "draft_model": sometimes(0.06, "tiny"),
     "draft_ngram": sometimes(0.12, 1, 3),
+    "draft_mtp": sometimes(0.0),
     "draft_len": sometimes(0.06, 1, 3, 7),
     "acceptance_rate": sometimes(0.12, "0.7", "0", "1", "0.9,0.5,0.2"),
     "temperature": sometimes(0.15, 0.7, 2.0),
@@ -239,9 +264,25 @@ def fit_together(values: dict[str, Any]) -> None:
         values.setdefault("acceptance_rate", "0.6")
     if not values.keys() & {"draft_model", "draft_ngram", "acceptance_rate"}:
         values.pop("draft_len", None)
-    of_vllm = {one.name for one in settings() if one.group == "vllm"}
-    for name in NOT_IN_VLLM if values.get("engine") == "vllm" else of_vllm:
+    engine, unknown = values.get("engine"), {"vllm": NOT_IN_VLLM, "sglang": NOT_IN_SGLANG}
+    others = {one.name for one in settings() if one.group in unknown and one.group != engine}
+    for name in (*others, *unknown.get(str(engine), ())):
         values.pop(name, None)
+    if engine == "sglang":
+        values.pop("overlap", None)
+        size = values.get("max_num_tokens", "none")
+        if size != "none":
+            page = values.get("tokens_per_block", 1)
+            values["max_num_tokens"] = max(size // page, 1) * page
+        if values.get("schedule_policy") not in (None, "fcfs", "lof"):
+            values.pop("enable_priority_scheduling", None)
+        if "enable_priority_scheduling" not in values:
+            for name in (
+                "retraction_policy",
+                "disable_priority_preemption",
+                "priority_scheduling_preemption_threshold",
+            ):
+                values.pop(name, None)
     if values.get("engine") == "vllm":
         values.pop("overlap", None)
         if values.get("max_num_tokens", "none") == "none":
@@ -289,7 +330,7 @@ def soak(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool
         with monkeypatch.context() as patched, within(LIMIT_S):
             patched.setattr(TokenGenerationLoop, "__init__", noted)
             if is_read:
-                patched.setattr(run_module, "Recorder", recorder_with_copy(folder / "killed", draw.choice((0, 2, 5))))
+                patched.setattr(single, "Recorder", recorder_with_copy(folder / "killed", draw.choice((0, 2, 5))))
             config = RunConfig(**values)
             run_trace(str(trace), config, on_recorded=partial(written, config))
     except InputError:
@@ -321,14 +362,12 @@ def recorder_with_copy(directory: Path, number: int) -> type[Recorder]:
     class CopyingRecorder(Recorder):
         def _end(self, finished: list[Request], iteration: int) -> None:
             super()._end(finished, iteration)
-            metrics = self.metrics
-            if finished and metrics.summary("", True, self._starts, self._ends)["requests"]["completed"] > number:
+            if finished and self.summary(True, "")["requests"]["completed"] > number:
                 if directory.exists():
                     return
                 self.flush()
                 shutil.copytree(self.directory, directory)
-                found = metrics.summary("", True, self._starts, self._ends)
-                (directory / "at_kill.json").write_text(json.dumps(found))
+                (directory / "at_kill.json").write_text(json.dumps(self.summary(True, "")))
 
     return CopyingRecorder
 
@@ -525,7 +564,7 @@ def check_arrivals(requests: list[dict[str, Any]], trace: list[dict[str, Any]], 
         assert config.duration is None or line["arrival_s"] <= config.duration
         if row.get("after") is None:
             assert line["arrival_s"] == row["arrival_s"] or not config.keeps_arrivals
-        elif (end_s := by_id[row["after"]]["end_s"]) is not None:
+        elif row["after"] in by_id and (end_s := by_id[row["after"]]["end_s"]) is not None:  # else it was skipped
             late_s = line["arrival_s"] - end_s - row["think_s"]
             assert late_s >= -1e-9
             assert late_s < 1e-9 or config.hardware is None, "on a virtual clock it comes exactly then"

@@ -43,7 +43,7 @@ def write_documentation_run(directory: Path, **changes: Any) -> Path:
     return write_run(directory, DOCUMENTATION, config | changes, max_blocks=12)
 
 
-def write_large_run(directory: Path, requests: int = 300, iterations: int = 3000) -> Path:
+def write_large_run(directory: Path, requests: int = 100, iterations: int = 800) -> Path:
     """A generated run with a queue, chunked prompts, a full KV cache and pauses."""
     config = {"policy": "max_utilization", "max_batch_size": 48, "max_num_tokens": 512, "enable_chunked_context": True}
     return write_run(directory, _busy_timeline(requests, iterations), config, max_blocks=4100)

@@ -1,6 +1,7 @@
 """The charts draw what was recorded, the same every time."""
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,8 +12,10 @@ from matplotlib.figure import Figure
 
 from ifbbench.analysis.token_times import IterationClock, TokenGaps
 from ifbbench.errors import InputError
+from ifbbench.report import charts, style
 from ifbbench.report.cells import timeline_cells
-from ifbbench.report.charts import CHARTS, Output, plot_run
+from ifbbench.report.chart_files import Output
+from ifbbench.report.charts import CHARTS, NOT_OF_A_RUN, plot_run
 from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.style import MAX_BINS, TimeBins, styled
 from ifbbench.report.timeline import draw_timeline
@@ -27,7 +30,7 @@ from tests.report.example_runs import (
     write_run,
 )
 
-NAMES = sorted(set(CHARTS) - {"server"})  # which is of runs against an endpoint
+NAMES = sorted(set(CHARTS) - NOT_OF_A_RUN)
 SMALL = Output(formats=("png",), dpi=40)
 
 
@@ -144,21 +147,28 @@ def test_chunks_that_do_not_fit_their_span_are_an_error(tmp_path: Path) -> None:
         timeline_cells(load_run(directory))
 
 
-def test_files_are_the_same_every_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "again", [("bound", "latency", "timeline"), pytest.param(NAMES, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_files_are_the_same_every_time(again: Collection[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(style.STYLE, "savefig.dpi", SMALL.dpi)
     run = load_run(finish(write_documentation_run(tmp_path / "docs")))
-    first, second = plot_run(run), plot_run(run, tmp_path / "again")
+    first, second = plot_run(run), plot_run(run, tmp_path / "again", only=again)
     assert [path.name for path in first] == [f"{name}.{kind}" for name in NAMES for kind in ("png", "svg")]
     assert first[0].parent == run.path / "charts"
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert len(second) == 2 * len(again)
+    assert all(path.read_bytes() == (run.path / "charts" / path.name).read_bytes() for path in second)
     assert not re.search(r"<dc:date>|\d{4}-\d\d-\d\dT", first[1].read_text())
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_large_and_killed_runs_are_drawn(tmp_path: Path) -> None:
     run = load_run(write_large_run(tmp_path / "large", requests=60, iterations=400))
     assert run.partial
     assert len(plot_run(run, output=SMALL)) == len(NAMES)
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_run_whose_time_stands_still(tmp_path: Path) -> None:
     directory = write_documentation_run(tmp_path / "docs")
     lines = (directory / "iterations.jsonl").read_text()
@@ -167,6 +177,7 @@ def test_run_whose_time_stands_still(tmp_path: Path) -> None:
     assert len(plot_run(load_run(directory), output=SMALL)) == len(NAMES)
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_run_without_completed_requests_and_of_one_request(tmp_path: Path) -> None:
     directory = write_documentation_run(tmp_path / "docs")
     (directory / "requests.jsonl").unlink()
@@ -177,7 +188,8 @@ def test_run_without_completed_requests_and_of_one_request(tmp_path: Path) -> No
     assert len(plot_run(load_run(one), output=SMALL)) == len(NAMES)
 
 
-def test_contiguous_cache_has_no_chart_of_blocks(tmp_path: Path) -> None:
+def test_contiguous_cache_has_no_chart_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "save", lambda figure, directory, name, *how: [directory / name])
     directory = write_run(tmp_path / "run", {"0": ["C5", "G1"]}, {}, max_blocks=9)
     lines = (directory / "iterations.jsonl").read_text()
     (directory / "iterations.jsonl").write_text(re.sub(r'("\w+ KV cache blocks"): \d+', r"\1: null", lines))

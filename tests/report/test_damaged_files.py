@@ -76,7 +76,7 @@ READ_TABLE = (
 READ_POINTS = (" ".join(SWEEP), " ".join((*SWEEP, "--overwrite")))
 READ_KEYS = ("config show --config damaged", "sweep --config damaged --quiet --output again --overwrite")
 READ_REPEATS = ("report damaged", "report damaged --json", "compare damaged repeats")
-QUICK, LONG = 90, 2_000
+QUICK, LONG = 45, 2_000
 
 
 class Damage(NamedTuple):
@@ -258,7 +258,6 @@ def test_what_is_no_file_ends_no_command_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands_module, "LIMIT_WALL_S", 60)
     for name in ("trace.jsonl", "run", "repeats"):
         (tmp_path / name).symlink_to(results / name)
     outcomes = Outcomes(kind)

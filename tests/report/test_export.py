@@ -1,5 +1,6 @@
 """`load_run` gives data frames of finished, killed and compressed runs; `export` writes them as files."""
 
+import csv
 import importlib.util
 import json
 from pathlib import Path
@@ -82,3 +83,18 @@ def test_without_pyarrow_parquet_is_explained(tmp_path: Path, monkeypatch: pytes
     assert result.exit_code == 2
     assert "pip install 'ifbbench[parquet]'" in result.output
     assert not (directory / "export").exists()
+
+
+def test_texts_of_errors_stay_in_their_cells(tmp_path: Path) -> None:
+    """Also those with the characters that part the rows of JSON that CSV is made of."""
+    directory = finish(write_documentation_run(tmp_path / "run"))
+    requests = directory / "requests.jsonl"
+    rows = [json.loads(line) for line in requests.read_text().splitlines()]
+    texts = [']\n["', '"],[', "a,b", "", "naïve\r\n"]
+    for row, text in zip(rows, texts, strict=False):
+        row["error"] = text
+    requests.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert CliRunner().invoke(main, ["export", str(directory)]).exit_code == 0
+    with (directory / "export" / "requests.csv").open(newline="", encoding="utf-8") as file:
+        found = [row["error"] for row in csv.DictReader(file)]
+    assert found == (texts + [""] * len(rows))[: len(rows)]

@@ -9,6 +9,7 @@ import pytest
 
 from ifbbench.analysis.token_times import IterationClock, inter_token_gaps, output_tokens, token_iterations
 from ifbbench.report.compat.gpt_manager_benchmark import benchmark_figures, benchmark_lines, write_benchmark_csv
+from ifbbench.report.latency_charts import Pool
 from ifbbench.rundir.reader import RunData, load_run
 from tests.report.example_runs import timeline, write_documentation_run, write_large_run, write_run
 
@@ -133,3 +134,14 @@ def test_nothing_completed(tmp_path: Path) -> None:
     lines = benchmark_lines(load_run(run.path))
     assert lines[0] == "[BENCHMARK] num_samples 0"
     assert "[BENCHMARK] p99_sequence_latency(ms) nan" in lines
+
+
+def test_a_pool_has_the_percentiles_of_all_its_values() -> None:
+    random = np.random.default_rng(3)
+    values, counts = random.exponential(size=200).round(2), random.integers(1, 9, 200)
+    pool, every = Pool.of(values, counts), np.sort(np.repeat(values, counts))
+    assert len(pool) == len(every)
+    np.testing.assert_allclose(pool.percentiles([0, 37.5, 50, 99, 100]), np.percentile(every, [0, 37.5, 50, 99, 100]))
+    np.testing.assert_array_equal(pool.at(np.arange(len(every))), every)
+    limits = np.array([-1.0, 0.5, values[0], 100.0])
+    np.testing.assert_array_equal(pool.below(limits), np.searchsorted(every, limits))

@@ -74,7 +74,8 @@ def test_figures_from_files_are_those_of_the_summary(changes: dict[str, Any], tm
     run = recorded(tmp_path, rows, max_tokens_in_paged_kvcache=3_000, policy="max_utilization", **changes)
     assert run.summary is not None
     assert run.summary["pauses"]
-    equal(recorded_figures(run), run.summary)
+    # What a simulated device draws is not in the files of lines.
+    equal(recorded_figures(run), {name: value for name, value in run.summary.items() if name != "energy"})
 
 
 def test_gaps_between_tokens_are_those_that_clients_see(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ifbbench.errors import InputError
 from ifbbench.report.cells import timeline_cells
-from ifbbench.report.charts import Output
+from ifbbench.report.chart_files import Output
 from ifbbench.report.overlay import OVERLAYS, draw_schedules, plot_overlay, run_labels
 from ifbbench.report.selection import select
 from ifbbench.rundir.reader import load_run

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from ifbbench.report import colours
 from ifbbench.report.cells import draw_cells
-from ifbbench.report.charts import CHARTS
+from ifbbench.report.charts import CHARTS, NOT_OF_A_RUN
 from ifbbench.report.overlay import draw_overlay, draw_schedules
 from ifbbench.report.style import WIDTH, line_styles, round_ticks, styled
 from ifbbench.report.sweep_charts import draw_sweep
@@ -113,7 +113,7 @@ def test_marks_of_pauses_are_in_the_legend(run: RunData) -> None:
         assert [text.get_text() for text in texts][-1] == "pause"
 
 
-@pytest.mark.parametrize("name", sorted(set(CHARTS) - {"server"}))
+@pytest.mark.parametrize("name", sorted(set(CHARTS) - NOT_OF_A_RUN))
 def test_the_texts_of_ticks_do_not_touch_in_charts_of_runs(name: str, run: RunData) -> None:
     with styled():
         figure = CHARTS[name].draw(run)
@@ -216,9 +216,10 @@ def test_lines_that_are_equal_in_everything_are_one_with_all_names() -> None:
     assert all(len(axes.lines) == 2 for axes in figure.axes)
 
 
-def test_labels_of_points_cover_no_point_and_no_label() -> None:
+@pytest.mark.parametrize("counts", [(2, 12, 24), pytest.param((2, 12, 40), marks=pytest.mark.slow)], ids=str)
+def test_labels_of_points_cover_no_point_and_no_label(counts: tuple[int, ...]) -> None:
     generator = np.random.default_rng(5)
-    for count in (2, 12, 40):
+    for count in counts:
         latency = np.sort(generator.lognormal(0, 0.5, count))
         rows = [row for row, _ in zip(sweep_rows() * 10, latency, strict=False)]
         rows = [

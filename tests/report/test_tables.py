@@ -202,6 +202,31 @@ def test_sweep_marks_no_equal_values_and_no_point_with_failed_requests(capsys: p
     assert "a=1,b=x: 6,765 of 8,819 requests will be refused: too long." in out
 
 
+def test_sweep_names_the_best_point_and_what_the_points_beside_it_did(capsys: pytest.CaptureFixture[str]) -> None:
+    def point(slots: int, tokens: int, per_s: float, ttft_s: float, failed: int = 0) -> dict[str, Any]:
+        slo = {"slo.ttft.p99.value": ttft_s, "slo.ttft.p99.target": 1.0, "slo.ttft.p99.met": ttft_s <= 1}
+        given = {"slots": slots, "tokens": tokens, "requests.failed": failed, "ttft_s.p99": ttft_s}
+        return {**given, "output_throughput_tokens_per_s": per_s, **slo}
+
+    rows = [
+        point(8, 512, 80.0, 3.0),
+        point(16, 512, 90.0, 1.5),
+        point(32, 512, 100.0, 0.5),
+        point(64, 512, 95.0, 0.6),
+        point(128, 512, 99.0, 0.6),
+        point(32, 256, 100.05, 0.9),
+        point(32, 1024, 120.0, 0.4, failed=7),
+        point(64, 1024, 10.0, 0.4),
+    ]
+    print_sweep(rows, ["slots", "tokens"], Console(width=200))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "5 of 8 points meet every objective; the best of them is slots=32,tokens=512, with 100 output" in text
+    assert (
+        "Of the points beside it, slots=16 misses ttft.p99 (1.50 s); slots=64 has a throughput that is 5.0 % lower; "
+        "tokens=256 has the same throughput; tokens=1024 fails 7 requests."
+    ) in text
+
+
 def test_numbers_as_people_read_them() -> None:
     assert [significant(value) for value in (0, 1234.5, 12.34, 0.01234, None, float("nan"))] == [
         "0",

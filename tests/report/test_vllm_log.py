@@ -10,10 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main as cli
-from ifbbench.rundir.run_directory import VLLM_LOG
+from ifbbench.rundir.run_directory import SERVER_LOGS
 from ifbbench.studies.engine_logs import read_vllm
 from ifbbench.studies.log import Log
 
+VLLM_LOG = SERVER_LOGS["vllm"]
 RUN = (
     "run chat --engine vllm --device sim:h100-sxm --model llama-3.1-8b --max_tokens_in_paged_kvcache 8192"
     " --time_scale 0 --max_num_samples 60 --max_num_tokens 1024 --quiet --overwrite --iteration_stats_format"

@@ -17,7 +17,8 @@ from ifbbench.report.tables import print_report
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.figures import figures
 from ifbbench.rundir.lines import JsonLinesWriter
-from ifbbench.rundir.reader import RunData, load_run, read_lines
+from ifbbench.rundir.reader import RunData, load_run
+from ifbbench.rundir.rows import read_lines
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.rundir.virtual_run import Interrupted, limits, lines, run, trace_of

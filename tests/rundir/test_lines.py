@@ -11,10 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ifbbench import compiled, rundir
-from ifbbench.engine.records import IterationRecord, IterationStatistics
+from ifbbench.engine.records import IterationRecord
 from ifbbench.rundir.line_types import InflightLine, StaticLine
 from ifbbench.rundir.lines import encode, number
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.settings.modes import BatchingType
 from tests.rundir.virtual_run import OWN_REASON, limits, run, trace_of
 

@@ -9,14 +9,14 @@ from typing import Any
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
-from ifbbench.engine.records import IterationStatistics
 from ifbbench.engine.request import Request
 from ifbbench.kv.interface import KvCache
 from ifbbench.replay.client import ReplayClient
 from ifbbench.rundir.recorder import Recorder
+from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.schedulers.engines import make_loop
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision, LeftOut
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.engine.engine import scheduler_of
@@ -124,7 +124,7 @@ def run(
         iteration_stats_every,
         clock,
     )
-    manager = make_loop(
+    manager: TokenGenerationLoop = make_loop(
         config,
         TickingExecutor(clock, fails_in, stalls),
         clock,

@@ -21,6 +21,7 @@ import pytest
 
 import ifbbench.serving
 from ifbbench.serving import protocol
+from ifbbench.serving.app import VERY_LONG_BODY
 from ifbbench.settings.config import RunConfig
 from tests.attack import hostile
 from tests.attack.servers import BODIES
@@ -48,8 +49,9 @@ VALUES: tuple[Any, ...] = (
 TINY = RunConfig(device="cpu", model="tiny", cpu_threads=1, max_seq_len=256, warm_up=0)
 ERRORS = {400, 404, 405, 413, 415, 429, 503}
 SERVER = ["--device", "cpu", "--model", "tiny", "--cpu_threads", "1", "--max_seq_len", "256"]
-# Of the servers here, so that a body at the limit takes little time. The default is 16 MiB.
-MAX_BODY_BYTES = 2**20
+# The servers of these tests take bodies of this size, so that one at the limit takes little time, and is still read in
+# a process of its own. The default is 16 MiB.
+MAX_BODY_BYTES = VERY_LONG_BODY + 2**16
 
 
 def test_a_field_of_a_wrong_type_or_range_is_refused() -> None:
@@ -228,7 +230,7 @@ async def watched(port: int) -> AsyncIterator[list[float]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    options = ["--max_body_bytes", str(MAX_BODY_BYTES), "--max_queue_size", "1000", "--receive_timeout", "5"]
+    options = ["--max_body_bytes", str(MAX_BODY_BYTES), "--max_queue_size", "1000"]
     with server_process(*SERVER, *options) as running:
         yield running
         status, printed = running.end()
@@ -274,7 +276,6 @@ CHUNKED = "Transfer-Encoding: chunked\r\n"
         (request("/v1/completions", b"-1\r\n" + GOOD, headers=CHUNKED), 400),
         (request("/v1/completions", b"f" * 40 + b"\r\n" + GOOD, headers=CHUNKED), 400),
         (request("/v1/completions", GOOD, headers="Content-Length: 5\r\n"), 400),
-        (request("/v1/completions", GOOD, headers="Content-Length: 1000\r\n"), 408),
         (request("/v1/completions", GOOD, headers="Content-Length: -1\r\n"), 400),
         (request("/v1/completions", GOOD, headers="Content-Length: 99999999999999999999999\r\n"), 400),
         (request("/v1/completions", GOOD, headers="Content-Length: 29\r\nContent-Length: 5\r\n"), 400),

@@ -23,10 +23,12 @@ from ifbbench.serving import reading
 from ifbbench.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ServerRequest, TokenizeRequest
 from ifbbench.serving.reading import BodyReader, ReadingFailed, ReadingProcess, ReadingRules, UnknownModel
 from ifbbench.settings.config import RunConfig
-from tests.serving.test_protocol import SIMULATED, with_server
+from tests.serving.test_protocol import with_server
 
 RULES = ReadingRules("llama-3.1-8b", 128256, ("m", "lora-0"), False, 100, 131072, False)
-LONG = SIMULATED.with_values(enable_chunked_context=True, max_input_len=131072)
+LONG = RunConfig(
+    device="null", max_queue_size=100, max_seq_len=131072, enable_chunked_context=True, max_input_len=131072
+)
 VERY_LONG = {"prompt": [123456] * 60_000, "max_tokens": 1}
 
 

@@ -58,7 +58,7 @@ def check_ended(pids: list[int]) -> None:
 def complete(server: ServerProcess, prompt: list[int]) -> list[int]:
     body = {"prompt": prompt, "max_tokens": OUTPUT_LEN, "temperature": 0, "return_token_ids": True}
     request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=300) as response:
         return list(json.load(response)["choices"][0]["token_ids"])
 
 

@@ -6,16 +6,25 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from ifbbench.build.engines import engine_defaults
 from ifbbench.replay.run import run_trace
 from ifbbench.report.tables import expected_error_sentence, print_report
 from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.engines import overhead_names
-from ifbbench.simulated.expected_error import BANDS, LOADS, Compared, expected_error, limit_of, load_in_words
+from ifbbench.simulated.expected_error import (
+    BANDS,
+    LOADS,
+    Compared,
+    difference_errors,
+    expected_error,
+    limit_of,
+    load_in_words,
+)
 from ifbbench.simulated.hardware import hardware_names
 
 KNOWN = json.loads(BANDS.read_text(encoding="utf-8"))
-LIKE = Compared("vllm", "h100-sxm", "qwen3-32b", "bf16", 4, 1)
+LIKE = Compared("vllm", "vllm", "h100-sxm", "llama-2-7b", "bf16", 1, 1)
 
 
 @pytest.mark.parametrize("setup", KNOWN["setups"], ids=lambda setup: f"{setup['engine']} {setup['hardware']}")
@@ -29,13 +38,19 @@ def test_bands_are_of_known_engines_and_devices_and_hold_their_provenance(setup)
 
 
 def test_a_run_has_the_band_of_its_load_or_that_of_all():
-    setup = next(one for one in KNOWN["setups"] if (one["engine"], one["hardware"]) == LIKE[:2])
+    setup = next(one for one in KNOWN["setups"] if (one["engine"], one["hardware"]) == (LIKE.engine, LIKE.hardware))
     for limit in LOADS:
         part = next((one for one in setup["loads"] if one["up_to"] == limit), setup["all_loads"])
         found = expected_error(LIKE, limit or 1000)
         assert found["compared"]
         assert found["rows"] == part["rows"]
         assert found["ttft_s"] == part["bands"]["ttft_s"]
+
+
+def test_rows_that_constants_were_fitted_to_are_no_measure_of_the_error():
+    for engine, model in (("sglang", "qwen3-32b"), ("tensorrt-llm", "llama-3.1-8b")):
+        run = Compared(engine, engine if engine == "sglang" else "trtllm", "h100-sxm", model, "bf16", 2, 1)
+        assert not expected_error(run, 100)["compared"]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +62,12 @@ def test_a_run_has_the_band_of_its_load_or_that_of_all():
         ({"pp_size": 2}, "pp_size 2, only 1"),
         ({"model": "qwen3-30b-a3b"}, "model qwen3-30b-a3b, only codellama-34b, "),
         ({"model": "llama-3.1-8b"}, "model llama-3.1-8b, only"),
-        ({"engine": "none", "hardware": "rtx-4090"}, "no measurement of rtx-4090 with no engine overhead"),
+        ({"scheduler": "trtllm"}, "no measurement with vllm and --engine trtllm, only vllm"),
+        ({"engine": "none"}, "no measurement with no engine overhead and --engine vllm, only trtllm"),
+        (
+            {"engine": "none", "scheduler": "trtllm", "hardware": "rtx-4090"},
+            "no measurement of rtx-4090 with no engine overhead",
+        ),
     ],
 )
 def test_what_was_never_compared_is_named(other, reason):
@@ -70,14 +90,8 @@ def run_simulated(tmp_path, model):
     trace = tmp_path / "trace.jsonl"
     row = {"arrival_s": 0.0, "prompt_len": 64, "output_len": 16, "max_new_tokens": 16}
     trace.write_text("".join(json.dumps({"request_id": index, **row}) + "\n" for index in range(40)))
-    config = RunConfig(
-        device="sim:h100-sxm",
-        model=model,
-        engine_overhead="vllm",
-        concurrency=4,
-        tp_size=4,
-        output=str(tmp_path / "run"),
-    )
+    given = {"engine": "vllm", "device": "sim:h100-sxm", "model": model, "concurrency": 4, "tp_size": 1}
+    config = RunConfig(**engine_defaults(given) | given, output=str(tmp_path / "run"))
     summary = run_trace(str(trace), config).summary
     printed = StringIO()
     print_report(load_run(tmp_path / "run"), Console(file=printed, width=200))
@@ -85,7 +99,7 @@ def run_simulated(tmp_path, model):
 
 
 def test_the_summary_and_the_report_of_a_simulated_run_have_it(tmp_path):
-    summary, printed = run_simulated(tmp_path, "qwen3-32b")
+    summary, printed = run_simulated(tmp_path, "llama-2-7b")
 
     assert summary["expected_error"] == expected_error(LIKE, 8)
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
@@ -108,3 +122,10 @@ def test_the_summary_of_a_real_run_has_none(tmp_path):
     summary = run_trace(str(trace), RunConfig(device="null", output=str(tmp_path / "run"))).summary
 
     assert "expected_error" not in summary
+
+
+def test_the_error_of_a_difference_is_known_where_that_of_a_prediction_is():
+    paths = ("ttft_s.p99", "tpot_s.p99", "e2e_s.mean", "output_throughput_tokens_per_s", "goodput_share")
+    known = difference_errors(expected_error(LIKE, 8), paths)
+    assert known == {"ttft_s.p99": 0.33, "tpot_s.p99": 0.07}
+    assert not difference_errors(expected_error(LIKE._replace(model="llama-3.1-8b"), 8), paths)

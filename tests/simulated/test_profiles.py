@@ -21,6 +21,13 @@ WANTED_HARDWARE = {
     "b200",
     "rtx-4090",
     "rtx-pro-6000",
+    "b300",
+    "gb200",
+    "gb300",
+    "h20",
+    "mi300x",
+    "mi325x",
+    "mi355x",
     "cpu",
 }
 # As their makers publish them, in billions.
@@ -38,6 +45,30 @@ PUBLISHED_PARAMETERS = {
     "qwen3-30b-a3b": 30.53,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
+    "deepseek-r1": 671.0,
+    "deepseek-v3": 671.0,
+    "kimi-k2": 1026.4,
+    "qwen3-235b-a22b": 235.1,
+    "qwen3-next-80b-a3b": 79.67,
+    "llama-4-scout": 107.77,
+    "llama-4-maverick": 400.7,
+    "glm-4.5": 352.8,
+    "minimax-m2": 228.7,
+    "gemma-3-27b": 27.01,
+}
+# By their model cards, rounded: all, and those that a token uses. Scout's 109 include vision, GLM's 355 its layer for
+# multi-token prediction.
+PUBLISHED_ROUNDED = {
+    "deepseek-r1": (671, 37),
+    "kimi-k2": (1000, 32),
+    "qwen3-235b-a22b": (235, 22),
+    "qwen3-next-80b-a3b": (80, 3.9),
+    "llama-4-scout": (109, 17),
+    "llama-4-maverick": (400, 17),
+    "glm-4.5": (355, 32),
+    "minimax-m2": (230, 10),
+    "gemma-3-27b": (27, 27),
+    "gpt-oss-120b": (117, 5.1),
 }
 SHARES = ("matmul", "matmul_fp8", "context_attention", "memory", "generation_attention", "network")
 
@@ -124,8 +155,16 @@ def test_built_in_shapes_have_the_published_parameters(name, billions):
     assert load_model_config(name).num_parameters / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
+@pytest.mark.parametrize(("name", "published"), PUBLISHED_ROUNDED.items())
+def test_parameters_are_those_of_the_model_cards(name, published):
+    model = load_model_config(name)
+
+    assert model.num_parameters / 1e9 == pytest.approx(published[0], rel=0.03)
+    assert model.active_parameters / 1e9 == pytest.approx(published[1], rel=0.12)
+
+
 def test_all_built_in_shapes_are_covered():
-    assert set(built_in_models()) == {"tiny", *PUBLISHED_PARAMETERS}
+    assert set(built_in_models()) == {"tiny", "tiny-mla", *PUBLISHED_PARAMETERS}
 
 
 def test_bytes_of_a_token_in_the_kv_cache():
@@ -151,7 +190,7 @@ def test_a_mixture_of_experts_runs_on_simulated_devices_only(tmp_path):
 
     assert (model.num_experts, model.experts_per_token, model.intermediate_size) == (4, 2, 16)
     assert build_engine(RunConfig(device="sim:h100-sxm", model=str(tmp_path))).model == model
-    with pytest.raises(InputError, match="is a mixture of experts, which runs on simulated devices only"):
+    with pytest.raises(InputError, match="has layers that run on simulated devices only"):
         build_engine(RunConfig(device="cpu", model=str(tmp_path)))
 
 
@@ -161,7 +200,7 @@ def test_llama_3_is_llama_3_1_with_fewer_positions():
 
 
 def test_an_unknown_model_is_refused_with_the_names_and_the_near_one():
-    with pytest.raises(InputError, match=r"'llama-3.1-7b'.*tiny, .*qwen3-32b\. Did you mean llama-3.1-8b\?"):
+    with pytest.raises(InputError, match=r"'llama-3.1-7b'.*tiny, .*tiny-mla\. Did you mean llama-3.1-8b\?"):
         load_model_config("llama-3.1-7b")
 
 

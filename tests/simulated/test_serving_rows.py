@@ -10,15 +10,21 @@ from typing import Any
 
 import pytest
 
+from benchmarks.fit_rows import KEYS, TABLE, part_of
+from benchmarks.inferencex_rows import standard_row
 from benchmarks.serving import errors, fastest_degree
 from benchmarks.serving_bands import MADE_FOR, band, bands, coverage
 from benchmarks.serving_rows import (
+    AICONFIGURATOR,
     LATER_ROUNDS,
+    PROMPT_ROOM,
     REQUESTS_PER_CLIENT,
     Comparison,
+    NotReplayable,
+    check,
     config_of,
     engine_name,
-    half,
+    figures_of,
     measured_figures,
     predict,
     requests_of,
@@ -48,35 +54,80 @@ ROW: dict[str, Any] = {
 }
 
 
-def test_a_closed_loop_is_replayed_with_the_settings_of_its_engine():
+def test_a_row_of_vllm_is_replayed_by_its_scheduler_with_the_settings_of_the_row():
     config = config_of(ROW, ROW["model"])
     requests = requests_of(ROW)
 
-    assert (config.engine_overhead, config.policy, config.concurrency) == ("vllm", "max_utilization", 4)
-    assert config.max_num_tokens == 128 + 4
-    assert config_of(ROW | {"max_num_tokens": 64}, ROW["model"]).max_num_tokens == 64
+    assert (config.engine, config.engine_overhead, config.concurrency) == ("vllm", "vllm", 4)
+    assert (config.max_num_tokens, config.max_batch_size, config.tokens_per_block) == (2048, 1024, 16)
+    assert (config.async_scheduling, config.enable_kv_cache_reuse) == (True, False)
+    assert config_of(ROW | {"overlap": False}, ROW["model"]).async_scheduling is False
+    assert config_of(ROW | {"gpu": "b200", "max_num_tokens": None}, ROW["model"]).max_num_tokens == 16_384
     assert len(requests) == 4 * REQUESTS_PER_CLIENT
-    assert {(request.prompt_len, request.output_len) for request in requests} == {(128, 16)}
+    assert {request.prompt_len for request in requests} == {128}
+    assert len({request.output_len for request in requests}) > 1
 
 
-@pytest.mark.parametrize(("version", "differ"), [("0.5.1.post1", False), ("0.5.6.post2", True)])
-def test_a_closed_loop_of_an_engine_that_batches_prompts(version, differ):
-    row = ROW | {"engine": "sglang", "version": version}
-    requests = requests_of(row)
+def test_rows_of_aiconfigurator_have_equal_requests_and_the_settings_of_its_servers():
+    row = ROW | {"source": AICONFIGURATOR}
+    config = config_of(row, row["model"])
 
-    assert config_of(row, row["model"]).max_num_tokens == 2048
+    assert (config.max_num_tokens, config.async_scheduling) == (128 + 4 + PROMPT_ROOM, False)
+    assert {request.output_len for request in requests_of(row)} == {16}
+
+
+def test_at_most_one_prompt_of_tensorrt_llm_runs_in_an_iteration():
+    row = ROW | {"source": AICONFIGURATOR, "engine": "tensorrt-llm", "version": "1.0.0rc3"}
+
+    assert config_of(row, row["model"]).max_num_tokens == 128 + 4
+    assert config_of(row | {"max_num_tokens": 64}, row["model"]).max_num_tokens == 64
+    assert config_of(row | {"source": "other"}, row["model"]).max_num_tokens == 2048
+    assert {request.output_len for request in requests_of(row)} == {16}
+
+
+def test_first_requests_count_by_their_share_of_all_that_the_source_sent():
+    row = ROW | {"concurrency": None, "rate": 5, "distinct_prompts": 2, "num_requests": 4, "num_requests_published": 20}
+    ttft_s = (1.0, 1.0, 0.0, 0.0)
+    times = {"tpot_s": 0.1, "arrival_s": 0.0, "e2e_s": 2.0, "output_len": 16}
+    requests = [{"request_id": index, "ttft_s": one, **times} for index, one in enumerate(ttft_s)]
+
+    assert figures_of(row, requests, {})["ttft"] == pytest.approx(2 / 20)
+    assert figures_of(row | {"num_requests_published": 0}, requests, {})["ttft"] == pytest.approx(0.5)
+
+
+def test_a_row_of_sglang_is_replayed_by_its_scheduler_with_the_defaults_of_sglang():
+    config = config_of(ROW | {"engine": "sglang", "max_num_tokens": None}, ROW["model"])
+
+    assert (config.engine, config.engine_overhead, config.max_num_tokens) == ("sglang", "sglang", 8192)
+    assert (config.enable_mixed_chunk, config.disable_overlap_schedule) == (False, False)
+
+
+@pytest.mark.parametrize(("version", "is_mixed"), [("0.5.1.post1", False), ("0.5.6.post2", True)])
+def test_servers_of_aiconfigurator_have_mixed_chunks_in_later_versions_of_sglang(version, is_mixed):
+    row = ROW | {"source": AICONFIGURATOR, "engine": "sglang", "version": version}
+    config = config_of(row, row["model"])
+
+    assert (config.enable_mixed_chunk, config.disable_overlap_schedule) == (is_mixed, is_mixed)
+    assert config.max_prefill_tokens == (128 + PROMPT_ROOM if is_mixed else 16_384)
+
+
+def test_a_closed_loop_of_an_older_engine_counts_a_part_of_its_rounds():
+    requests = requests_of(ROW | {"engine": "tensorrt-llm", "version": "NIM 1.0", "generation": "2024"})
+
     assert len(requests) == 4 * (1 + LATER_ROUNDS)
-    assert (len({request.output_len for request in requests}) > 1) == differ
+    assert len({request.output_len for request in requests}) > 1
 
 
 @pytest.mark.parametrize(
     ("engine", "version", "generation", "name"),
     [
-        ("sglang", "0.5.1.post1", "current", "sglang-0.5.1"),
+        ("sglang", "0.5.1.post1", "current", "sglang"),
         ("sglang", "0.5.6.post2", "current", "sglang"),
         ("tensorrt-llm", "1.0.0rc3", "current", "tensorrt-llm"),
         ("vllm", "2024", "2024", "vllm-2024"),
         ("tensorrt-llm", "NIM 1.0 for LLMs", "2024", "tensorrt-llm-nim"),
+        ("tensorrt-llm", "NIM 1.8.0", "current", "tensorrt-llm-compiled"),
+        ("sglang", None, "current", "sglang"),
         ("sglang", "0.1", "2024", None),
         ("other", "1", "current", None),
     ],
@@ -105,14 +156,91 @@ def test_throughput_of_a_closed_loop_follows_from_its_latencies():
 def test_a_row_is_predicted():
     found = predict(ROW, {})
 
-    assert set(found) == {"ttft", "itl", "throughput"}
+    assert set(found) == {"ttft", "itl", "tpot", "throughput", "power_w_per_gpu"}
+    assert found["tpot"] == found["itl"]
     assert 0.005 < found["itl"] < 0.02
 
 
-def test_halves_are_of_the_row_and_not_of_its_figures():
-    assert half(ROW) == half(ROW | {"itl_ms": {"mean": 1.0}, "id": 9})
-    halves = {half(ROW | {"input": length}) for length in range(100)}
-    assert halves == {"fit", "judge"}
+INFERENCEX: dict[str, Any] = {
+    "source": "inferencex-dsr1",
+    "engine": "sglang",
+    "model": "llama-3.1-8b",
+    "dtype": "bf16",
+    "gpu": "h200",
+    "input": 100,
+    "output": 50,
+    "concurrency": 4,
+    "disaggregated": False,
+    "decode": {"workers": 0, "tp": 2, "ep": 1, "dp_attention": False, "gpus": 2},
+    "ttft_ms": {"p50": 20.0, "p99": 30.0},
+    "itl_ms": {"p50": 100.0},
+    "tpot_ms": {"p50": 9.0},
+    "output_tokens_per_s_per_gpu": 100.0,
+    "generation": "current",
+    "id": 3,
+}
+
+
+def test_a_row_of_inferencex_has_medians_random_lengths_and_the_throughput_of_all_gpus():
+    (row,) = rows_of({"rows": [INFERENCEX]})
+
+    assert measured_figures(row) == {"ttft": 0.02, "tpot": 0.009, "throughput": 200.0}
+    assert (row["gpu"], row["num_gpus"], row["input"], row["output"]) == ("h200-sxm", 2, 90, 45)
+    lengths = requests_of(row)
+    assert {80, 100} <= {request.prompt_len for request in lengths} | {80, 100}
+    assert all(80 <= request.prompt_len <= 100 and 40 <= request.output_len <= 50 for request in lengths)
+    found = predict(row, {})
+    assert 0.001 < found["tpot"] < 0.02
+
+
+def test_medians_are_compared_with_medians():
+    requests = [{"request_id": index, "ttft_s": one, "tpot_s": one} for index, one in enumerate((9.0, 1.0, 2.0, 3.0))]
+    row = ROW | {"concurrency": 1, "ttft_ms": {"p50": 1.0}}
+    found = figures_of(row, requests, {})
+
+    assert found["ttft"] == 2.0
+    assert found["itl"] == pytest.approx(0.1 * 9 + 0.9 * 2)
+    assert "throughput" not in measured_figures(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (INFERENCEX | {"disaggregated": True}, "different GPUs"),
+        (ROW | {"input": None}, "does not say the lengths"),
+        (ROW | {"model": None, "gpu": ""}, "does not say gpu, model"),
+        (ROW | {"concurrency": None, "num_requests": None}, "neither clients nor a rate"),
+    ],
+)
+def test_a_row_that_cannot_be_replayed_says_why(row, reason):
+    with pytest.raises(NotReplayable, match=reason):
+        check(standard_row(row) if "decode" in row else row)
+
+
+def test_an_unknown_model_is_a_reason():
+    with pytest.raises(NotReplayable, match="model unheard-of is not known"):
+        predict(ROW | {"model": "unheard-of"}, {})
+
+
+def test_replicas_share_the_load_and_add_up():
+    row = ROW | {"num_gpus": 4, "tp": 2, "replicas": 2, "concurrency": 9, "num_requests": 90}
+    config = config_of(row, row["model"])
+
+    assert (config.tp_size, config.pp_size, config.concurrency) == (2, 1, 5)
+    assert len(requests_of(row)) == 5 * REQUESTS_PER_CLIENT
+    assert measured_figures(row)["throughput"] == pytest.approx(2 * 5 * 16 / (0.05 + 15 * 0.008))
+    of_rate = row | {"concurrency": None, "rate": 6.0}
+    assert config_of(of_rate, row["model"]).request_rate == 3.0
+    assert len(requests_of(of_rate)) == 45
+
+
+def test_only_listed_rows_are_fit():
+    listed = dict(zip(KEYS, TABLE.read_text().splitlines()[1].split(",")[:4], strict=True))
+
+    assert part_of(ROW | listed) == "fit"
+    assert part_of(ROW | listed | {"version": "0.13.0"}) == "judged"
+    assert part_of(ROW | listed | {"gpu": "h200-sxm"}) == "judged"
+    assert part_of(ROW) == "judged"
 
 
 def test_errors_by_metric():
@@ -152,7 +280,10 @@ def test_bands_are_by_engine_and_load_where_there_are_rows_enough():
     assert [part["up_to"] for part in setup["loads"]] == [LOADS[0]]
     assert setup["all_loads"]["rows"] == 45
     assert bands(comparisons[:5]) == []
-    assert 0.5 < coverage(comparisons)["itl"]["inside"] <= 1
+    listed = {"source": "aiconfigurator-gap"}
+    fitted = [Comparison({**one.row, **listed}, "itl", one.measured, one.predicted) for one in comparisons]
+    assert coverage(comparisons) == coverage(fitted) == {}
+    assert 0.5 < coverage([*fitted, *comparisons])["itl"]["inside"] <= 1
 
 
 def test_the_command_ends_with_one_json_object(tmp_path):
@@ -163,9 +294,13 @@ def test_the_command_ends_with_one_json_object(tmp_path):
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     result = json.loads(printed[printed.index("\n{\n") :])
-    assert "current engines, by engine" in printed
+    assert "judged rows, by engine" in printed
+    assert "not replayed: 1 rows of made-up: " in printed
     assert result["rows"] == 2
-    assert result["parts"]["current engines"]["itl"]["rows"] == 1
+    assert result["judged"]["itl"].keys() == {"rows", "median", "p90", "bias"}
+    assert result["judged"]["itl"]["rows"] == 1
+    assert result["fit_rows"] == {}
     assert [one["row"] for one in result["failed"]] == [2]
     assert "no hardware profile 'unknown'" in result["failed"][0]["error"]
-    assert {path.name for path in tmp_path.glob("*.png")} == {"serving-accuracy.png", "serving-regimes.png"}
+    names = {"serving-accuracy-judged.png", "serving-regimes-judged.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == names

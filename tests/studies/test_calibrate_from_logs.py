@@ -2,20 +2,24 @@
 
 import json
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.build.engines import engine_defaults
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.run import run_trace
 from ifbbench.report.compat.trtllm_bench import write_iterations
+from ifbbench.report.outputs import write_server_log
 from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
-from ifbbench.simulated.hardware import load_hardware
+from ifbbench.simulated.hardware import load_hardware, write_profile
 from ifbbench.simulated.shard import Shard
 from ifbbench.studies import calibrate_from_logs as calibrate_from_logs_module
 from ifbbench.studies.calibrate_from_logs import ALL_REDUCES, calibrate_from_logs
@@ -26,7 +30,7 @@ from tests.studies.logged import CHUNKED, MODEL, iterations, load_tests, replaye
 
 GIVEN = {**MODEL, "device": "sim:h100-sxm"}
 # Most tests have so many iterations of each kind, because the fit takes nearly all of their time.
-MAX_POINTS = 60
+MAX_POINTS = 30
 FIGURES = (("ttft_s", "mean"), ("ttft_s", "p99"), ("itl_s", "mean"), ("itl_s", "p99"), ("e2e_s", "mean"))
 
 
@@ -50,13 +54,13 @@ def figures_of(directory: Path, profile: str) -> list[float]:
     return [summary["duration_s"], *(summary[name][key] for name, key in FIGURES)]
 
 
-def calibrated(log: Path, directory: Path, is_quick: bool = True, **given):
-    """The calibration from a log. is_quick: fewer points are fitted, and no chart is drawn."""
+def calibrated(log: Path, directory: Path, is_quick: bool = True, others: Sequence[Path] = (), **given):
+    """The calibration from a log and `others`. is_quick: fewer points are fitted, and no chart is drawn."""
     with pytest.MonkeyPatch.context() as patch:
         if is_quick:
             patch.setattr(calibrate_from_logs_module, "MAX_POINTS_OF_A_KIND", MAX_POINTS)
             patch.setattr(calibrate_from_logs_module, "write_chart", lambda found, path: None)
-        return calibrate_from_logs([log], {**GIVEN, **given}, directory / "fitted.toml", overwrite=True)
+        return calibrate_from_logs([log, *others], {**GIVEN, **given}, directory / "fitted.toml", overwrite=True)
 
 
 def written(directory: Path, text: str, name: str = "server.log") -> Path:
@@ -72,22 +76,27 @@ def constants(calibration) -> dict[str, float | None]:
 # Constants are found again.
 
 
-def test_a_run_gives_the_constants_of_its_device(server, tmp_path):
-    found = calibrated(server / "log", tmp_path, is_quick=False)
-    fitted, true = found.found.profile, load_hardware(str(server / "true.toml"))
+@pytest.fixture(scope="module")
+def fitted(server):
+    """The calibration from the server's run, which lies in its directory with its chart."""
+    return calibrated(server / "log", server, is_quick=False)
+
+
+def test_a_run_gives_the_constants_of_its_device(server, fitted, tmp_path):
+    profile, true = fitted.found.profile, load_hardware(str(server / "true.toml"))
     for name in ("matmul", "memory", "context_attention", "generation_attention"):
-        assert getattr(fitted.constants, name) == pytest.approx(getattr(true.constants, name), rel=0.02)
-    assert fitted.host_iteration_s == pytest.approx(true.host_iteration_s, rel=0.02)
-    assert largest_error(server, tmp_path / "fitted.toml") < 0.02
+        assert getattr(profile.constants, name) == pytest.approx(getattr(true.constants, name), rel=0.02)
+    assert profile.host_iteration_s == pytest.approx(true.host_iteration_s, rel=0.02)
+    assert largest_error(server, server / "fitted.toml") < 0.02
     # The test means nothing if the base were as good.
     base = tmp_path / "base.toml"
     base.write_text((Path(load_hardware.__code__.co_filename).parent / "profiles/h100-sxm.toml").read_text())
     assert largest_error(server, base) > 0.2
 
 
+@pytest.mark.usefixtures("fitted")
 def test_the_profile_says_where_it_comes_from(server, tmp_path):
-    calibrated(server / "log", tmp_path, is_quick=False)
-    about = load_hardware(str(tmp_path / "fitted.toml")).calibration
+    about = load_hardware(str(server / "fitted.toml")).calibration
     assert about["logs"] == ["log (run of ifbbench)"]
     assert len(about["sha256"][0]) == 64
     assert about["base"] == "h100-sxm"
@@ -96,9 +105,9 @@ def test_the_profile_says_where_it_comes_from(server, tmp_path):
     assert 0 <= about["held_out_median_error"] < 0.02
     assert "memory" in about["determined"]
     assert "launch_s" in about["kept"]
-    first = (tmp_path / "fitted.toml").read_bytes(), (tmp_path / "fitted.png").read_bytes()
     calibrated(server / "log", tmp_path, is_quick=False)
-    assert ((tmp_path / "fitted.toml").read_bytes(), (tmp_path / "fitted.png").read_bytes()) == first
+    for name in ("fitted.toml", "fitted.png"):
+        assert (tmp_path / name).read_bytes() == (server / name).read_bytes()
 
 
 @pytest.mark.parametrize("form", ["lines of Python", "array", "newer", "overlapping"])
@@ -112,6 +121,23 @@ def test_tensorrt_llm_statistics_predict_another_trace(server, tmp_path, form):
     assert largest_error(server, tmp_path / "fitted.toml") < 0.04
     assert found.logs[0].overlaps is (form == "overlapping")
     assert constants(found)["kernel_s"] is None
+
+
+@pytest.mark.parametrize("model", [pytest.param("llama-3.1-8b", marks=pytest.mark.slow), "qwen3-30b-a3b"])
+def test_the_log_of_a_vllm_server_predicts_another_trace_under_its_scheduler(tmp_path, model):
+    base = load_hardware("h100-sxm")
+    constants = replace(base.constants, matmul=0.45, memory=0.6, generation_attention=0.5)
+    write_profile(replace(base, constants=constants), tmp_path / "true.toml", "Known.")
+    given = {"engine": "vllm", "device": f"sim:{tmp_path / 'true.toml'}", "model": model, "dtype": "bf16"}
+    settings = {**engine_defaults(given), **given, "request_rate": 8.0, "max_num_samples": 60}
+    replayed(tmp_path / "log", trace="chat", **settings)
+    write_server_log("vllm", load_run(tmp_path / "log"), tmp_path / "vllm.log")
+    calibrated(tmp_path / "vllm.log", tmp_path, model=model, overlap="async")
+
+    true = replayed(tmp_path / "other", trace="default", **settings)
+    fitted = replayed(tmp_path / "other", trace="default", **settings | {"device": f"sim:{tmp_path / 'fitted.toml'}"})
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        assert fitted[name]["mean"] == pytest.approx(true[name]["mean"], rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +195,25 @@ def test_iterations_without_timestamps_may_overlap(server, tmp_path):
         calibrated(log, tmp_path, enable_trt_overlap=True)
 
 
-@pytest.mark.parametrize("overlap", [None, "async", "partitioned"])
-@pytest.mark.parametrize("form", ["iteration_log", "batch_manager", "trtllm"])
+@pytest.mark.parametrize(
+    ("form", "overlap"),
+    [
+        ("iteration_log", None),
+        ("batch_manager", "async"),
+        ("trtllm", "partitioned"),
+        *(
+            pytest.param(form, overlap, marks=pytest.mark.slow)
+            for form, overlap in (
+                ("iteration_log", "async"),
+                ("iteration_log", "partitioned"),
+                ("batch_manager", None),
+                ("batch_manager", "partitioned"),
+                ("trtllm", None),
+                ("trtllm", "async"),
+            )
+        ),
+    ],
+)
 def test_own_logs_say_whether_iterations_overlap(server, tmp_path, overlap, form):
     log = tmp_path / "iterations.log"
     settings = {} if form == "iteration_log" else {"iteration_stats_format": form}
@@ -259,7 +302,7 @@ def test_all_reduces_are_found_if_degrees_differ(server, tmp_path):
 
 def test_several_logs_are_fitted_together(server, tmp_path):
     log = written(tmp_path, vllm(server / "log"))
-    found = calibrate_from_logs([server / "log", log], GIVEN, tmp_path / "both.toml")
+    found = calibrated(server / "log", tmp_path, others=[log])
     assert len(found.found.profile.calibration["logs"]) == 2
     assert found.determined.fit_error.median < 0.02
 
@@ -379,7 +422,7 @@ def test_too_few_iterations_are_refused(server, tmp_path):
     ("given", "message"),
     [
         ({"device": "cpu"}, "--device: cpu; with --from"),
-        ({"device": "sim:h20"}, "no hardware profile 'h20'"),
+        ({"device": "sim:h99"}, "no hardware profile 'h99'"),
         ({"device": None}, "--device: is missing"),
         ({"model": "none"}, "none"),
     ],

@@ -9,7 +9,7 @@ from ifbbench.engine.plan import Limit
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import TOKENS_ONLY
 from ifbbench.kv.attention_window import AttentionWindow
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.modes import BatchingType
 from ifbbench.studies.capacity import POLICY_CASES, Fit, PolicyCase, admit, contiguous_fit, fit
 from ifbbench.workload.trace import TraceRequest

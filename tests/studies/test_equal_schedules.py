@@ -33,8 +33,11 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("num_points", [6, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", range(len(KINDS)))
-def test_a_summary_that_is_known_is_that_of_the_run(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_that_is_known_is_that_of_the_run(
+    number: int, num_points: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(number)
     base = SIMULATED.with_values(max_num_samples=60, **KINDS[number])
     trace = in_memory(read_source("chat", base))
@@ -46,7 +49,7 @@ def test_a_summary_that_is_known_is_that_of_the_run(number: int, monkeypatch: py
     ]
     configs = [
         base.with_values(max_batch_size=batch, max_num_tokens=tokens, policy=policy)
-        for batch, tokens, policy in draw.sample(grid, 16)
+        for batch, tokens, policy in draw.sample(grid, num_points)
     ]
     simulated: list[RunConfig] = []
 

@@ -47,7 +47,7 @@ def test_an_axis(text, axis):
         ("output=a,b", "output says where results go"),
         ("max_btch_size=8", "Did you mean max_batch_size"),
         ("traces=a", "Did you mean trace"),
-        ("max_running_requests=8", "Did you mean max_batch_size?"),
+        ("n_batch=8", "Did you mean max_num_tokens?"),
         ("max_batch_size=64..8:x2", "ends before it begins"),
         ("max_batch_size=8..64:x1", "a factor above 1"),
         ("request_rate=0..64:x2", "a first value above 0"),

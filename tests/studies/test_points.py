@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from ifbbench.build.engine import build_engine
+from ifbbench.clock import WallClock
+from ifbbench.processes import MAX_ATTEMPTS, Lost, run_in_processes
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.studies import points as points_module
 from ifbbench.studies.points import run_points
-from ifbbench.studies.processes import MAX_ATTEMPTS, Lost, run_in_processes
 from ifbbench.workload.load import in_memory, load_trace, read_source
 
 SIMULATED = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b")
@@ -156,6 +157,16 @@ def test_an_error_in_a_process_is_a_result() -> None:
     results = dict(run_in_processes(run, 2, 2))
     assert results[1] == 1
     assert isinstance(results[0], ZeroDivisionError)
+
+
+def test_steps_are_counted_while_no_task_reports_any(tmp_path: Path) -> None:
+    def run(number: int, report: Any) -> bool:
+        clock = WallClock()
+        while not (is_counted := (tmp_path / "counted").exists()) and clock.now() < 20:
+            clock.wait_until(clock.now() + 0.02)
+        return is_counted
+
+    assert dict(run_in_processes(run, 2, 2, lambda steps: (tmp_path / "counted").touch())) == {0: True, 1: True}
 
 
 def test_no_process_is_left_behind_by_an_interrupt() -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from ifbbench.analysis.confidence import student_t, summary_of
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
-from ifbbench.replay.run import RunResult
+from ifbbench.replay.single import RunResult
 from ifbbench.settings.config import RunConfig
 from ifbbench.studies.point_table import read_sweep
 from ifbbench.studies.repeat import run_repeats

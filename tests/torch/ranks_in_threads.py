@@ -40,11 +40,17 @@ class Ranks:
         finally:
             self.computing.acquire()
 
-    def run(self, model: ModelConfig, work: Callable[[ModelPart], Result]) -> list[Result]:
-        """`work(part)` of each rank, in their order."""
+    def run(self, model: ModelConfig, work: Callable[[ModelPart], Result], ep_size: int = 1) -> list[Result]:
+        """`work(part)` of each rank, in their order. ep_size: parts of the ranks with whole experts."""
         parts = [
             ModelPart(
-                model, ThreadLinks(self, rank), self.tp_size, rank % self.tp_size, self.pp_size, rank // self.tp_size
+                model,
+                ThreadLinks(self, rank),
+                self.tp_size,
+                rank % self.tp_size,
+                self.pp_size,
+                rank // self.tp_size,
+                ep_size,
             )
             for rank in range(self.tp_size * self.pp_size)
         ]

@@ -12,7 +12,7 @@ from ifbbench.engine.sampling_params import GREEDY, NO_STOP_CONDITIONS, OutputOp
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.sizing import CacheLayout, WindowLayout
 from ifbbench.models.config import ModelConfig
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.torch.model.kv_cache import PagedKvCache
 from ifbbench.torch.model.llama import LlamaModel
 from ifbbench.torch.model.weights import random_weights

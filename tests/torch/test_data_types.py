@@ -8,6 +8,7 @@ import torch
 from ifbbench.build.engine import build_engine
 from ifbbench.errors import InputError
 from ifbbench.models.config import ModelConfig
+from ifbbench.models.layers import LayerKind
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.shard import Shard
 from ifbbench.torch import build
@@ -85,7 +86,7 @@ def test_what_the_weights_are_made_of() -> None:
     layer = weights.layers[0]
     products = (layer.query_key_value, layer.attention_output, layer.gate_up, layer.down)
     narrow = sum(product._weight.nbytes for product in products if isinstance(product, Fp8Linear))
-    assert narrow == TINY.layer_matrix_parameters
+    assert narrow == TINY.matrix_parameters(LayerKind())
     in_bf16, in_fp8, in_float32 = (Shard(TINY, dtype, "bf16").parameter_bytes for dtype in ("bf16", "fp8", "float32"))
     assert in_bf16 - in_fp8 == TINY.num_layers * narrow
     assert in_float32 == 4 * TINY.num_parameters

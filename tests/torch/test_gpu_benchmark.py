@@ -15,8 +15,9 @@ from benchmarks.gpu_checkpoint import write_checkpoint
 from benchmarks.gpu_engine import Step, Workload, bytes_read, figures, hidden_host_time, run_engine, steps
 from benchmarks.gpu_transformers import run_transformers
 from ifbbench.models.config import ModelConfig
+from ifbbench.models.layers import LayerKind
 from ifbbench.models.named_models import load_model_config
-from ifbbench.replay.run import RunResult
+from ifbbench.replay.single import RunResult
 from ifbbench.simulated.shard import Shard
 from ifbbench.torch.model.weights import load_weights
 
@@ -64,7 +65,7 @@ def test_what_an_iteration_has_to_read() -> None:
         max_position_embeddings=256,
     )
     layers = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 96)
-    assert model.num_layers * model.layer_matrix_parameters == layers
+    assert model.num_layers * model.matrix_parameters(LayerKind()) == layers
     kv_values = 2 * 2 * 32
     assert bytes_read(Shard(model, "bf16", "bf16"), 1000) == 2 * layers + 2 * 6400 + 2 * kv_values * 1000
     assert bytes_read(Shard(model, "fp8", "fp8"), 1000) == layers + 2 * 6400 + kv_values * 1000

@@ -89,9 +89,9 @@ def test_existing_output(tmp_path):
 @pytest.mark.parametrize(
     ("command", "complaint"),
     [
-        (f"{SHARED} --pools 0", "0 is not in the range x>=1"),
-        (f"{SHARED} --share 1.5", "1.5 is not in the range 0<=x<=1"),
-        (f"{TURNS} --turns-mean 0.5", "0.5 is not in the range x>=1"),
+        (f"{SHARED} --pools 0", "--pools is '0'; expected an integer of at least 1"),
+        (f"{SHARED} --share 1.5", "--share is '1.5'; expected a finite number from 0 to 1"),
+        (f"{TURNS} --turns-mean 0.5", "--turns-mean is '0.5'; expected a finite number of at least 1"),
         (f"{TURNS} --request-rate 3", "--arrival all_at_once takes no --request-rate"),
     ],
 )
@@ -108,7 +108,7 @@ def test_bad_options_of_prompts_that_share(tmp_path, command, complaint):
         ("--request-rate 3", "--arrival all_at_once takes no --request-rate"),
         ("--reserve much", "reserve 'much' is not valid"),
         ("--input-max 2", "prompt_len: max is 2; expected at least min (3)"),
-        ("--output-min 0", "0 is not in the range x>=1"),
+        ("--output-min 0", "--output-min is '0'; expected an integer of at least 1"),
     ],
 )
 def test_bad_options(tmp_path, options, complaint):
@@ -289,9 +289,9 @@ def test_sample(trace, tmp_path):
         ("--stratified", "--stratified needs --num-requests"),
         ("--from 3 --to 2", "--to 2 is not after --from 3"),
         ("--from 300", "no request arrives from 300 s"),
-        ("--every 0", "0 is not in the range x>=1"),
-        ("--from nan", "nan is not a number"),
-        ("--to nan", "nan is not a number"),
+        ("--every 0", "--every is '0'; expected an integer of at least 1"),
+        ("--from nan", "--from is 'nan'; expected a finite number"),
+        ("--to nan", "--to is 'nan'; expected a finite number"),
     ],
 )
 def test_sample_refuses(trace, tmp_path, options, complaint):

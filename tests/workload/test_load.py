@@ -174,3 +174,14 @@ def test_replayed_requests_written_and_read_again_are_the_same(path, tmp_path):
     write_trace(trace, tmp_path / "again.jsonl")
     assert list(read_trace(tmp_path / "again.jsonl")) == list(trace)
     assert json.loads((tmp_path / "again.jsonl").read_text().splitlines()[0])["prompt_tokens"] == [1, 2, 3]
+
+
+def test_requests_at_the_start_are_left_out(path):
+    trace = load_trace(path, RunConfig(skip_samples=1, max_num_samples=1, time_scale=2.0))
+    assert column(trace, "request_id") == [11]
+    assert column(load_trace(path, RunConfig(skip_samples=1)), "arrival_s") == [0.0, 1.5]
+    assert list(load_trace(read_trace(path), RunConfig(skip_samples=1, max_num_samples=1))) == list(
+        load_trace(path, RunConfig(skip_samples=1, max_num_samples=1))
+    )
+    with pytest.raises(InputError, match="--skip_samples 3: no request is left, the trace has 3"):
+        load_trace(path, RunConfig(skip_samples=3))

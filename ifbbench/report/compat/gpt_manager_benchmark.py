@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 
 from ifbbench.files import replace_file
 from ifbbench.rundir.checking import decode_request
-from ifbbench.rundir.reader import REQUEST_FIELDS, Floats, RunData, parse_line, parsed_lines
+from ifbbench.rundir.reader import REQUEST_FIELDS, Floats, RunData
+from ifbbench.rundir.rows import parse_line, parsed_lines
 from ifbbench.rundir.run_directory import find_lines
 
 LATENCIES = ("end_s", "output_len", "accepted_draft_tokens", "e2e_s", "ttft_s", "tpot_s", "queue_time_s")

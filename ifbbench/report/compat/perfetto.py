@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.analysis.recorded import NO_REQUEST, Floats, Integers, RecordedRun
+from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.words import Words, window_name, words_of
 from ifbbench.files import new_file
 from ifbbench.rundir.client_figures import load_gauges
 from ifbbench.rundir.reader import covering
 from ifbbench.rundir.rows import Id, Span
+from ifbbench.rundir.timeline import NO_REQUEST, Floats, Integers
 
 FILE = "trace.perfetto-trace"
 NANOSECONDS = 1e9

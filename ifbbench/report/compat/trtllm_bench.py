@@ -14,19 +14,25 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from ifbbench.engine.records import TIMESTAMP_FORMAT
 from ifbbench.errors import InputError
 from ifbbench.files import new_file, replace_file
-from ifbbench.rundir.line_types import documented_fields, executor_statistics
+from ifbbench.rundir.line_types import TIMESTAMP_FORMAT, documented_fields, executor_statistics
 from ifbbench.rundir.lines import encode
-from ifbbench.rundir.reader import RunData, read_lines
+from ifbbench.rundir.reader import RunData
+from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import find_lines
 from ifbbench.settings.fields import unexpected
 
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 NANOSECONDS = 1e9
 # trtllm-bench's words for data types of quantized weights.
-QUANTIZED = {"fp8": "FP8", "int4": "W4A16"}
+QUANTIZED = {
+    "fp8": "FP8",
+    "fp8_block": "FP8_BLOCK_SCALES",
+    "int4": "W4A16",
+    "mxfp4": "W4A8_MXFP4_FP8",
+    "nvfp4": "NVFP4",
+}
 
 
 def write_report(run: RunData, path: Path) -> None:

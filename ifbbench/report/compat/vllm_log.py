@@ -7,7 +7,6 @@ generation, with all its tokens.
 
 from collections.abc import Iterator
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ifbbench.analysis.token_times import output_tokens
-from ifbbench.engine.records import TIMESTAMP_FORMAT
-from ifbbench.files import new_file
+from ifbbench.rundir.line_types import TIMESTAMP_FORMAT
 from ifbbench.rundir.lines import RUNNING, Phase
 from ifbbench.rundir.reader import RunData
 
@@ -26,14 +24,8 @@ RECENT_REQUESTS = 1000
 Counts = NDArray[np.int64]
 
 
-def write_log(run: RunData, path: Path) -> None:
-    """Write the lines of a run of which all iterations were recorded; none of a run without iterations."""
-    with new_file(path, overwrite=True) as file:
-        for line in _lines(run):
-            file.write(line.encode() + b"\n")
-
-
-def _lines(run: RunData) -> Iterator[str]:
+def lines(run: RunData) -> Iterator[str]:
+    """The lines of a run of which all iterations were recorded; none of a run without iterations."""
     table = run.iterations
     if not len(table):
         return
@@ -41,19 +33,18 @@ def _lines(run: RunData) -> Iterator[str]:
     overlap = "enabled" if run.config.get("async_scheduling") else "disabled"
     yield _line(begin, 0.0, f"Asynchronous scheduling is {overlap}.")
     since_s = start_s + table["latency_ms"].to_numpy(float) / 1000 - start_s[0]
-    blocks, size = (int(table[name].iloc[0]) for name in ("max_kv_cache_blocks", "tokens_per_kv_cache_block"))
-    max_len = int(run.config["max_seq_len"])
+    capacity, longest = run.run["kv_cache_capacity"], run.config["max_seq_len"]
     yield _line(
         begin,
         0.0,
-        f"GPU KV cache size: {(blocks + 1) * size:,} tokens, Maximum concurrency for {max_len:,} tokens per request: "
-        f"{(blocks + 1) / -(-max_len // size):.2f}x",
+        f"GPU KV cache size: {capacity['tokens']:,} tokens, Maximum concurrency for {longest:,} tokens per request: "
+        f"{capacity['max_concurrency']:.2f}x",
     )
     contexts, context_tokens, running, held = _batches(run)
     # A request that has ended unnoticed is in one more batch, and in no span.
     generating = table["scheduled_requests"].to_numpy(np.int64) - contexts
     tokens = table["budget_used"].to_numpy(np.int64)
-    usage = 100 * table["used_kv_cache_blocks"].to_numpy(float) / max(blocks, 1)
+    usage = 100 * table["used_kv_cache_blocks"].to_numpy(float) / table["max_kv_cache_blocks"].to_numpy(float)
     waiting = np.maximum(table["waiting"].to_numpy(np.int64) - held, 0)
     summaries = _Summaries(run, start_s[0], since_s)
     waited_ms = 1000 * (since_s - _submitted_s(table, since_s))

@@ -7,10 +7,13 @@ from typing import Any
 
 from ifbbench.analysis.client_side import ClientFindings
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.report.charts import CHARTS, ENDPOINT_CHARTS, Output, plot_run
+from ifbbench.report.chart_files import Output
+from ifbbench.report.charts import CHARTS, ENDPOINT_CHARTS, plot_run
 from ifbbench.report.client_side import client_sentences, client_warnings
+from ifbbench.report.pages.page_data import shown_what_if
 from ifbbench.report.tables import peak_blocks, settings_line
 from ifbbench.rundir.figures import figures
+from ifbbench.rundir.run_directory import WHAT_IF
 
 TEMPLATE, SCRIPTS = "endpoint", ("common.js", "panels.js", "endpoint.js")
 SLOWEST, FAILED = 15, 30
@@ -33,6 +36,7 @@ def client_page_data(run: RecordedRun) -> dict[str, Any]:
         "kv_peak": peak_blocks(summary),
         "findings": findings.text,
         "warnings": [*client_warnings(data, summary), *client_sentences(summary)],
+        "what_if": shown_what_if(run) if (run.path / WHAT_IF).exists() else None,
         "charts": _charts(run),
         "slowest": findings.slowest(SLOWEST),
         "failed": [

@@ -18,7 +18,7 @@ from ifbbench.compressed import DamagedFile, GrowingFile
 from ifbbench.errors import InputError
 from ifbbench.report import bar
 from ifbbench.rundir.metrics import fullest_window
-from ifbbench.rundir.rows import UNREADABLE, Id, IterationDetails, bad_line, read_rows
+from ifbbench.rundir.rows import UNREADABLE, Id, Number, bad_line, read_rows
 from ifbbench.rundir.run_directory import find_iterations, find_lines
 from ifbbench.settings.fields import printable
 
@@ -42,8 +42,32 @@ class _Cache(Struct, gc=False):
     blocks: int | None = field(name="maxNumBlocks", default=None)
 
 
+class _Paused(Struct, gc=False):
+    request_id: Id
+    beneficiary: Id = field(name="for")
+
+
+class _Window(Struct, gc=False):
+    """The blocks of one of several attention windows."""
+
+    blocks: Number = field(name="primaryMaxNumBlocks")
+    used: Number = field(name="primaryUsedNumBlocks")
+
+
+class _Details(Struct, gc=False):
+    """The part of a line under "ifbbench"."""
+
+    start_s: float
+    latency_ms: float
+    waiting: Number
+    bound_by: str
+    paused: tuple[_Paused, ...]
+    budget_used: Number
+    windows: dict[str, _Window] = field(name="kv_cache_iteration_stats", default_factory=dict)
+
+
 class _Iteration(Struct, gc=False):
-    details: IterationDetails = field(name="ifbbench")
+    details: _Details = field(name="ifbbench")
     number: int = field(name="Iteration Counter", default=0)
     context: int = field(name="Context Requests", default=0)
     generation: int = field(name="Generation Requests", default=0)

@@ -11,7 +11,6 @@ from ifbbench.analysis.compare import Comparison
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.files import replace_file
 from ifbbench.report.colours import page_script, page_style
-from ifbbench.report.pages import client_page
 from ifbbench.report.pages.page_data import page_data
 from ifbbench.report.tables import settings_line
 
@@ -26,6 +25,8 @@ def write_page(directories: Sequence[Path], into: Path) -> Path:
     is_alone = len(directories) == 1
     runs = [RecordedRun.load(path, or_endpoint=is_alone, or_empty=is_alone) for path in directories]
     if runs[0].data.endpoint:
+        from ifbbench.report.pages import client_page  # its charts need matplotlib, which takes long to import
+
         return write_html(
             into / FILE,
             client_page.TEMPLATE,

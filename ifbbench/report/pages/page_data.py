@@ -3,8 +3,10 @@
 The page computes means and maxima of any stretch itself, from these arrays.
 """
 
+import shlex
 import zlib
 from base64 import b64encode
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -12,13 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.analysis.findings import Findings
-from ifbbench.analysis.recorded import Floats, RecordedRun
+from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.words import words_of
 from ifbbench.report.colours import limit_colours
 from ifbbench.report.compat.perfetto import batch_composition
 from ifbbench.report.tables import peak_blocks, settings_line
+from ifbbench.report.what_if_table import what_if_table
 from ifbbench.rundir.figures import figures
 from ifbbench.rundir.rows import Id, Span, single_steps
+from ifbbench.rundir.run_directory import WHAT_IF
+from ifbbench.rundir.timeline import Floats
+from ifbbench.rundir.what_if import kept_what_if
 
 PHASES = ("context", "generation", "recompute", "paused", "waiting", "skipped")
 # Fields of a line of requests.jsonl that are numbers, which the page shows of a request.
@@ -79,7 +85,7 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
     causes = _add_spans(block, run, ids, position)
     limits = _add_heads(block, findings, position)
     if not isinstance(bounds := findings.bounds, str):
-        block.add("request.least_s", np.array([_number(bounds.request_s(one)) for one in ids]))
+        block.add("request.least_s", _floats(map(bounds.request_s, ids)))
     ledger = [
         [
             entry.iteration,
@@ -120,6 +126,7 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
         "paused": words.paused,
         "limit_texts": _limit_texts(run, causes),
         "waited": findings.waiting_text,
+        "what_if": shown_what_if(run),
         "by_time": findings.by_time,
         "by_iterations": findings.by_iterations,
         "waiting_s": findings.waiting_s,
@@ -129,6 +136,21 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
         "arrays": index,
         "data": data,
     }
+
+
+def shown_what_if(run: RecordedRun) -> dict[str, Any]:
+    """The table of other settings that `why` has kept in the run directory, or a sentence that says how to get it."""
+    command = shlex.join(["ifbbench", "why", str(run.path)])
+    found, is_of_run = kept_what_if(run.path)
+    if found is None:
+        text = "None was tried yet. This command tries them; the page shows them when it is written again:"
+        return {"sentence": text, "command": command}
+    if not is_of_run:
+        text = f"Those in {WHAT_IF} were tried before the run was changed. This command tries them again:"
+        return {"sentence": text, "command": command}
+    shown = what_if_table(found)
+    best = [one._asdict() | {"heading": one.heading} for one in shown.best]
+    return shown._asdict() | {"rows": [one._asdict() for one in shown.rows], "best": best}
 
 
 def _limit_texts(run: RecordedRun, causes: list[str]) -> dict[str, tuple[str, str, str]]:
@@ -142,26 +164,27 @@ def _add_requests(block: Block, run: RecordedRun, ids: list[Id]) -> dict[str, An
     """The numbers of each request. Returns the names of outcomes, classes and parts of the attribution, and errors."""
     rows = [run.row_of.get(one, {}) for one in ids]
     for name in REQUEST_NUMBERS[1:]:
-        block.add(f"request.{name}", np.array([_number(row.get(name)) for row in rows]))
-    known = [run.arrival_s(one) if one in run.row_of or one in run.trace else None for one in ids]
-    block.add("request.arrival_s", np.array([_number(value) for value in known]))
-    outcomes = list(dict.fromkeys(str(row.get("outcome", "running")) for row in rows))
-    classes = list(dict.fromkeys(str(row["class"]) if row.get("class") else "" for row in rows))
-    block.add("request.outcome", [outcomes.index(str(row.get("outcome", "running"))) for row in rows])
-    block.add("request.class", [classes.index(str(row["class"]) if row.get("class") else "") for row in rows])
+        block.add(f"request.{name}", _floats(row.get(name) for row in rows))
+    arrivals = (run.arrival_s(one) if one in run.row_of or one in run.trace else None for one in ids)
+    block.add("request.arrival_s", _floats(arrivals))
+    outcome_of = [str(row.get("outcome", "running")) for row in rows]
+    class_of = [str(row.get("class") or "") for row in rows]
+    outcomes, classes = list(dict.fromkeys(outcome_of)), list(dict.fromkeys(class_of))
+    block.add("request.outcome", list(map(outcomes.index, outcome_of)))
+    block.add("request.class", list(map(classes.index, class_of)))
     block.add("request.rank", [run.rank.get(one, NO_REQUEST) for one in ids])
-    parts = list(dict.fromkeys(chain.from_iterable(row.get("attribution_s") or () for row in rows)))
+    attributions = [row.get("attribution_s") or {} for row in rows]
+    parts = list(dict.fromkeys(chain.from_iterable(attributions)))
     for part in parts:
-        block.add(
-            f"attribution.{part}", np.array([_number((row.get("attribution_s") or {}).get(part, 0.0)) for row in rows])
-        )
+        block.add(f"attribution.{part}", _floats(one.get(part, 0.0) for one in attributions))
     errors = {str(number): row["error"] for number, row in enumerate(rows) if row.get("error")}
     part_names = {part: words_of(run.config).part_name(part) for part in parts}
     return {"outcomes": outcomes, "classes": classes, "parts": parts, "part_names": part_names, "errors": errors}
 
 
-def _number(value: Any) -> float:
-    return float("nan") if value is None else float(value)
+def _floats(values: Iterable[float | None]) -> Floats:
+    """Numbers, with NaN for None."""
+    return np.array(list(values), np.float64)
 
 
 def _add_iterations(block: Block, run: RecordedRun) -> None:
@@ -225,8 +248,7 @@ def _itl_quantiles(run: RecordedRun, of_request: list[list[Span]]) -> Floats:
     request = np.repeat(np.arange(len(of_request)), tokens_of)
     every = run.data.num_micro_batches
     iterations = np.repeat(last, counts) - every * (np.repeat(ends - 1, counts) - np.arange(total))
-    times_s = np.interp(iterations, run.iterations.number, run.iterations.delivered_s)
-    gaps = np.diff(times_s)[request[1:] == request[:-1]]
+    gaps = np.diff(run.iterations.delivered_at(iterations))[request[1:] == request[:-1]]
     return np.quantile(gaps, np.linspace(0, 1, ITL_QUANTILES)) if len(gaps) else np.empty(0)
 
 

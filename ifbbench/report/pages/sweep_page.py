@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.analysis.words import BINDING, words_of
+from ifbbench.build.engines import engine_defaults
+from ifbbench.errors import InputError
 from ifbbench.report.colours import limit_colours
 from ifbbench.report.pages.page import write_html
 from ifbbench.report.sweep_metrics import BOUND_BY, METRICS, is_complete, knee_of, subject_of, ticks_of, varied_in
@@ -21,8 +23,10 @@ from ifbbench.report.sweep_table import (
     number_in,
     shares,
 )
+from ifbbench.settings.command_line import option_words
 from ifbbench.settings.config import settings
 from ifbbench.settings.fields import as_text
+from ifbbench.settings.names import usual_settings
 
 FILE = "sweep.html"
 SCRIPTS = ("common.js", "sweep_charts.js", "sweep.js")
@@ -126,11 +130,11 @@ def _kind(key: str) -> str:
 
 
 def command_of(row: SweepRow) -> str:
-    """The `ifbbench run` of a point: the settings that differ from the defaults of the command line."""
-    words = ["ifbbench", "run", str(row.get("trace"))]
-    for item in settings():
-        value = row.get(item.name)
-        if value == item.command_line_default or (value is None and not item.takes_none) or item.group == "recording":
-            continue
-        words += [f"--{'' if value else 'no_'}{item.name}"] if item.type is bool else [f"--{item.name}", as_text(value)]
-    return shlex.join(words)
+    """The `ifbbench run` of a point: the settings that differ from the defaults of its engine."""
+    known = {item.name: row.get(item.name) for item in settings() if item.group != "recording"}
+    try:
+        usual = usual_settings(engine_defaults({name: value for name, value in known.items() if value is not None}))
+    except InputError:  # the profile of its device is not here
+        usual = {}
+    values = {name: value for name, value in known.items() if name not in usual or value != usual[name]}
+    return shlex.join(["ifbbench", "run", str(row.get("trace")), *option_words(values, row.get("engine"))])

@@ -85,19 +85,3 @@ class Drafts:
             request = self.active.by_slot[row]
             if request.num_draft_tokens:
                 request.set_draft_tokens(0)
-
-
-def draft_problem(request: Request, vocab_size: int | None, refused_because: str | None) -> str | None:
-    """Why the drafts that the client brings are invalid, or None. refused_because: why the engine takes none."""
-    tokens, logits = request.options.draft_input_ids, request.options.draft_logits
-    if tokens is None:
-        return None if logits is None else "draft_logits: expected beside draft_input_ids, which are missing"
-    if refused_because is None and request.beam_width > 1:
-        refused_because = f"a beam width of {request.beam_width}"
-    if refused_because is not None:
-        return f"draft_input_ids: draft tokens do not work with {refused_because}; leave one of them out"
-    if vocab_size is not None and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        return f"draft_input_ids: a token id is not in the vocabulary; expected 0 to {vocab_size - 1}"
-    if logits is not None and vocab_size is not None and logits.shape != (len(tokens), vocab_size):
-        return f"draft_logits of shape {list(logits.shape)}: expected {[len(tokens), vocab_size]}, a row for each draft"
-    return None

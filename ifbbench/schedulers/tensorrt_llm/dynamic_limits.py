@@ -8,8 +8,8 @@ such a batch takes in prompts as fast as requests end. The capacity scheduler ke
 from collections import deque
 from math import ceil, log2
 
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 
 # (capacity, batch size): the first row with a larger capacity decides. Above the table, batch sizes go down to a

@@ -1,25 +1,15 @@
 """The micro-batch scheduler: which of the fitting requests run now, within the batch size and the token budget."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import chain, zip_longest
 from operator import attrgetter
 
 from ifbbench.engine.plan import LeftOut, Limit
 from ifbbench.engine.request import Request
-from ifbbench.kv.attention_window import UNLIMITED, ceil_div
+from ifbbench.kv.attention_window import ceil_div
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, size_chunks
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkLimits:
-    """unit: chunks are multiples of this many tokens, except the last chunk of a prompt, and the first one after reused
-        tokens (see `Request.set_prepopulated`).
-    max_context_length: maximum tokens of one chunk; None is no limit."""
-
-    unit: int
-    max_context_length: int | None = None
 
 
 class MicroBatchScheduler:
@@ -196,69 +186,3 @@ def _first_cut(waiting: list[Request], selected: list[Request]) -> Request | Non
         if request is not chosen or not request.is_last_chunk:
             return request
     return None
-
-
-# Chunk sizes (TensorRT-LLM's `MicroBatchScheduler::setCtxRequestsChunkSize`).
-
-
-def first_come_first_served(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> list[Request]:
-    """Give each request in turn as much as is left. One that gets nothing does not block those behind it: the short
-    rest of a prompt may use what is left over."""
-    left = UNLIMITED if capacity is None else capacity
-    longest = UNLIMITED if limits.max_context_length is None else limits.max_context_length
-    largest, selected = min(left, longest), list[Request]()
-    in_units = largest - largest % limits.unit
-    for request in requests:
-        remaining = request.prompt_len - request.position
-        request.chunk = size = remaining if remaining <= largest else in_units
-        if size:
-            selected.append(request)
-            left -= size
-            largest = min(left, longest)
-            in_units = largest - largest % limits.unit
-    return selected
-
-
-def equal_progress(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> list[Request]:
-    """Raise all chunks by one unit in turn, round after round, while the budget lasts."""
-    for request in requests:
-        request.set_chunk(0)
-    total, progress = 0, True
-    while progress and (capacity is None or total < capacity):
-        progress = False
-        for request in requests:
-            increment = min(limits.unit, request.remaining_context - request.chunk)
-            too_long = limits.max_context_length is not None and request.chunk + increment > limits.max_context_length
-            if increment == 0 or too_long or (capacity is not None and total + increment > capacity):
-                continue
-            request.set_chunk(request.chunk + increment)
-            total += increment
-            progress = True
-    return [request for request in requests if request.chunk]
-
-
-def size_chunks(requests: Sequence[Request], policy: str, capacity: int | None, limits: ChunkLimits) -> list[Request]:
-    """Set the chunk of each request, in order, to its share of `capacity` tokens (None is no limit); returns those that
-    get one."""
-    size = equal_progress if policy == "equal_progress" else first_come_first_served
-    selected = size(requests, capacity, limits)
-    if any(request.num_draft_tokens for request in selected):
-        _fit_draft_tokens(selected, capacity, limits)
-    return selected
-
-
-def _fit_draft_tokens(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
-    """Reduce the draft tokens of requests on their last chunk to the room that the chunk leaves in its unit, so that
-    drafts never start a new block. A chunk that fills its unit leaves no room."""
-    used = sum(request.chunk for request in requests)
-    for request in requests:
-        if not request.is_last_chunk or request.num_draft_tokens == 0:
-            continue
-        room = -request.chunk % limits.unit
-        if limits.max_context_length is not None:
-            room = min(room, limits.max_context_length - request.chunk)
-        if capacity is not None:
-            room = min(room, capacity - used)
-            used += room
-        if request.num_draft_tokens > room:
-            request.set_draft_tokens(room)

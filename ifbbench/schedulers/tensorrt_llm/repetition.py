@@ -3,98 +3,26 @@
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
 
 import numpy as np
 
 from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import Positions
 from ifbbench.engine.plan import Plan
-from ifbbench.engine.records import Growth, InFlightIteration
+from ifbbench.engine.records import InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request
+from ifbbench.engine.stretch import Growth
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div
-from ifbbench.kv.counted import CountedCache, fitting_steps, in_turn
 from ifbbench.kv.interface import KvCache
 from ifbbench.kv.manager import KvCacheManager
+from ifbbench.kv.paged import PagedCache
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
 from ifbbench.settings.modes import BatchingType
 
 # A number of iterations; phase, index of the chunk or LoRA task, and order, which order requests in a batch; the row.
 _Event = tuple[int, int, int, tuple[float, int], int]
-
-
-class StepsAhead:
-    """The next steps of generation requests of one beam in a cache with reuse, until a sequence wraps. The blocks that
-    sequences fill are stored, which may change which of the waiting requests starts. A CountedCache answers the same.
-
-    completing: requests on their last chunk, which the first step completes and is then the only one.
-    """
-
-    def __init__(
-        self, cache: KvCacheManager, active: ActiveRequests, rows: Rows, completing: Sequence[Request]
-    ) -> None:
-        self._cache, self._active, self._rows, self._completing = cache, active, rows, completing
-        self._registered = registered = cache.registered[rows]
-        self._size = cache.attention_window.tokens_per_block
-        self._until_block = -registered % self._size
-
-    def tokens_of(self, group: int) -> int:
-        """Tokens that the sequences have registered together."""
-        return int(np.add.reduce(self._registered))
-
-    def max_steps(self, first: int = 0) -> int:
-        """How many steps are known."""
-        steps = self._cache.attention_window.capacity - int(self._registered.max(initial=0))
-        if self._cache.num_reuse_changes and self._active.context:
-            steps = min(steps, int(self._until_block.min(initial=UNLIMITED)) + 1)
-        return steps
-
-    def fitting_steps(self, steps: int, until_block: bool = False, first: int = 0) -> int:
-        """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
-        `until_block`, none after the first one."""
-        if not until_block and len(self._rows) * ceil_div(steps, self._size) <= self._cache.free_blocks:
-            return steps
-        return fitting_steps(self._blocks_ahead(steps), self._cache.free_blocks, until_block)
-
-    def take(self, steps: int, first: int = 0) -> tuple[list[int], list[int], list[int]]:
-        """Advance the cache by `steps` steps, at most those of `fitting_steps`, with the result of as many calls of
-        `add_tokens`, after the counters of the requests. Returns the blocks, the token positions and the blocks without
-        known tokens that all requests together have taken after each step since the first, [steps]."""
-        blocks, count = self._blocks_ahead(steps), len(self._rows)
-        positions = [step * count for step in range(steps)]
-        new_blocks = self._grow_and_store(steps) if blocks[-1] or self._completing else blocks
-        self._cache.register(self._rows, self._registered + steps, steps * count)
-        return [after - blocks[0] for after in blocks], positions, [after - new_blocks[0] for after in new_blocks]
-
-    def _blocks_ahead(self, steps: int) -> list[int]:
-        """[steps], blocks that all sequences together take up to each of the next steps."""
-        growing: list[int] = np.bincount(self._until_block, minlength=self._size).tolist()
-        return list(accumulate(in_turn(growing, 0, steps)))
-
-    def _grow_and_store(self, steps: int) -> list[int]:
-        """Take blocks step by step, and store those that each step finds filled after it has taken blocks, which may
-        evict what was stored before: first those of the prompts that it completes, then those of generation. Of equal
-        blocks the first remains, so that the order decides when it is free. Returns the blocks without known tokens
-        taken after each step, [steps]."""
-        starting: dict[int, list[int]] = {}
-        for index, until_block in enumerate(self._until_block.tolist()):
-            for step in range(until_block, steps, self._size):
-                starting.setdefault(step, []).append(index)
-        counters, new_blocks = self._cache.counters, list[int]()
-        before = counters.allocated_new
-        for step in range(steps):
-            indices = starting.get(step)
-            if indices is not None:
-                self._cache.grow(self._rows[indices])
-            new_blocks.append(counters.allocated_new - before)
-            for request in self._completing:
-                self._cache.store_generated(request.slot, request.prompt_len - 1)
-            if indices is not None:
-                registered = self._registered[indices] + step
-                for row, num_tokens in zip(self._rows[indices].tolist(), registered.tolist(), strict=True):
-                    self._cache.store_known(self._active.by_slot[row], num_tokens)
-        return new_blocks
 
 
 class Repetition:
@@ -108,6 +36,8 @@ class Repetition:
     the latter. The counters in the table lack these steps while plans repeat (`RequestTable.deferred_steps`). With
     overlap, a request whose last step was scheduled is parked until it is collected. With several micro batches, all
     iterations count, in which a request runs at each turn of its own, and the counters are up to date.
+
+    parked: rows of the requests that are parked.
     """
 
     def __init__(
@@ -116,12 +46,13 @@ class Repetition:
         active: ActiveRequests,
         kv_cache: KvCache,
         pauses: bool,
+        dynamic_limits: DynamicLimits | None = None,
     ) -> None:
-        """pauses: whether the policy may pause requests."""
+        """pauses: whether the policy may pause requests. dynamic_limits: of batch size and tokens, where tuned."""
         self._active, self._kv_cache = active, kv_cache
-        self._config, self._pauses = config, pauses
-        self._counted = [window for window in kv_cache.of_windows() if isinstance(window, CountedCache)]
-        self._ahead: Sequence[CountedCache | StepsAhead] = self._counted
+        self._config, self._pauses, self._dynamic_limits = config, pauses, dynamic_limits
+        self._windows = [window for window in kv_cache.of_windows() if isinstance(window, PagedCache)]
+        self._reuses_blocks = config.reuse.enabled
         # Context has a pass of its own, or is padded.
         self._runs_context = config.batching_type is BatchingType.INFLIGHT_FUSED
         self._is_static = config.batching_type is BatchingType.V1
@@ -132,7 +63,7 @@ class Repetition:
         self._rows: Rows | None = None
         self._ends: list[_Event] = []
         self._parks: list[_Event] = []
-        self._parked: set[int] = set()
+        self.parked: set[int] = set()
         # By row, of requests that end with their first token: the index of their chunk in its batch.
         self._chunk_index: dict[int, int] = {}
         # With several micro batches: the generation requests of those that repeat, the next one first; and of each
@@ -145,9 +76,7 @@ class Repetition:
         """Whether what iterations do follows from their plans."""
         if config.drafts.max_len or config.is_contiguous:
             return False
-        # Beams share blocks until a window wraps, and with reuse after that.
-        may_share = config.reuse.enabled or any(window.wraps for window, _ in config.pools)
-        if config.max_beam_width > 1 and (may_share or config.num_micro_batches > 1):
+        if config.max_beam_width > 1 and (config.shares_blocks or config.num_micro_batches > 1):
             return False
         if config.max_in_flight == 1:
             return True
@@ -166,7 +95,40 @@ class Repetition:
         if self._num_turns > 1:
             self._collected += 1
 
-    def may_repeat(self, plan: Plan) -> bool:
+    def horizon(self, plan: Plan, admits: bool, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
+        """For how many iterations `plan` is certain to run, of which only the last one completes a request; 0 if it
+        needs a batch. admits: whether the policy let a context request run. iteration: number of the first."""
+        if not self._needs_no_batch(plan):
+            return 0
+        return self._max_steps(plan, self._times_certain(plan, admits), iteration, in_flight)
+
+    def _times_certain(self, plan: Plan, admits: bool) -> int:
+        """In how many iterations `plan`, which was just made, is certain to run, this one included, while nothing but
+        generation changes what requests can reuse: the one prompt that it has may have tokens for more chunks of the
+        same size."""
+        active, limits = self._active, self._dynamic_limits
+        if self._is_static:
+            return UNLIMITED
+        if self._num_turns > 1:
+            # What fits, and has no chunk in flight, runs in this turn or in one of the next.
+            in_flight = active.table.in_other_micro_batch
+            may_differ = self._pauses and len(active.context) > 0
+            may_differ |= admits and any(not in_flight(request.slot) for request in active.context)
+            return 1 if may_differ or limits is not None else UNLIMITED
+        if len(plan.context) > 1 or plan.held or plan.paused:
+            return 1
+        if limits is not None and not limits.is_settled and (active.context or len(plan.rows) > limits.least):
+            return 1
+        if not plan.context:
+            return UNLIMITED
+        request, size = plan.context[0], plan.context[0].chunk
+        # The first chunk may begin after tokens to reuse.
+        may_differ = self._reuses_blocks and request.is_first_chunk
+        if self._pauses or may_differ or request.num_draft_tokens:
+            return 1
+        return 1 + max(0, (request.remaining_context - size - (self._config.chunk_unit or 0)) // size)
+
+    def _needs_no_batch(self, plan: Plan) -> bool:
         """Whether iterations of `plan` need no batches. Those generate tokens again that a pause has dropped, and
         overwrite blocks with ids."""
         active, table, cache, rows = self._active, self._active.table, self._kv_cache, plan.rows
@@ -185,35 +147,39 @@ class Repetition:
             rows = active.generation_rows
         if plan.context and (table.max_draft_tokens or not self._runs_context):
             return False
-        may_wrap = not self._counted and cache.attention_window.wraps
-        if may_wrap and (cache.registered[rows] >= cache.attention_window.capacity).any():
+        window = cache.attention_window
+        if (
+            self._reuses_blocks
+            and window.wraps
+            and (cache.cached_tokens(rows) >= window.capacity - window.bubble).any()
+        ):
             return False
         return not (table.any_paused and (cache.cached_tokens(rows) < table.cached_before_pause[rows]).any())
 
-    def max_steps(self, plan: Plan, certain: int, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
+    def _max_steps(self, plan: Plan, certain: int, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
         """In how many iterations of `plan`, at most `certain`, only the last one completes a request, and blocks
         suffice. iteration: number of the first. in_flight: the iterations in flight."""
-        if not self._counted and isinstance(self._kv_cache, KvCacheManager):
-            completing = [request for request in plan.context if request.is_last_chunk]
-            self._ahead = [StepsAhead(self._kv_cache, self._active, plan.rows, completing)]
         if self._num_turns > 1:
             self._begin_turn(plan, iteration, in_flight)
         batches = [iteration for iteration in in_flight if not (iteration.is_repeated or iteration.is_empty)]
         self._find_events(batches)
-        steps = min(certain, *[window.max_steps(self._turn) for window in self._ahead])
+        steps = min(certain, *[window.max_steps(self._turn) for window in self._windows])
+        if self._reuses_blocks and self._active.context and self._kv_cache.num_reuse_changes:
+            # What generation fills is stored, which may change which of the waiting requests starts.
+            steps = min(steps, self._windows[0].steps_until_block())
         if self._num_turns > 1:
             steps = self._certain_turns(plan, steps)
         if self._ends:
             steps = min(steps, self._ends[0][0] - self._scheduled + self._max_in_flight - 1)
         if self._max_in_flight > 1:
             # What a batch in flight completes is not known here. What is stored depends on what was collected.
-            if batches or not self._counted:
+            if batches or self._reuses_blocks:
                 steps = min(steps, 1)
             while self._parks and not self._is_generating(self._parks[0]):
                 heappop(self._parks)
             if self._parks:
                 steps = min(steps, self._parks[0][0] - self._scheduled)
-        for window in self._ahead:
+        for window in self._windows:
             steps = min(steps, window.fitting_steps(steps, plan.valid_until_next_allocation, self._turn))
         return steps
 
@@ -223,8 +189,7 @@ class Repetition:
         turn = self._turn = iteration % count
         self._scheduled = iteration
         self._collected = in_flight[0].record.iteration if in_flight else iteration
-        for window in self._counted:
-            window.join(plan.rows, turn)
+        self._kv_cache.join(plan.rows, turn)
         self._rows_of = [plan.rows]
         if not plan.context:
             generation = self._active.generation_rows
@@ -248,7 +213,7 @@ class Repetition:
                 steps = min(steps, (micro_batch - self._turn) % self._num_turns)
         if self._pauses:  # none does while each request has the blocks of its next two steps, too
             blocks = ceil_div(ceil_div(steps, self._num_turns) + 2, config.tokens_per_block)
-            if any(window.count * blocks > window.free_blocks for window in self._counted):
+            if any(window.count * blocks > window.free_blocks for window in self._windows):
                 return 1
         return steps
 
@@ -261,17 +226,17 @@ class Repetition:
         cache, rows = self._kv_cache, plan.rows
         if not len(rows):
             return Positions(0, 0, lambda: NO_ROWS)
-        group = int(self._counted[0].micro_batches[rows[0]]) if self._num_turns > 1 else 0
-        total = self._ahead[0].tokens_of(group) - len(rows) * cache.attention_window.bubble
+        group = int(self._windows[0].micro_batches[rows[0]]) if self._num_turns > 1 else 0
+        total = self._windows[0].tokens_of(group) - len(rows) * cache.attention_window.bubble
         idle = plan.idle
         if len(idle):
             idle = cache.cached_tokens(idle) - 1
         beam_width = int(self._active.table.step_tokens[rows[0]])
-        return Positions(len(rows), total, lambda: cache.cached_tokens(rows), idle, beam_width)
+        return Positions(len(rows), total, lambda: cache.cached_tokens(rows), idle, beam_width, rows)
 
     def repeat(self, plan: Plan, count: int) -> Growth:
-        """Schedule `count` iterations of `plan`, at most those of `max_steps`."""
-        active, ahead = self._active, self._ahead
+        """Schedule `count` iterations of `plan`, at most those of `horizon`."""
+        active, windows = self._active, self._windows
         self._scheduled += count
         if self._num_turns > 1:
             self._run_turns(plan, count)
@@ -279,21 +244,53 @@ class Repetition:
             active.table.deferred_steps += count
         if self._max_in_flight == 1:  # now, because what is stored depends on it
             self._collect(count)
-        more_blocks, more_tokens, more_new = ahead[0].take(count, self._turn)
+        cache, more_new = self._kv_cache, None
+        if isinstance(cache, KvCacheManager):
+            more_new = self._grow_and_store(cache, plan, count)
+            cache.take_copies()  # nothing is copied on such a device
+        more_blocks, more_tokens = windows[0].take(count, self._turn)
         more_of_windows: list[list[int]] = []
-        if len(ahead) > 1:
-            taken = [(more_blocks, more_tokens, more_new), *[window.take(count, self._turn) for window in ahead[1:]]]
+        if len(windows) > 1:
+            taken = [(more_blocks, more_tokens), *[window.take(count, self._turn) for window in windows[1:]]]
             more_of_windows = [of_window[0] for of_window in taken]
-            more_blocks, more_tokens, more_new = np.sum(taken, axis=0).tolist()
-        growth = Growth(self._kv_cache.state(), more_blocks, more_tokens, more_new, more_of_windows)
+            more_blocks, more_tokens = np.sum(taken, axis=0).tolist()
+        more_new = more_blocks if more_new is None else more_new
+        growth = Growth(cache.state(), more_blocks, more_tokens, more_new, more_of_windows)
         growth.recomputed = self._advance_context(plan.context, count)
         while self._parks and self._parks[0][0] <= self._scheduled:
             event = heappop(self._parks)
             if self._is_generating(event):
                 self._park(event[4])
         self._rows = active.generation_rows
-        self._kv_cache.take_copies()  # nothing is copied on such a device
         return growth
+
+    def _grow_and_store(self, cache: KvCacheManager, plan: Plan, steps: int) -> list[int]:
+        """Take the blocks of `steps` steps, one step after the other, and store those that each step finds filled after
+        it has taken blocks, which may evict what was stored before: first those of the prompts that it completes, then
+        those of generation. Of equal blocks the first remains, so that the order decides when it is free. Returns the
+        blocks without known tokens that were taken after each step since the first, [steps]."""
+        completing = [request for request in plan.context if request.is_last_chunk]
+        if not completing and cache.steps_until_block() > steps:
+            return [0] * steps
+        rows, size = plan.rows, cache.attention_window.tokens_per_block
+        all_registered = cache.cached_tokens(rows) + cache.attention_window.bubble
+        starting: dict[int, list[int]] = {}
+        for index, until_block in enumerate((-all_registered % size).tolist()):
+            for step in range(until_block, steps, size):
+                starting.setdefault(step, []).append(index)
+        counters, new_blocks = cache.counters, list[int]()
+        for step in range(steps):
+            indices = starting.get(step)
+            if indices is not None:
+                registered = all_registered[indices] + step
+                cache.grow(rows[indices], registered)
+            new_blocks.append(counters.allocated_new)
+            for request in completing:
+                cache.store_generated(request.slot, request.prompt_len - 1)
+            if indices is not None:
+                for row, num_tokens in zip(rows[indices].tolist(), registered.tolist(), strict=True):
+                    cache.store_known(self._active.by_slot[row], num_tokens)
+        return [after - new_blocks[0] for after in new_blocks]
 
     def _run_turns(self, plan: Plan, count: int) -> None:
         """`count` iterations are scheduled, of which each micro batch has its turns."""
@@ -321,7 +318,7 @@ class Repetition:
         finished = []
         while self._ends and self._ends[0][0] <= self._collected:
             event = heappop(self._ends)
-            if self._is_generating(event) or event[4] in self._parked:
+            if self._is_generating(event) or event[4] in self.parked:
                 finished.append(self._end(event[4]))
         self._rows = self._active.generation_rows if is_known else None
         return finished
@@ -334,29 +331,22 @@ class Repetition:
                 table.confirmed[self._outputs_of.popleft()[1]] += 1
             return
         table.deferred_confirmed += count
-        for row in self._parked:
+        for row in self.parked:
             table.confirmed[row] += count
 
-    def leave(self, rows: Rows, iteration: int) -> None:
-        """`iteration`, the next one, runs the generation requests in `rows` as a batch."""
+    def leave(self, iteration: int) -> None:
+        """`iteration`, the next one, runs as a batch."""
         self._active.settle()
         self._rows = None
         if self._num_turns > 1:
             self._scheduled = iteration + 1
-            for window in self._counted:
-                window.join(rows, iteration % self._num_turns)
 
     def forget(self, request: Request) -> None:
         """`request` has left."""
-        self._parked.discard(request.slot)
+        self.parked.discard(request.slot)
         self._chunk_index.pop(request.slot, None)
         if self._outputs_of:
             self._outputs_of = deque([(number, rows[rows != request.slot]) for number, rows in self._outputs_of])
-
-    def park(self, row: int) -> None:
-        """The last step of the request in `row` was scheduled in a batch."""
-        self._kv_cache.end_generation(row)
-        self._parked.add(row)
 
     def _find_events(self, batches: Sequence[InFlightIteration]) -> None:
         """Find when requests end, unless it is known of these generation requests. batches: in flight."""
@@ -368,7 +358,7 @@ class Repetition:
             in_batches.update(iteration.output_rows.tolist())
         self._ends.clear()
         self._parks.clear()
-        for request in [*active.generation, *[table.requests[row] for row in self._parked]]:
+        for request in [*active.generation, *[table.requests[row] for row in self.parked]]:
             row = request.slot
             confirmed, generated = int(table.confirmed[row]), int(table.generated[row])
             if request.in_generation:
@@ -418,13 +408,14 @@ class Repetition:
         table.generated[row] += table.deferred_steps
         table.confirmed[row] += table.deferred_confirmed
         self._active.park(row)
-        self.park(row)
+        self._kv_cache.end_generation(row)
+        self.parked.add(row)
 
     def _end(self, row: int) -> Request:
         """The request in `row` has all its tokens."""
         table, request = self._active.table, self._active.by_slot[row]
-        if row in self._parked:
-            self._parked.remove(row)
+        if row in self.parked:
+            self.parked.remove(row)
         else:
             self._active.park(row)
             self._kv_cache.end_generation(row)

@@ -17,22 +17,23 @@ from ifbbench.engine.confirm import confirm
 from ifbbench.engine.drafts import DraftInputs
 from ifbbench.engine.interfaces import RequestSource, SchedulerStalled
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
-from ifbbench.engine.records import CacheState, Growth, InFlightIteration
+from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
+from ifbbench.engine.stretch import Growth
 from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
-from ifbbench.kv.attention_window import UNLIMITED
 from ifbbench.kv.blocks import OutOfBlocks
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.admission import Admission, AdmissionLimits
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.tensorrt_llm.admission import Admission
+from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
+from ifbbench.schedulers.tensorrt_llm.decision_log import log, log_decisions
 from ifbbench.schedulers.tensorrt_llm.drafts import Drafts
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
-from ifbbench.schedulers.tensorrt_llm.micro_batch import ChunkLimits, MicroBatchScheduler
+from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies import make_policy
 from ifbbench.schedulers.tensorrt_llm.repetition import Repetition
 from ifbbench.settings.modes import BatchingType
-
-_log = logging.getLogger("ifbbench.scheduler")
 
 
 class TensorRtLlmScheduler:
@@ -55,7 +56,7 @@ class TensorRtLlmScheduler:
         policy = make_policy(config, self.adapters)
         is_steady = getattr(policy, "is_steady", False)
         repeats = is_predicted and is_steady and Repetition.works_with(config)
-        self.kv_cache = cache = config.make_cache(is_counted=repeats)
+        self.kv_cache = cache = config.make_cache(has_ids=config.reads_block_tables and not repeats)
         self.layout = BatchLayout(
             (cache.block_tables, *cache.window_tables),
             cache.attention_window.tokens_per_block,
@@ -86,10 +87,12 @@ class TensorRtLlmScheduler:
         self._may_repeat = is_steady and not (config.num_micro_batches > 1 or config.drafts.max_len or self._is_static)
         # The latest plan, with `num_changes` of the active requests and `num_reuse_changes` when it was made.
         self._latest: tuple[Plan, int, int] | None = None
-        self._repetition = Repetition(config, self.active, cache, self._may_pause) if repeats else None
+        self._repetition: Repetition | None = None
+        if repeats:
+            self._repetition = Repetition(config, self.active, cache, self._may_pause, self._dynamic_limits)
         self._iteration, self._admits = 0, False
         self._in_flight: Sequence[InFlightIteration] = ()
-        self._is_logged = _log.isEnabledFor(logging.DEBUG)
+        self._is_logged = log.isEnabledFor(logging.DEBUG)
 
     # The queue.
 
@@ -139,6 +142,8 @@ class TensorRtLlmScheduler:
         for pause in plan.paused:
             self._pause(pause.victim)
         self._start_prompts(plan, now_s)
+        if self.num_micro_batches > 1:
+            plan.in_flight = self.table.num_in_flight
         return plan
 
     def _decide(self) -> Plan:
@@ -168,9 +173,9 @@ class TensorRtLlmScheduler:
             blocked=tuple(blocked),
             valid_until_next_allocation=fitting.valid_until_next_allocation,
         )
-        self._latest = (plan, self.active.num_changes, self.kv_cache.num_reuse_changes)
+        self._latest = (plan, self.active.num_changes, self.kv_cache.num_reuse_changes if self._reuses_blocks else 0)
         if self._is_logged:
-            self._log_decisions(plan)
+            log_decisions(plan, self.active, self.kv_cache, self.config.effective_policy, self._may_pause)
         return plan
 
     def _repeated_plan(self) -> Plan | None:
@@ -233,9 +238,11 @@ class TensorRtLlmScheduler:
     # One iteration with a batch.
 
     def allocate(self, plan: Plan) -> StepInputs:
-        if self._repetition is not None:
-            self._repetition.leave(plan.rows, self._iteration)
         cache, rows, idle = self.kv_cache, plan.rows, plan.idle
+        if self._repetition is not None:
+            self._repetition.leave(self._iteration)
+        if self.num_micro_batches > 1:
+            cache.join(rows, self._iteration % self.num_micro_batches)
         drafts: DraftInputs | None = None
         try:
             positions = cache.add_tokens(rows)
@@ -247,7 +254,8 @@ class TensorRtLlmScheduler:
                 positions = np.concatenate([positions, cache.registered[idle] - 1])
             if bubble := cache.attention_window.bubble:
                 positions -= bubble
-            copies, adapters = cache.take_copies(), None
+            copies = cache.take_copies() if self._reuses_blocks else ()
+            adapters: AdapterUse | None = None
             if self.adapters is not None and self.active.num_with_lora:
                 adapters = self._use_adapters(self.adapters, plan)
         except (OutOfBlocks, OutOfAdapterPages) as error:
@@ -255,7 +263,8 @@ class TensorRtLlmScheduler:
         return StepInputs(positions, copies, adapters, drafts)
 
     def advance(self, plan: Plan, iteration: int) -> int:
-        table, rows, reuses_blocks = self.table, plan.rows, self.kv_cache.num_reuse_changes > 0
+        table, rows = self.table, plan.rows
+        reuses_blocks = self._reuses_blocks and self.kv_cache.num_reuse_changes > 0
         completing = [chunk.request for chunk in plan.chunks if chunk.is_last]
         recomputed = sum([request.advance_context() for request in plan.context])
         if table.any_paused and len(rows):
@@ -266,7 +275,8 @@ class TensorRtLlmScheduler:
             self.active.move_to_generation(request)
             if self._repetition is not None:
                 table.confirmed[request.slot] = -self._repetition.num_in_flight
-            self.kv_cache.begin_generation(request.slot, iteration % self.num_micro_batches)
+            if not self.config.drafts.max_len:  # else requests differ in the tokens of a step
+                self.kv_cache.begin_generation(request.slot, iteration % self.num_micro_batches)
             if reuses_blocks:
                 self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
         if reuses_blocks:
@@ -275,8 +285,9 @@ class TensorRtLlmScheduler:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
                 self.active.park(row)
+                self.kv_cache.end_generation(row)
                 if self._repetition is not None:
-                    self._repetition.park(row)
+                    self._repetition.parked.add(row)
         if self.num_micro_batches > 1:
             table.micro_batch[plan.rows] = turn = iteration % self.num_micro_batches
             table.micro_batch[[request.slot for request in plan.context]] = turn
@@ -347,9 +358,9 @@ class TensorRtLlmScheduler:
     # Iterations of which the times are known.
 
     def horizon(self, plan: Plan) -> int:
-        if self._repetition is None or not self._repetition.may_repeat(plan):
+        if self._repetition is None:
             return 0
-        return self._repetition.max_steps(plan, self._times_certain(plan), self._iteration, self._in_flight)
+        return self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight)
 
     def cycle(self, plan: Plan) -> Sequence[Plan]:
         if self._repetition is None or self.num_micro_batches == 1:
@@ -379,32 +390,6 @@ class TensorRtLlmScheduler:
         done = self._repetition.confirm(count)
         return self._end_together(done) if self._is_static else done
 
-    def _times_certain(self, plan: Plan) -> int:
-        """In how many iterations `plan`, which was just made, is certain to run, this one included, while nothing but
-        generation changes what requests can reuse: the one prompt that it has may have tokens for more chunks of the
-        same size."""
-        if self._is_static:
-            return UNLIMITED
-        if self.num_micro_batches > 1:
-            # What fits, and has no chunk in flight, runs in this turn or in one of the next.
-            in_flight = self.table.in_other_micro_batch
-            may_differ = self._may_pause and len(self.active.context) > 0
-            may_differ |= self._admits and any(not in_flight(request.slot) for request in self.active.context)
-            return 1 if may_differ or self._dynamic_limits is not None else UNLIMITED
-        if len(plan.context) > 1 or not self._may_repeat or plan.held or plan.paused:
-            return 1
-        limits = self._dynamic_limits
-        if limits is not None and not limits.is_settled and (self.active.context or len(plan.rows) > limits.least):
-            return 1
-        if not plan.context:
-            return UNLIMITED
-        request, size = plan.context[0], plan.context[0].chunk
-        # The first chunk may begin after tokens to reuse.
-        may_differ = self._reuses_blocks and request.is_first_chunk
-        if self._may_pause or may_differ or request.num_draft_tokens:
-            return 1
-        return 1 + max(0, (request.remaining_context - size - (self.config.chunk_unit or 0)) // size)
-
     # For records, and the loop's other questions.
 
     def figures(self) -> dict[str, Any]:
@@ -416,36 +401,3 @@ class TensorRtLlmScheduler:
 
     def cache_state(self) -> CacheState:
         return self.kv_cache.state()
-
-    def _log_decisions(self, plan: Plan) -> None:
-        """Log what becomes of each active request, with the blocks that the policy takes it to need."""
-        cache, table = self.kv_cache, self.table
-        pauses = {pause.victim.slot: pause for pause in plan.paused}
-        limits = {one.request.slot: one.limit for one in plan.blocked}
-        runs = {request.slot for request in plan.context} | set(plan.rows.tolist())
-        for request in self.active:
-            if request.in_generation:
-                needed = cache.counted(cache.step_needs(np.array([request.slot]), request.num_draft_tokens)[0])
-            elif self._may_pause:
-                needed = cache.first_chunk_need(request)
-            else:
-                needed = cache.blocks_to_completion(request)
-            if request.slot in pauses:
-                pause = pauses[request.slot]
-                decision = f"pause: request {pause.beneficiary.request_id} does not fit for {pause.limit}"
-            elif request.slot in runs:
-                chunk = f", context tokens {request.position} to {request.position + request.chunk - 1}"
-                decision = "continue" if request.has_started else "start"
-                decision += chunk if request.in_context else ", generation"
-            elif table.in_other_micro_batch(request.slot):
-                decision = f"in flight in micro batch {table.micro_batch[request.slot]}"
-            else:
-                decision = f"left out: {limits.get(request.slot, 'behind another request')}"
-            _log.debug(
-                "request %d: policy %s, needs %s blocks, %s free: %s",
-                request.request_id,
-                self.config.effective_policy,
-                needed,
-                cache.free_blocks,
-                decision,
-            )

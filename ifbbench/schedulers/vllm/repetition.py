@@ -1,73 +1,71 @@
-"""Iterations of a plan that is certain to be decided again: how many they are, and the blocks that they take."""
+"""Iterations of a plan that is certain to be decided again: the blocks that they take."""
+
+from itertools import accumulate
+
+import numpy as np
 
 from ifbbench.engine.arrays import Rows
-from ifbbench.engine.records import Growth
-from ifbbench.engine.request import RequestTable
-from ifbbench.kv.attention_window import ceil_div
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
-from ifbbench.schedulers.vllm.cache import VllmCache
+from ifbbench.engine.stretch import Growth
+from ifbbench.schedulers.vllm.state import VllmState
 
 
-def certain_steps(
-    limits: BatchingConfig, table: RequestTable, cache: VllmCache, rows: Rows, computed: Rows, slack: int
-) -> int:
-    """For how many iterations the generation requests in `rows` run again: up to the one with which the first of them
-    ends, and while blocks last.
-
-    computed: [rows], their tokens before the first of these iterations, which has its blocks. slack: blocks that may be
-    taken before another limit holds the head of the queue."""
-    generated = table.generated[rows]
-    # The last iteration to be collected completes a request; others may be scheduled behind it.
-    steps = int((table.stop_after[rows] - generated).min()) + limits.max_in_flight - 1
-    if limits.is_async:  # a request whose last token is scheduled does not run again
-        steps = min(steps, int((table.reserved[rows] - generated).min()))
-    steps = max(steps, 1)
-    size, free = limits.tokens_per_block, min(cache.pool.num_free, slack)
-    if len(rows) * ceil_div(steps, size) <= free:
-        return steps
-    taken = 0
-    for step, indices in _starting(computed, size, steps):
-        taken += len(indices)
-        if taken > free:
-            return step
-    return steps
-
-
-def repeat(
-    limits: BatchingConfig, table: RequestTable, cache: VllmCache, rows: Rows, computed: Rows, count: int
-) -> Growth:
-    """Take the blocks of `count` iterations of `rows`, those of the first one excepted, and hash the blocks that they
-    fill, in the order of single iterations. Arguments are as those of `certain_steps`."""
-    size = limits.tokens_per_block
-    known = 0 if limits.is_async else 1  # whether the token that a step computes is known when it is scheduled
-    growing = dict(_starting(computed, size, count))
-    filling = dict(_starting(computed + known, size, count)) if limits.reuse.enabled else {}
-    more_blocks, more_new = [0] * count, [0] * count
-    table.confirmed[rows] += count  # so that their symbolic tokens are made
-    before, before_new = cache.pool.num_free, cache.pool.counters.allocated_new
-    for step in sorted(growing.keys() | filling.keys()):
-        if step in growing:
-            cache.grow_each(rows[growing[step]])
-        more_blocks[step], more_new[step] = (
-            before - cache.pool.num_free,
-            cache.pool.counters.allocated_new - before_new,
-        )
-        for index in filling.get(step, ()):
-            row = int(rows[index])
-            cache.set_hashes(table.requests[row], int(computed[index]) + step + known)
-    for step in range(1, count):
-        if step not in growing:
-            more_blocks[step], more_new[step] = more_blocks[step - 1], more_new[step - 1]
-    table.confirmed[rows] -= count
-    cache.filled_tokens += len(rows) * (count - 1)
+def repeat(state: VllmState, rows: Rows, count: int) -> Growth:
+    """Take the blocks of `count` iterations of `rows`, all generation requests, in the order of single iterations, but
+    those that the decision took for the first one."""
+    cache, generation = state.kv_cache, state.generation
+    if not cache.is_plain:
+        return _repeat_with_windows(state, rows, count)
+    more_blocks, num_new = list(accumulate(generation.starting(count))), 0
+    if cache.pool.has_ids:
+        generation.settle()
+        computed = state.computed[rows]
+        _, indices, begun = _starts(cache.room(rows, computed), count, cache.tokens_per_block)
+        if len(indices):
+            num_new = cache.grow_each(rows[indices], begun)
+    elif more_blocks[-1]:
+        _, num_new = cache.pool.take(more_blocks[-1])
+    more_new = more_blocks if num_new == more_blocks[-1] else [min(blocks, num_new) for blocks in more_blocks]
+    cache.filled_tokens += len(rows) * count
+    generation.advance(count)
     return Growth(cache.state(), more_blocks, [step * len(rows) for step in range(count)], more_new)
 
 
-def _starting(tokens: Rows, size: int, steps: int) -> list[tuple[int, list[int]]]:
-    """The steps after the first one, of `steps`, in which sequences of `tokens` tokens begin a block, each with their
-    indices."""
-    starting: dict[int, list[int]] = {}
-    for index, first in enumerate((-tokens % size).tolist()):
-        for step in range(first or size, steps, size):
-            starting.setdefault(step, []).append(index)
-    return sorted(starting.items())
+def _repeat_with_windows(state: VllmState, rows: Rows, count: int) -> Growth:
+    """`repeat` where windows release blocks, which have their hashes by then."""
+    state.generation.settle()
+    cache, table, computed = state.kv_cache, state.table, state.computed[rows]
+    size, pool, counters = cache.tokens_per_block, cache.pool, cache.pool.counters
+    known = 0 if state.limits.is_async else 1  # tokens of an iteration that are known when it is scheduled
+    cache.filled_tokens += len(rows)
+    free, filled, taken, new = pool.num_free, cache.filled_positions, counters.allocated_total, counters.allocated_new
+    more_blocks, more_tokens, more_taken, more_new = ([0] * count for _ in range(4))
+    table.confirmed[rows] += count  # so that their symbolic tokens are made
+    for step in range(1, count):
+        computed += 1
+        processed = computed + known - 1  # of which none is in flight
+        is_growing = computed == cache.held[rows] * size
+        due = is_growing | cache.leaves(rows, processed)
+        cache.follow_windows(rows[due], processed[due], is_growing[due])
+        state.set_hashes(rows, computed + known)
+        cache.filled_tokens += len(rows)
+        more_blocks[step], more_tokens[step] = free - pool.num_free, cache.filled_positions - filled
+        more_taken[step], more_new[step] = counters.allocated_total - taken, counters.allocated_new - new
+    table.confirmed[rows] -= count
+    state.generation.advance(count)
+    return Growth(cache.state(), more_blocks, more_tokens, more_new, more_taken=more_taken)
+
+
+def _starts(room: Rows, count: int, size: int) -> tuple[Rows, Rows, Rows]:
+    """The blocks of `size` tokens that requests begin in `count` iterations, in order: [blocks] the iteration of each,
+    the index of its request, and how many of these blocks it has begun before. room: see `VllmCache.room`."""
+    indices = (room < count).nonzero()[0]
+    if not len(indices):
+        return indices, indices, indices
+    first, begun = room[indices], np.zeros(len(indices), np.int64)
+    if count > size:  # further blocks
+        times = (count - 1 - first) // size + 1
+        begun = np.arange(times.sum()) - np.repeat(times.cumsum() - times, times)
+        indices, first = np.repeat(indices, times), np.repeat(first, times)
+    steps = first + begun * size
+    order = steps.argsort(kind="stable")
+    return steps[order], indices[order], begun[order]

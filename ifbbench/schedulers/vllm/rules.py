@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ifbbench.kv.attention_window import ceil_div
+
 
 @dataclass(frozen=True, slots=True)
 class VllmRules:
@@ -15,6 +17,9 @@ class VllmRules:
     reserves_full_prompt: a prompt starts only if all its blocks are free.
     watermark_blocks: blocks that stay free when a waiting request starts beside others.
     cuts_prompts: chunked prefill.
+    windows: attention window of each group of layers, in tokens; None for all tokens.
+    retention_interval: tokens between two places of a prompt from which another request can go on in groups with a
+    window; 0 for the ends of prompts and of what they share only, None for every block.
     """
 
     is_priority: bool = False
@@ -25,3 +30,15 @@ class VllmRules:
     reserves_full_prompt: bool = True
     watermark_blocks: int = 0
     cuts_prompts: bool = True
+    windows: tuple[int | None, ...] = (None,)
+    retention_interval: int | None = 0
+
+    def max_blocks(self, tokens_per_block: int, max_in_flight: int, max_seq_len: int) -> list[int]:
+        """Maximum number of blocks of a request in each group, with so many tokens in flight."""
+        return [
+            ceil_div(max_seq_len, tokens_per_block)
+            if window is None
+            # One more, because the window may begin within a block.
+            else ceil_div(min(window - 1 + max_in_flight, max_seq_len), tokens_per_block) + 1
+            for window in self.windows
+        ]

@@ -18,7 +18,7 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.files import OutputError
 from ifbbench.kv.interface import KvCache
 from ifbbench.models.config import ModelConfig
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from ifbbench.serving.library.client import (
     MAX_FAILURES,

@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.engine.interfaces import Observer, Unobserved
-from ifbbench.engine.records import IterationRecord, IterationStatistics, Stretch
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
+from ifbbench.engine.stretch import Stretch
 from ifbbench.errors import IfbbenchError
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.rundir.statistics import IterationStatistics
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.serving.library.request import InferenceRequest, engine_request
 from ifbbench.settings.modes import BatchingType
 

@@ -100,21 +100,22 @@ def context_tiles(head_size: int, value_bytes: int, capability: tuple[int, int])
 
     128 rows × 128 float32 results are 64 KiB, a quarter of the registers; 8 warps hold them in 64 registers a thread
     and form the two groups of four warps, 64 rows each, of Hopper's matrix instruction. Keys and values of a stage take
-    2 · keys · head size · bytes: 64 × 128 in 16 bits are 32 KiB, so three stages and the queries take 128 KiB. Before
-    Hopper keys pass through registers on their way to the matrix units, so there are half as many. Float32 has no
+    2 · keys · head size · bytes: 64 × 128 in 16 bits are 32 KiB, so three stages and the queries take 128 KiB; on
+    sm_100 the results are in tensor memory. Before Hopper, and on sm_120, which has neither of these instructions and
+    99 KiB, keys pass through registers on their way to the matrix units, so there are half as many. Float32 has no
     matrix unit of full precision: products are summed in registers, so tiles are small.
 
     With other choices the compiler spilled registers (`tests.torch.kernels.compile_only` shows them).
     """
     width = padded_size(head_size)
-    is_hopper = capability[0] >= 9
+    has_group_products = capability[0] in (9, 10)
     if value_bytes == 4:
         return AttentionTiles(rows=32, keys=32 if width <= 64 else 16, warps=4 if width <= 64 else 8, stages=1)
     if width <= 64:
         return AttentionTiles(rows=128, keys=64, warps=8, stages=3)
     if width <= 128:
-        return AttentionTiles(rows=128, keys=64 if is_hopper else 32, warps=8, stages=3)
-    return AttentionTiles(rows=128 if is_hopper else 64, keys=32, warps=8, stages=2)
+        return AttentionTiles(rows=128, keys=64 if has_group_products else 32, warps=8, stages=3)
+    return AttentionTiles(rows=128 if has_group_products else 64, keys=32, warps=8, stages=2)
 
 
 def generation_tiles(head_size: int, group: int, value_bytes: int) -> AttentionTiles:

@@ -101,8 +101,9 @@ def plan_window(
     of the packed batch. in_place: whether keys and values of sequences seen whole are read without a copy.
 
     Sequences that are seen whole are planned as without a window. For others only the visible keys are gathered: those
-    of a generation token after it is stored; those of a chunk from the batch, and from the cache before the batch is
-    stored, because it may overwrite keys that the chunk's first queries see.
+    of a generation token after it is stored; those of a chunk from the batch, and from the cache: where the window
+    wraps, before the batch is stored, because it may overwrite keys that the chunk's first queries see; else after
+    that, because another request of the batch may compute them.
     """
     size, straight = window.tokens_per_block, window.is_straight(spans.ends)
     seen_whole = spans if straight.all() else spans.select(straight)
@@ -117,8 +118,9 @@ def plan_window(
     steps, chunks = rest.select(rest.lengths == 1), rest.select(rest.lengths > 1)
     pieces, owners = tiles(chunks, QUERIES_PER_TILE)
     plan = _VisiblePlan(block_tables, window, num_rows, device)
-    before = plan.groups(pieces, cached_before=chunks.starts[owners])
-    return WindowPlan(tuple(before), (*after, *plan.groups(steps, cached_before=steps.ends)), read_in_place)
+    of_chunks = tuple(plan.groups(pieces, cached_before=chunks.starts[owners]))
+    before, later = (of_chunks, ()) if window.wraps else ((), of_chunks)
+    return WindowPlan(before, (*after, *later, *plan.groups(steps, cached_before=steps.ends)), read_in_place)
 
 
 def spans_in_place(spans: QuerySpans, block_tables: NDArray[np.int32], tokens_per_block: int) -> SpansInPlace:

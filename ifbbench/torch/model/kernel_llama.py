@@ -32,10 +32,11 @@ from ifbbench.torch.kernels.rows import (
 )
 from ifbbench.torch.model.attention_plan import Int64Array, QuerySpans, tiles
 from ifbbench.torch.model.kv_cache import PagedKvCache
+from ifbbench.torch.model.layer_weights import LayerWeights
 from ifbbench.torch.model.llama import ForwardInputs, LlamaModel, PagedBatch
 from ifbbench.torch.model.lora import adapted
 from ifbbench.torch.model.tensors import to_device, to_device_together
-from ifbbench.torch.model.weights import LayerWeights, ModelWeights
+from ifbbench.torch.model.weights import ModelWeights
 
 # A cache row of tokens that are not stored.
 NOWHERE = -1

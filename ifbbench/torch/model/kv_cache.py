@@ -4,7 +4,9 @@ A token's cache row is block id · tokens per block + position in the block.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -64,7 +66,8 @@ def _in_host_order(
 class PagedKvCache:
     """A cache in blocks of `tokens_per_block` tokens for the layers `layers` (default: all).
 
-    Each layer has a pair of tensors [blocks · tokens per block, KV heads, head size]. `spare_row` is in an additional
+    Each layer has a pair of tensors [blocks · tokens per block, KV heads, head size], with latent attention one tensor
+    that is both. `spare_row` is in an additional
     block that no sequence has; it receives keys and values that must not be read. kv_cache_dtype: the data type in
     memory (default: `dtype`).
 
@@ -89,7 +92,7 @@ class PagedKvCache:
         self.tokens_per_block = tokens_per_block
         self.spare_row = num_blocks * tokens_per_block
         self._device = device
-        self._heads = (config.num_kv_heads, config.head_dim)
+        self._heads = config.cached_heads
         self._stored = StoredValues(dtype, kv_cache_dtype)
         shape = ((num_blocks + 1) * tokens_per_block, *self._heads)
 
@@ -100,7 +103,9 @@ class PagedKvCache:
                 for layer in (range(config.num_layers) if layers is None else layers)
             }
 
-        self._keys, self._values = storages(), storages()
+        self._keys = storages()
+        self._is_latent = config.latent is not None
+        self._values = self._keys if self._is_latent else storages()
         self._host = (
             [
                 torch.zeros((num_host_blocks, blocks.shape[1]), dtype=blocks.dtype, pin_memory=blocks.is_cuda)
@@ -109,6 +114,14 @@ class PagedKvCache:
             if num_host_blocks
             else []
         )
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """The same blocks for `layers`, of which each uses the memory of one layer of this cache: a block holds tokens
+        of one or the other."""
+        other = copy(self)
+        other._keys = dict(zip(layers, self._keys.values(), strict=False))
+        other._values = other._keys if self._is_latent else dict(zip(layers, self._values.values(), strict=False))
+        return other
 
     @property
     def is_readable_in_place(self) -> bool:
@@ -121,7 +134,8 @@ class PagedKvCache:
         If a row occurs several times, it is not defined which of the values is stored.
         """
         self._keys[layer].index_copy_(0, rows, self._stored.packed(keys))
-        self._values[layer].index_copy_(0, rows, self._stored.packed(values))
+        if not self._is_latent:
+            self._values[layer].index_copy_(0, rows, self._stored.packed(values))
 
     def copy_rows(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values of the cache rows `sources` [tokens] to `destinations` [tokens], in all layers.
@@ -182,7 +196,7 @@ class PagedKvCache:
         return keys, values
 
     def _all(self) -> list[Tensor]:
-        return [*self._keys.values(), *self._values.values()]
+        return [*self._keys.values(), *(() if self._is_latent else self._values.values())]
 
     def _in_blocks(self, storage: Tensor) -> Tensor:
         return storage.view(self.num_blocks + 1, -1)
@@ -220,7 +234,8 @@ class ContiguousKvCache:
     ) -> None:
         self._max_seq_len = max_seq_len
         self._stored = StoredValues(dtype, kv_cache_dtype)
-        shape = (num_sequences, 2, config.num_kv_heads, max_seq_len, config.head_dim)
+        kv_heads, head_dim = config.cached_heads
+        shape = (num_sequences, 2, kv_heads, max_seq_len, head_dim)
         self.storage = {
             layer: torch.zeros(shape, device=device, dtype=self._stored.storage_dtype)
             for layer in (range(config.num_layers) if layers is None else layers)

@@ -15,9 +15,10 @@ from ifbbench.models.config import ModelConfig
 from ifbbench.models.lora_modules import LayerProduct
 from ifbbench.torch.model.attention_plan import AttentionGroup, WindowPlan
 from ifbbench.torch.model.kv_cache import KvStorage
+from ifbbench.torch.model.layer_weights import LayerWeights
 from ifbbench.torch.model.lora import BatchAdapters, adapted
 from ifbbench.torch.model.operations import Angles, CpuOperations, Operations, RotaryEmbedding
-from ifbbench.torch.model.weights import LayerWeights, ModelWeights
+from ifbbench.torch.model.weights import ModelWeights
 
 
 @dataclass(frozen=True, slots=True)

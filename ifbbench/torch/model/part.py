@@ -45,7 +45,8 @@ class Links(Protocol):
 class ModelPart:
     """Rank `tp_rank` of the `tp_size` that share each layer of `stage`, of `pp_size` stages.
 
-    model: the shape of the whole model. InputError if it cannot be split so.
+    model: the shape of the whole model. ep_size: parts of the ranks with whole experts. InputError if it cannot be
+    split so.
     """
 
     model: ModelConfig
@@ -54,9 +55,10 @@ class ModelPart:
     tp_rank: int = 0
     pp_size: int = 1
     stage: int = 0
+    ep_size: int = 1
 
     def __post_init__(self) -> None:
-        check_ranks(self.model, self.tp_size, self.pp_size)
+        check_ranks(self.model, self.tp_size, self.pp_size, self.ep_size)
 
     @property
     def config(self) -> ModelConfig:
@@ -68,6 +70,7 @@ class ModelPart:
             num_heads=model.num_heads // self.tp_size,
             num_kv_heads=self._num_kv_heads,
             intermediate_size=model.intermediate_size // self.tp_size,
+            layers=model.layers[layers.start : layers.stop],
         )
 
     @property

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +16,9 @@ from ifbbench.errors import InputError
 from ifbbench.models.config import GPT2, ModelConfig
 from ifbbench.models.named_models import GGUF_SUFFIX
 from ifbbench.settings.fields import located, table, text, unexpected
+from ifbbench.torch.model.deepseek_weights import deepseek_layer
 from ifbbench.torch.model.gguf_file import GgufFile
+from ifbbench.torch.model.layer_weights import LayerWeights, TensorSource
 from ifbbench.torch.model.linear import MakeProduct, Product, make_linear
 from ifbbench.torch.model.part import ALL, ModelPart
 
@@ -25,40 +26,12 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # Safetensors files of GPT-2 have names with or without it.
 GPT2_PREFIX = "transformer."
-NORMS = ("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
+NORMS = ("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
 # Values per random generator. Threads draw pieces in parallel; one piece takes about 15 ms.
 PIECE = 1 << 22
 # No rows of a tensor: a rank has another stage.
 NONE = slice(0, 0)
-
-
-class TensorSource(Protocol):
-    """Makes or reads tensors, on their final device and in their final data type."""
-
-    def __call__(self, name: str, shape: tuple[int, ...], *part: slice) -> Tensor:
-        """The `part` of the tensor `name`, a slice for each of its first axes. shape: of the whole tensor."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. Query, key and value are one product, gate and up another (GPT-2 has no gate, only up).
-
-    query_norm, key_norm: [head size], where heads are normalised. The biases of norms are GPT-2's. With tensor
-    parallelism, the results of attention_output and down are summed over the ranks.
-    """
-
-    attention_norm: Tensor
-    query_key_value: Product
-    attention_output: Product
-    mlp_norm: Tensor
-    gate_up: Product
-    down: Product
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    attention_norm_bias: Tensor | None = None
-    mlp_norm_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +69,7 @@ def random_weights(
     """
 
     def draw(name: str, shape: tuple[int, ...], *part: slice) -> Tensor:
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "correction_bias")):
             tensor = torch.zeros(shape)
         elif name.endswith(NORMS):
             tensor = torch.ones(shape)
@@ -267,10 +240,12 @@ def _llama(
     config: ModelConfig, source: TensorSource, make_product: MakeProduct, part: ModelPart | None
 ) -> ModelWeights:
     embedding = _embedding(config, source, "model.embed_tokens.weight", part)
-    layers = tuple(
-        _layer(config, source, make_product, f"model.layers.{index}", part)
-        for index in (range(config.num_layers) if part is None else part.layers)
-    )
+    indices = range(config.num_layers) if part is None else part.layers
+    layers: tuple[LayerWeights, ...]
+    if config.latent is None:
+        layers = tuple(_layer(config, source, make_product, f"model.layers.{index}", part) for index in indices)
+    else:
+        layers = tuple(deepseek_layer(config, source, make_product, index, part) for index in indices)
     final_norm = source("model.norm.weight", (config.hidden_size,))
     return ModelWeights(embedding, layers, final_norm, _output_layer(config, source, embedding, part), part=part)
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.cli.main import main
+from ifbbench.errors import InputError
 from ifbbench.report.pages.page import write_page
 
 RUN = (
@@ -182,3 +183,42 @@ def test_the_last_tick_of_a_distribution_is_not_cut(tmp_path: Path, opened: Any)
     texts = page.eval_on_selector_all("svg[role=img] text", "all => all.map(one => one.textContent)")
     assert "10,000" in texts
     assert page.eval_on_selector_all("svg[role=img] text", cut) == []
+
+
+def test_the_page_shows_what_was_tried_until_the_run_is_changed(tmp_path: Path, opened: Any) -> None:
+    directory = tmp_path / "run"
+    words = [*RUN.split(), str(directory), "--max_num_samples", "20"]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    page = opened(write_page([directory], tmp_path))
+    assert page.locator("#what-if pre").inner_text() == f"ifbbench why {directory}"
+
+    options = ("--what_if", "max_batch_size=4", "--what_if", "overlap=async", "--improve", "tpot.p99", "--json")
+    done = CliRunner().invoke(main, ["why", str(directory), *options])
+    found = json.loads(done.stdout)["what_if"]
+    best = found["changes"][found["recommended"]]
+    page = opened(write_page([directory], tmp_path))
+    assert page.locator("#what-if code").all_inner_texts() == [
+        " ".join(f"--{name} {value}" for name, value in one["settings"].items()) for one in found["changes"]
+    ]
+    first = page.locator("#what-if tbody tr").nth(1).inner_text()
+    assert f"{best['effects']['tpot_s.p99']['after'] * 1000:.3g}" in first
+    milder = [found["changes"][found["milder"]]["command"]] if found["milder"] is not None else []
+    assert page.locator("#what-if pre").all_inner_texts() == [best["command"], *milder, found["command"]]
+    assert "Recommended" in page.locator("#summary").inner_text()
+
+    summary = json.loads((directory / "summary.json").read_text())
+    (directory / "summary.json").write_text(json.dumps(summary | {"duration_s": 1.0}))
+    page = opened(write_page([directory], tmp_path))
+    assert "tried before the run was changed" in page.locator("#what-if").inner_text()
+    assert page.locator("#what-if table").count() == 0
+
+    assert CliRunner().invoke(main, [*words, "--overwrite"]).exit_code == 0
+    assert not (directory / "what_if.json").exists()
+
+
+def test_a_damaged_outcome_is_named(runs: list[Path], tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(runs[0], directory)
+    (directory / "what_if.json").write_text('{"goal": 3}')
+    with pytest.raises(InputError, match=r"what_if\.json: .*remove it, or let `ifbbench why"):
+        write_page([directory], tmp_path)

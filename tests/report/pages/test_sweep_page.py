@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
+from ifbbench.report import sweep_charts
 from ifbbench.report.pages.sweep_page import command_of
 from ifbbench.studies.point_table import read_sweep
 
@@ -26,44 +27,28 @@ def _invoke(*words: str) -> str:
     return done.output
 
 
+def _page_of(directory: Path, keep: str, *over: str) -> Path:
+    """Run a sweep into the directory, and write its page. Its other charts are not drawn."""
+    axes = [word for axis in over for word in ("--over", axis)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep_charts, "save", lambda figure, directory, name: [directory / name])
+        _invoke(*SWEEP.split(), *axes, "--keep", keep, "--output", str(directory))
+    _invoke("plot", str(directory), "--html")
+    return directory
+
+
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two settings, three values of one and two of the other, with run directories."""
-    directory = tmp_path_factory.mktemp("sweeps") / "sizes"
-    _invoke(
-        *SWEEP.split(),
-        "--over",
-        "max_batch_size=4,16,64",
-        "--over",
-        "policy=max_utilization,guaranteed_no_evict",
-        "--keep",
-        "run",
-        "--output",
-        str(directory),
-    )
-    _invoke("plot", str(directory), "--html")
-    return directory
+    over = ("max_batch_size=4,16,64", "policy=max_utilization,guaranteed_no_evict")
+    return _page_of(tmp_path_factory.mktemp("sweeps") / "sizes", "run", *over)
 
 
 @pytest.fixture(scope="module")
 def sweep_of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three settings, whose table is the widest of the usual ones."""
-    directory = tmp_path_factory.mktemp("sweeps") / "three"
-    _invoke(
-        *SWEEP.split(),
-        "--over",
-        "max_batch_size=8,64",
-        "--over",
-        "max_num_tokens=512,2048",
-        "--over",
-        "policy=max_utilization,guaranteed_no_evict",
-        "--keep",
-        "summary",
-        "--output",
-        str(directory),
-    )
-    _invoke("plot", str(directory), "--html")
-    return directory
+    over = ("max_batch_size=8,64", "max_num_tokens=512,2048", "policy=max_utilization,guaranteed_no_evict")
+    return _page_of(tmp_path_factory.mktemp("sweeps") / "three", "summary", *over)
 
 
 @pytest.fixture

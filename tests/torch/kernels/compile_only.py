@@ -42,6 +42,8 @@ POINTERS = {
     torch.uint8: "*u8",
 }
 LARGE = 2**31
+# Matrix instructions of several warps: of Hopper, and of sm_100.
+GROUP_PRODUCTS = "wgmma.mma_async", "tcgen05.mma"
 NO_WINDOW = AttentionWindow(32)
 FIRST_WITH_FP8 = 89
 
@@ -65,7 +67,7 @@ class Compiler:
                 "gpu": self.capability,
                 "shared": result.metadata.shared,
                 **_resources(result.asm["cubin"]),
-                "warp_group_products": result.asm["ptx"].count("wgmma.mma_async"),
+                "group_products": sum(result.asm["ptx"].count(name) for name in GROUP_PRODUCTS),
             }
         )
 
@@ -150,7 +152,7 @@ def attention(
     rotate_and_write(heads, angles, angles, numbers, numbers, cache, cache)
 
 
-def others(dtype: torch.dtype) -> None:
+def others(capability: int, dtype: torch.dtype) -> None:
     """The other kernels."""
     rows = torch.zeros((4, 4096), dtype=dtype)
     add_rms_norm(rows, rows, rows[0], 1e-5)
@@ -162,17 +164,13 @@ def others(dtype: torch.dtype) -> None:
     log_probs_of(logits, numbers.long())
     pointers = torch.zeros(4, dtype=torch.int64)
     copy_rows(pointers, pointers, torch.zeros((4, 3), dtype=torch.int64), 4096, 32)
-
-
-def eight_bits(capability: int) -> None:
-    """Attention over a cache of eight-bit floats, and the conversion to them."""
-    attention(capability, torch.bfloat16, 128, torch.float8_e4m3fn)
-    for size in (4096, 14_336):
-        quantise_rows(torch.zeros((4, size), dtype=torch.bfloat16), torch.float8_e4m3fn, 1e-12)
+    for size in (4096, 14_336) if capability >= FIRST_WITH_FP8 else ():
+        quantise_rows(torch.zeros((4, size), dtype=dtype), torch.float8_e4m3fn, 1e-12)
 
 
 def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, object]]:
-    """What each kernel takes on a GPU of this compute capability, such as 90."""
+    """What each kernel takes on a GPU of this compute capability, such as 90. Without head sizes, attention is compiled
+    with a window only."""
 
     def case(name: str, work: Callable[[], None]) -> list[dict[str, object]]:
         compiler = Compiler(capability)
@@ -184,16 +182,16 @@ def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, ob
         yield from case(f"{dtype}, head size {size}", partial(attention, capability, dtype, size))
     window = AttentionWindow(32, size=4100, sink=4)
     yield from case("window", partial(attention, capability, torch.bfloat16, 128, window=window))
-    if capability >= FIRST_WITH_FP8:
-        yield from case("fp8", partial(eight_bits, capability))
-    yield from case("others", partial(others, torch.bfloat16))
+    if head_sizes and capability >= FIRST_WITH_FP8:
+        yield from case("fp8", partial(attention, capability, torch.bfloat16, 128, torch.float8_e4m3fn))
+    yield from case("others", partial(others, capability, torch.bfloat16))
 
 
 def main() -> None:
     """Compile what is asked for, and print the result as JSON."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[90, 80, 86], help="compute capabilities")
-    parser.add_argument("--head_sizes", type=int, nargs="+", default=[32, 64, 80, 96, 128, 256])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[90, 80, 86, 100, 120], help="compute capabilities")
+    parser.add_argument("--head_sizes", type=int, nargs="*", default=[32, 64, 80, 96, 128, 256])
     asked = parser.parse_args()
     results = [row for capability in asked.gpus for row in compile_all(capability, asked.head_sizes)]
     print(json.dumps({"triton": triton.__version__, "results": results}, indent=2))

@@ -15,7 +15,7 @@ from ifbbench.kv.adapters import LoraConfig
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.lora_modules import MODULES_OF_PRODUCT, LayerProduct, PageLayout, Placement, lora_modules
 from ifbbench.schedulers.engines import make_loop
-from ifbbench.schedulers.tensorrt_llm.config import BatchingConfig
+from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.torch.cache_windows import one_window_layout
 from ifbbench.torch.kernels import lora
 from ifbbench.torch.model.kernel_llama import KernelLlama

@@ -13,8 +13,9 @@ from ifbbench.engine.sampling_params import OutputOptions, SamplingParams
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.torch.model.kernel_llama import KernelLlama
+from ifbbench.torch.model.layer_weights import LayerWeights
 from ifbbench.torch.model.linear import Fp8Linear, MakeProduct, Product, make_linear
-from ifbbench.torch.model.weights import LayerWeights, ModelWeights
+from ifbbench.torch.model.weights import ModelWeights
 from tests.torch.driving import driver_of, layout_driver, requests_of
 from tests.torch.kernels.fake_cuda import CUDA, install
 from tests.torch.kernels.test_model_executor import layout_of

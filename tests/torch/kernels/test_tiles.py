@@ -15,10 +15,11 @@ from ifbbench.torch.kernels.launch import MAX_SPLITS, SMALLEST_DOT, choose_num_s
 REPOSITORY = Path(__file__).resolve().parents[3]
 H100 = 132
 # Shared memory of a program, in bytes, by compute capability.
-MAX_SHARED = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024}
+MAX_SHARED = {90: 227 * 1024, 80: 163 * 1024, 86: 99 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+WITH_GROUP_PRODUCTS = (90, 100)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("value_bytes", [1, 2, 4])
 @pytest.mark.parametrize("head_size", [8, 32, 64, 80, 96, 128, 256])
 def test_tiles_are_powers_of_two_of_at_least_the_smallest_dot(
@@ -69,16 +70,20 @@ def compiled(cache: Path, gpus: list[int], head_sizes: list[int]) -> list[dict[s
 
 
 def check(rows: list[dict[str, object]]) -> None:
-    """Each kernel fits into shared memory, and none in 16 bits spills registers."""
+    """Each kernel fits into shared memory, and none in 16 bits spills registers. On Hopper and sm_100, products are
+    those of groups of warps."""
     for row in rows:
         assert isinstance(row["shared"], int)
         assert isinstance(row["gpu"], int)
         assert row["shared"] <= MAX_SHARED[row["gpu"]], row
-        assert row["stack"] == 0 or "float32" in str(row["case"]), row
+        is_16_bit = "float32" not in str(row["case"])
+        assert row["stack"] == 0 or not is_16_bit, row
+        if row["kernel"] == "_context_kernel" and is_16_bit:
+            assert bool(row["group_products"]) == (row["gpu"] in WITH_GROUP_PRODUCTS), row
 
 
-def test_every_kernel_fits_on_hopper(cache: Path) -> None:
-    rows = compiled(cache, [90], [128])
+def test_every_kernel_fits_on_hopper_and_blackwell(cache: Path) -> None:
+    rows = compiled(cache, [90, 100, 120], [])
     assert {row["kernel"] for row in rows} == {
         "_context_kernel",
         "_generation_kernel",
@@ -92,13 +97,10 @@ def test_every_kernel_fits_on_hopper(cache: Path) -> None:
         "_quantise_kernel",
     }
     check(rows)
-    context = [row for row in rows if row["kernel"] == "_context_kernel" and "float32" not in str(row["case"])]
-    assert len(context) == 3
-    assert all(row["warp_group_products"] for row in context)
 
 
 @pytest.mark.slow
 def test_every_head_size_fits_on_every_gpu(cache: Path) -> None:
-    rows = compiled(cache, [90, 80, 86], [32, 64, 80, 96, 128, 256])
+    rows = compiled(cache, [*MAX_SHARED], [32, 64, 80, 96, 128, 256])
     assert {row["gpu"] for row in rows} == set(MAX_SHARED)
     check(rows)

@@ -31,8 +31,8 @@ SHAPE = {
     [
         ("meta-llama/Llama-3.3-70B-Instruct-FP8", "fp8", None, "fp8"),
         ("nvidia/Llama-3.1-8B-Instruct-FP8", "fp8", None, "fp8"),
-        ("nvidia/Llama-3.1-8B-Instruct-FP4", "int4", None, "fp4"),
-        ("nvidia/Llama-3.3-70B-Instruct-NVFP4", "int4", None, "fp4"),
+        ("nvidia/Llama-3.1-8B-Instruct-FP4", "nvfp4", None, "fp4"),
+        ("nvidia/Llama-3.3-70B-Instruct-NVFP4", "nvfp4", None, "nvfp4"),
         ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "fp8", None, "fp8"),
         ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16", "int4", None, "int4"),
         ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w8a8", None, None, "int8"),
@@ -47,7 +47,17 @@ def test_names(name: str, dtype: str | None, kv_cache_dtype: str | None, format:
     assert published_shape(name) is not None
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("deepseek-ai/DeepSeek-R1", "fp8_block"), ("openai/gpt-oss-120b", "mxfp4")]
+)
+def test_shapes_of_quantised_models(name: str, dtype: str) -> None:
+    found = quantization_of(name)
+    assert found is not None
+    assert (found.dtype, found.kv_cache_dtype) == (dtype, None)
+    assert found.source.startswith("quantization_config in ")
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "qwen3-30b-a3b"])
 def test_names_without_quantization(name: str) -> None:
     assert quantization_of(name) is None
 
@@ -59,7 +69,7 @@ FLOAT_8 = {"weights": {"num_bits": 8, "type": "float"}}
     ("file", "content", "dtype", "kv_cache_dtype"),
     [
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "fp8", "fp8"),
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "int4", None),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "nvfp4", None),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "W4A8_AWQ"}}, "int4", None),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "A_NEW_ONE"}}, None, None),
         ("config.json", {"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8", None),
@@ -67,7 +77,8 @@ FLOAT_8 = {"weights": {"num_bits": 8, "type": "float"}}
         ("config.json", {"quant_method": "awq", "bits": 4}, "int4", None),
         ("config.json", {"quant_method": "gptq", "bits": 8}, None, None),
         ("config.json", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4", None),
-        ("config.json", {"quant_method": "mxfp4"}, "int4", None),
+        ("config.json", {"quant_method": "mxfp4"}, "mxfp4", None),
+        ("config.json", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block", None),
         ("config.json", {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", None),
         (
             "config.json",
@@ -112,7 +123,7 @@ def test_files(
     else:
         resolved = resolve_limits(config, 256, on_cpu=False)
         assert resolved.dtype == dtype
-        assert resolved.kv_cache_dtype == kv_cache_dtype or {"int4": "bf16", "fp8": "fp8"}[dtype]
+        assert resolved.kv_cache_dtype == kv_cache_dtype or ("fp8" if dtype == "fp8" else "bf16")
     with pytest.raises(InputError, match="quantized weights are not read"):
         load_model(RunConfig(device="cpu", model=str(directory), dtype="float32"))
 

@@ -253,7 +253,7 @@ class Run {
     const waited = waits.reduce((sum, part) => sum + part[1], 0), e2e = of.e2e_s[r];
     const text = [`Request ${id} arrived at ${of.arrival_s[r].toFixed(3)} s, had its first token after ${of.ttft_s[r].toFixed(3)} s and its last after ${e2e.toFixed(3)} s.`];
     if (of.least_s && Number.isFinite(of.least_s[r])) text[0] += ` Alone on the device it takes at least ${of.least_s[r].toFixed(3)} s.`;
-    if (!waits.length || waits[0][1] < 0.01 * e2e) return [...text, "Nothing held it back for more than 1 % of that time."];
+    if (!waits.length || waits[0][1] < 0.01 * e2e) return [...text, "No limit held it back for more than 1 % of that time."];
     text.push(`It waited or was ${this.header.paused} for ${percent(waited / e2e)} of that time.`);
     const idle = stretches.filter(one => one.phase === "waiting" || one.phase === "paused");
     if (idle.length) {

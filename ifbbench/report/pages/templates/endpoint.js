@@ -17,6 +17,7 @@ if (page.failed.length) {
     table(`The first ${page.failed.length} of ${grouped(page.summary.requests.failed)}`, ["Request", "Arrival", "Kind", "Error"],
       page.failed.map(one => [one.request_id, inUnit(one.arrival_s), one.kind, one.error]), [1]));
 }
+if (page.what_if) showWhatIf([run]);
 document.getElementById("config").append(element("h2", {}, "Settings of the client"),
   table("", ["Setting", "Value"], Object.entries(page.config).map(([name, value]) => [name, JSON.stringify(value)])));
 document.documentElement.dataset.readyMs = Math.round(performance.now());

@@ -175,6 +175,7 @@ async function start() {
   state.redraw();
   showDistributions(runs);
   showWhy(state.views, state);
+  showWhatIf(runs);
   showLedger(state.views, state);
   showConfig(runs);
   document.getElementById("loading").remove();

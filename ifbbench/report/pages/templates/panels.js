@@ -37,6 +37,8 @@ function showSummary(runs, content) {
   const section = document.getElementById("summary");
   section.append(tilesOf(runs));
   for (const run of runs) section.append(element("p", { class: "advice" }, element("strong", {}, runs.length > 1 ? `What held requests in ${run.label}: ` : "What held requests: "), run.header.waited));
+  for (const run of runs) for (const best of (run.header.what_if.best || []).slice(0, 1)) section.append(element("p", { class: "advice" },
+    element("strong", {}, `Recommended${runs.length > 1 ? ` for ${run.label}` : ""}, of what was tried: `), `${best.options}: ${best.effect}. `, element("a", { href: "#what-if" }, "All that was tried")));
   if (runs.length > 1) {
     const found = content.divergence;
     section.append(element("p", { class: "advice", id: "divergence" }, element("strong", {}, "First different decision: "),
@@ -175,6 +177,25 @@ function showWhy(views, state) {
       header.blockers.map(one => [one.request_id, run.nameOf(one.limit), significant(one.waited_s), `${grouped(one.max_behind)} request${one.max_behind === 1 ? "" : "s"}`]), [2, 3], header.blockers.map(one => choose(one.request_id))));
     slowest.append(table(`By end-to-end time${of}`, ["request", "E2E s", "TTFT s", "share", "mainly"],
       header.slowest.map(one => [one.request_id, significant(one.e2e_s), significant(one.ttft_s), percent(one.share), one.cause]), [1, 2, 3], header.slowest.map(one => choose(one.request_id))));
+  }
+}
+
+function showWhatIf(runs) {
+  const section = document.getElementById("what-if");
+  section.append(element("h2", {}, "Other settings, tried"));
+  for (const run of runs) {
+    const found = run.header.what_if, of = runs.length > 1 ? `${run.label}: ` : "";
+    if (found.sentence) { section.append(element("p", { class: "note" }, of + found.sentence), element("pre", {}, found.command)); continue; }
+    for (const best of found.best) section.append(element("p", { class: "advice" }, element("strong", {}, `${of}${best.title}: ${best.options}`), `: ${best.effect}`,
+      best.better.length ? `; better: ${best.better.join(", ")}` : "", best.worse.length ? element("span", { class: "worse" }, `; worse: ${best.worse.join(", ")}.`) : "; nothing listed is worse.", ...best.remarks.map(remark => ` ${remark}`)),
+    element("p", { class: "note" }, best.heading), ...best.commands.map(command => element("pre", {}, command)));
+    if (found.nothing) section.append(element("p", { class: "advice" }, element("strong", {}, of + found.nothing)));
+    const cellOf = ([text, change, effect]) => (change ? element("span", {}, `${text} `, element("span", { class: effect }, change)) : element("span", { class: effect }, text));
+    section.append(element("p", { class: "note" }, found.window));
+    if (found.rows.length || found.own.length > 1) section.append(element("div", { class: "scroll" }, table(of + found.title, ["", ...found.headings],
+      [...found.own.map(([name, values]) => [name, ...values]), ...found.rows.map(row => [element("code", { title: row.command }, row.options), ...row.cells.map(cellOf)])], found.headings.map((_, k) => k + 1))),
+    element("p", { class: "note" }, found.without), element("p", { class: "note" }, found.to_run), ...(found.to_run ? [element("pre", {}, found.command)] : []));
+    section.append(...found.sentences.map(text => element("p", { class: "note" }, text)));
   }
 }
 

@@ -10,9 +10,9 @@ from ifbbench.engine.plan import LeftOut, Limit, Pause
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.kv.adapters import AdapterCache, LoraLimits
 from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.limits import CONTIGUOUS_POLICY, BatchingConfig
 from ifbbench.schedulers.plugins import describe_failure, find_plugin
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.config import CONTIGUOUS_POLICY, BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies.guaranteed_no_evict import GuaranteedNoEvict, StaticBatch
 from ifbbench.schedulers.tensorrt_llm.policies.max_utilization import MaxUtilization
 from ifbbench.schedulers.tensorrt_llm.policies.policy import (

@@ -6,14 +6,15 @@ from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
 from ifbbench.kv.adapters import LoraConfig
 from ifbbench.kv.attention_window import AttentionWindow, ceil_div
 from ifbbench.kv.contiguous import ContiguousCache
-from ifbbench.kv.counted import CountedCache
 from ifbbench.kv.interface import NO_REUSE, KvCache
 from ifbbench.kv.manager import KvCacheManager
+from ifbbench.kv.paged import PagedCache
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.kv.sizing import WindowLayout
 from ifbbench.kv.variable_window import VariableWindowCache
+from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.vllm.rules import VllmRules
-from ifbbench.settings.config import ENGINES
+from ifbbench.settings.config import TRTLLM
 from ifbbench.settings.modes import BatchingType, Overlap
 
 UNLIMITED = 2**62
@@ -38,7 +39,9 @@ class BatchingConfig:
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
     num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
     tuning_window: see DynamicLimits. lora: the adapters; None if requests with LoRA tasks run the base model.
-    engine: whose scheduler decides, by name. vllm: the rules of vLLM's.
+    engine: whose scheduler decides, by name. vllm, sglang: the rules of those two. reads_block_tables: whether the
+    executor does; else blocks have no ids where nothing else needs them. attention_dp_size: parts of the devices with
+    requests of their own.
     """
 
     policy: str
@@ -66,13 +69,16 @@ class BatchingConfig:
     tuning_window: int = 128
     lora: LoraConfig | None = None
     drafts: DraftSettings = NO_DRAFTS
-    engine: str = ENGINES[0]
+    engine: str = TRTLLM
     vllm: VllmRules | None = None
+    sglang: SglangRules | None = None
+    reads_block_tables: bool = True
+    attention_dp_size: int = 1
 
     def __post_init__(self) -> None:
         if self.overlap is not None and self.max_beam_width > 1:
             raise ValueError("overlap works with beam width 1 only")
-        if self.reuse.enabled and (len(self.windows) > 1 or self.is_contiguous):
+        if self.reuse.enabled and self.vllm is None and (len(self.windows) > 1 or self.is_contiguous):
             raise ValueError("blocks are reused in a paged cache with one attention window only")
         if self.overlap is not None and self.batching_type is BatchingType.V1:
             raise ValueError("static batches (V1) do not overlap")
@@ -85,6 +91,11 @@ class BatchingConfig:
         if self.is_contiguous:
             return CONTIGUOUS_POLICY
         return V1_POLICY if self.batching_type is BatchingType.V1 else self.policy
+
+    @property
+    def has_one_policy(self) -> bool:
+        """Whether the engine has no choice of capacity scheduler policies: vLLM and SGLang."""
+        return self.vllm is not None or self.sglang is not None
 
     @property
     def refuses_drafts(self) -> str | None:
@@ -130,6 +141,10 @@ class BatchingConfig:
         return OVERLAPPING if self.is_async else self.num_micro_batches
 
     @property
+    def max_tokens_in_flight(self) -> int:
+        return self.max_in_flight * self.token_budget
+
+    @property
     def max_active(self) -> int:
         """Maximum number of active requests: a full batch for each pipeline stage."""
         return self.max_batch_size * (self.num_micro_batches if self.pp_size > 1 else 1)
@@ -142,8 +157,8 @@ class BatchingConfig:
     @property
     def num_slots(self) -> int:
         """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add; under
-        vLLM also requests that were pre-empted."""
-        if self.vllm is not None:
+        vLLM and SGLang also requests that were pre-empted or retracted."""
+        if self.has_one_policy:
             return max(2 * self.max_active, MIN_SLOTS)
         return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD)
 
@@ -165,27 +180,57 @@ class BatchingConfig:
             return tuple((window.attention_window, window.num_blocks) for window in self.windows)
         return ((self.attention_window, self.num_blocks),)
 
+    def blocks_to_completion(self, prompt_len: int, max_new_tokens: int, beam_width: int) -> list[tuple[int, int]]:
+        """Blocks that a request takes until it is complete, and those that there are, of each pool."""
+        if self.vllm is not None:
+            most = self.vllm.max_blocks(self.tokens_per_block, self.max_tokens_in_flight, self.max_seq_len)
+            blocks = ceil_div(prompt_len + max_new_tokens, self.tokens_per_block)
+            return [(sum(min(blocks, of_group) for of_group in most), self.num_blocks)]
+        return [
+            (
+                window.blocks_to_completion(prompt_len, max_new_tokens, 0, beam_width)
+                + (window.more_for_beams(prompt_len, beam_width) if self.reuse.enabled else 0),
+                num_blocks,
+            )
+            for window, num_blocks in self.pools
+        ]
+
+    def vllm_capacity(self, num_blocks: int) -> tuple[int, float]:
+        """What vLLM says of so many blocks at its start: how many tokens and how many of the longest requests they hold
+        (`GPU KV cache size`, `Maximum concurrency`). It counts its null block, too."""
+        assert self.vllm is not None
+        most = self.vllm.max_blocks(self.tokens_per_block, self.max_tokens_in_flight, self.max_seq_len)
+        concurrency = (num_blocks + 1) / sum(most)
+        return int(concurrency * self.max_seq_len), concurrency
+
     @property
     def table_bytes(self) -> int:
         """Bytes of the tables of blocks, of all slots."""
         blocks = sum(window.max_blocks_per_sequence for window, _ in self.pools)
         return self.num_slots * self.max_beam_width * blocks * BLOCK_ID_BYTES
 
-    def make_cache(self, is_counted: bool = False) -> KvCache:
-        """is_counted: no block table is read, so that blocks need no ids where nothing else does."""
-        cache = self._make_cache(is_counted)
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether sequences may have blocks in common that are found by their ids: reused ones, and those of beams that
+        a wrapping window overwrites."""
+        return self.reuse.enabled or (self.max_beam_width > 1 and any(window.wraps for window, _ in self.pools))
+
+    def make_cache(self, has_ids: bool = True) -> KvCache:
+        """has_ids: blocks have ids even where they are not shared."""
+        cache = self._make_cache(has_ids or self.shares_blocks)
         if self.num_micro_batches > 1:
             cache.look_ahead()
         return cache
 
-    def _make_cache(self, is_counted: bool) -> KvCache:
+    def _make_cache(self, has_ids: bool) -> KvCache:
         if self.is_contiguous:
             return ContiguousCache(self.attention_window, self.num_slots)
         if len(self.windows) > 1:
-            return VariableWindowCache(self.windows, self.num_slots, self.num_micro_batches if is_counted else 0)
+            return VariableWindowCache(self.windows, self.num_slots, self.num_micro_batches, has_ids)
         num_blocks, num_host_blocks = self.num_blocks, self.num_host_blocks
         if self.windows:
             num_blocks, num_host_blocks = self.windows[0].num_blocks, self.windows[0].num_host_blocks
-        if is_counted and not self.reuse.enabled:  # see Repetition.works_with
-            return CountedCache(self.attention_window, num_blocks, self.num_slots, self.num_micro_batches)
-        return KvCacheManager(self.attention_window, num_blocks, self.num_slots, num_host_blocks, self.reuse)
+        window, slots, num_groups = self.attention_window, self.num_slots, self.num_micro_batches
+        if has_ids:
+            return KvCacheManager(window, num_blocks, slots, num_host_blocks, self.reuse, num_groups)
+        return PagedCache(window, num_blocks, slots, num_groups)

@@ -4,7 +4,9 @@ Unlike `concurrent.futures`, a process that is killed costs only its own task, w
 outlives this one.
 """
 
+import ctypes
 import os
+import platform
 import signal
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -17,6 +19,7 @@ from ifbbench.clock import WallClock
 
 MAX_ATTEMPTS = 3
 REPORT_INTERVAL_S = 0.5
+PR_SET_PDEATHSIG = 1
 
 RunTask = Callable[[int, Callable[[int], None]], Any]
 """Runs the task of this number; the function that it is given takes how much of it is done, in steps of any size."""
@@ -31,6 +34,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def end_with_parent(parent: int) -> None:
+    """Let this process be killed when its parent ends, whatever it does then: at once on Linux. It ends here if the
+    parent has ended already."""
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def run_in_processes(
     run_task: RunTask,
     count: int,
@@ -41,8 +53,9 @@ def run_in_processes(
     """Run tasks 0 to `count` - 1; yields the number and the result of each as it ends: what `run_task` returned, or the
     exception that it raised, or Lost. A result must be picklable.
 
-    on_steps: takes the sum of the steps of the tasks that are running, now and then. known: is asked before each task,
-    when all results so far were taken, for a result that makes it needless; None if there is none."""
+    on_steps: takes the sum of the steps of the tasks that are running, every REPORT_INTERVAL_S or more often; what it
+    raises ends the tasks. known: is asked before each task, when all results so far were taken, for a result that
+    makes it needless; None if there is none."""
     attempts = [0] * count
     waiting = list(range(count - 1, -1, -1))
     workers: dict[Connection, _Worker] = {}
@@ -63,7 +76,7 @@ def run_in_processes(
         while waiting or workers:
             while waiting and len(workers) < processes:
                 yield from begin(_Worker(run_task))
-            for connection in wait(list(workers)):
+            for connection in wait(list(workers), REPORT_INTERVAL_S):
                 worker = workers[connection]  # type: ignore[index]
                 try:
                     steps, result, is_result = worker.connection.recv()
@@ -77,11 +90,10 @@ def run_in_processes(
                         yield worker.task, Lost(f"its process was killed {MAX_ATTEMPTS} times (out of memory?)")
                     continue
                 worker.steps = steps
-                on_steps(sum(one.steps for one in workers.values()))
-                if not is_result:
-                    continue
-                yield worker.task, result
-                yield from begin(worker)
+                if is_result:
+                    yield worker.task, result
+                    yield from begin(worker)
+            on_steps(sum(one.steps for one in workers.values()))
     finally:
         for worker in workers.values():
             worker.stop()
@@ -115,6 +127,7 @@ class _Worker:
 
 def _work(run_task: RunTask, connection: Connection, parents: Connection, parent: int) -> None:
     parents.close()
+    end_with_parent(parent)  # it has the lock of the directory that the parent writes to
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the parent, which stops the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     clock, reported_s = WallClock(), 0.0

@@ -1,0 +1,1 @@
+"""Fleets: the routers that choose the replica of each request, and what they know of replicas."""

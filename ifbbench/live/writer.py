@@ -1,0 +1,284 @@
+"""The process that writes a recording: it reads events from standard input and writes run directories.
+
+`python -m ifbbench.live.writer DIRECTORY` is started by a `Channel`, and ends when the server does. What came from a
+server that was killed is complete, too. A recording that has grown too large or too old goes on in the next directory.
+"""
+
+import math
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ifbbench.clock import WallClock
+from ifbbench.errors import IfbbenchError
+from ifbbench.live.events import Added, Begin, End, Ended, Event, Step, take
+from ifbbench.live.mirror import EngineLimits, Mirror, RecordedRequest
+from ifbbench.rundir import run_directory
+from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
+from ifbbench.rundir.statistics import IterationStatistics
+from ifbbench.rundir.traffic_trace import TrafficTrace
+from ifbbench.settings.config import VLLM, RunConfig
+from ifbbench.settings.modes import BatchingType
+from ifbbench.settings.names import setting
+from ifbbench.settings.vllm_serve import VLLM_SERVE
+from ifbbench.workload.prompts import MAX_PREFIX_ID
+from ifbbench.workload.trace import Trace, TraceRequest
+
+SOURCE = "a running server"
+CARRIED_OVER = "carried over"
+# In the server's environment: when the recording goes on in the next directory.
+MAX_MIB, MAX_HOURS = "IFBBENCH_RECORD_MAX_MIB", "IFBBENCH_RECORD_MAX_HOURS"
+DEFAULT_MAX_MIB, DEFAULT_MAX_HOURS = 1024.0, 24.0
+_READ_BYTES, _MIB, _HOUR_S = 1 << 20, 1 << 20, 3600.0
+
+
+def settings_of(begin: Begin) -> RunConfig:
+    """The settings of the engine, as those of a run."""
+    values: dict[str, Any] = {"engine": VLLM}
+    for option, value in begin.settings.items():
+        if value is not None:
+            name = VLLM_SERVE.settings.get(option, option)
+            values[name] = setting(name).check(value)
+    return RunConfig(**values)
+
+
+def limits_of(begin: Begin, config: RunConfig) -> EngineLimits:
+    return EngineLimits(
+        config.tokens_per_block,
+        begin.num_blocks,
+        config.max_seq_len or 0,
+        min(config.max_num_tokens or 0, config.max_num_scheduled_tokens or config.max_num_tokens or 0),
+        int(config.watermark * (begin.num_blocks + 1)),
+        config.scheduler_reserve_full_isl,
+        bool(config.enable_chunked_context),
+        config.scheduling_policy == "priority",
+    )
+
+
+class Segment:
+    """One run directory of a recording. start_s: its time 0, on the engine's clock. present: requests that are in the
+    engine when it begins; they make up a class of their own, and what they did before is not known here."""
+
+    def __init__(self, directory: Path, begin: Begin, start_s: float, present: Iterable[Added] = ()) -> None:
+        config = settings_of(begin)
+        self._start_s, self._epoch_s = start_s, begin.epoch_s - begin.monotonic_s + start_s
+        self._mirror = Mirror(limits_of(begin, config))
+        self._mirror.continue_with(present)
+        self._num_carried_over = len(self._mirror.requests)
+        self._num_iterations = 0
+        self._open = ExitStack()  # until the end, no other process writes there
+        self._description = self._described(begin, config)
+        places = run_directory.numbered(directory)
+        self.directory = self._open.enter_context(run_directory.begun(places, False, self._write_start))
+        self._trace = TrafficTrace(self.directory / "trace.jsonl")
+        self._recorder = Recorder(
+            self.directory,
+            self._description,
+            0,
+            IterationStatistics(BatchingType.INFLIGHT_FUSED, config.max_batch_size or 0),
+            _arrival_s,
+            class_of=lambda number: CARRIED_OVER if number < self._num_carried_over else None,
+        )
+
+    def take(self, step: Step) -> None:
+        """Write what an iteration did."""
+        self.change(step.changes, step.begun_s)
+        record = self._mirror.record(step, self._num_iterations, -self._start_s, self._epoch_s)
+        ended = [(request, one) for one in step.ended if (request := self._mirror.remove(one)) is not None]
+        record.finished = [request for request, one in ended if one.outcome == "completed"]
+        self._recorder.iteration(record)
+        self._num_iterations += 1
+        for request, one in ended:
+            if one.outcome == "completed":
+                request.complete()
+                self._trace.add(_row(request, one))
+            else:
+                self._leave(request, one)
+
+    def change(self, changes: Iterable[Added | Ended], now_s: float) -> None:
+        """Requests were added, or stopped from outside, before `now_s` on the engine's clock."""
+        for change in changes:
+            if isinstance(change, Added):
+                # The clocks of front end and engine may differ: it came before now, and not before the start.
+                arrival_s = max(min(change.arrival_s - self._epoch_s, now_s - self._start_s), 0.0)
+                self._mirror.add(change, arrival_s, self._num_iterations)
+            elif (request := self._mirror.remove(change)) is not None:
+                self._leave(request, change)
+
+    def present(self) -> list[Added]:
+        """The requests in the engine, for the next segment."""
+        return self._mirror.described()
+
+    def flush(self) -> None:
+        self._trace.flush()
+        self._recorder.flush()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its files."""
+        return sum(file.stat().st_size for file in self.directory.iterdir() if file.is_file())
+
+    def age_s(self, now_s: float) -> float:
+        return now_s - self._start_s
+
+    def close(self, partial: bool, reason: str | None = None) -> None:
+        """Complete the files. partial: the server was killed. reason: why the recording goes on elsewhere."""
+        for name, request in self._mirror.requests.items():
+            self._leave(request, Ended(name, "stopped", request.made, 1, []))
+        self._description["trace"] |= self._trace.close(self._mirror.num_added)
+        self._recorder.metrics.total = self._mirror.num_added
+        if reason is not None:
+            self._description["recorded"]["goes_on"] = reason
+        with self._open:
+            self._recorder.close(partial)
+
+    def _leave(self, request: RecordedRequest, ended: Ended) -> None:
+        """A request ends that is not complete."""
+        request.stopped_in = self._num_iterations
+        error = None if ended.outcome == "stopped" else "the engine ended it with an error"
+        self._recorder.left(request, error)
+        request.complete()
+        self._trace.add(_row(request, ended))
+
+    def _write_start(self, directory: Path, name: str) -> None:
+        self._description["name"] = name
+        (directory / "trace.jsonl").touch()
+        run_directory.write_begun(directory, self._description)
+
+    def _described(self, begin: Begin, config: RunConfig) -> dict[str, Any]:
+        return {
+            "name": "",
+            "config": config.as_dict() | {"device": "cpu" if begin.facts.get("device") == "cpu" else "cuda"},
+            "derived": [],
+            "num_kv_blocks": begin.num_blocks,
+            "seed": 0,
+            "trace": run_directory.trace_identity(Trace("", [], "", SOURCE)),
+            "model": None,
+            "recorded": {"engine": begin.engine, "version": begin.version, "settings": begin.settings, **begin.facts},
+            "versions": dict(run_directory.versions()),
+            "hardware": run_directory.hardware(),
+            "git_revision": run_directory.git_revision(),
+        }
+
+
+def _arrival_s(request: Any) -> float:
+    return float(request.arrival_s)
+
+
+def _row(request: RecordedRequest, ended: Ended) -> TraceRequest:
+    """The row of the trace of a request that has ended. Blocks are named by the beginning of their hash."""
+    has_tokens = ended.tokens is not None
+    ids = tuple([int.from_bytes(block[:8], "big") % MAX_PREFIX_ID for block in ended.hashes])
+    named = not has_tokens and len(ids) > 0
+    return TraceRequest(
+        request.request_id,
+        request.arrival_s,
+        request.original_prompt_len,
+        request.max_new_tokens + request.prompt_len - request.original_prompt_len,
+        max(request.made, 1),  # one that ended before its first token would have had one
+        prompt_tokens=tuple((ended.tokens or [])[: request.original_prompt_len]) if has_tokens else None,
+        priority=request.priority,
+        prefix_ids=ids if named else None,
+        prefix_lens=(ended.hash_size,) * len(ids) if named else None,
+        added_in=request.added_in,
+        added_with=request.added_with,
+        stopped_in=request.stopped_in,
+    )
+
+
+class Recording:
+    """All run directories of a server, the first of which is `directory`."""
+
+    def __init__(self, directory: Path, begin: Begin) -> None:
+        self._directory, self._begin = directory, begin
+        self._max_bytes = float(os.environ.get(MAX_MIB) or DEFAULT_MAX_MIB) * _MIB
+        self._max_age_s = float(os.environ.get(MAX_HOURS) or DEFAULT_MAX_HOURS) * _HOUR_S
+        self._segment = Segment(directory, begin, begin.monotonic_s)
+        self._clock, self._flushed_s, self._is_flushed = WallClock(), 0.0, True
+
+    def take(self, step: Step) -> None:
+        if step.num_lost:
+            reason = f"{step.num_lost + 1} iterations were lost: the engine was faster than the recorder"
+            self._go_on(reason, step.ended_s, step.present)
+        else:
+            self._segment.take(step)
+            self._is_flushed = False
+        if self._clock.now() - self._flushed_s >= FLUSH_INTERVAL_S:
+            self.flush()
+            if self._segment.num_bytes > self._max_bytes:
+                self._go_on(f"it has more than {self._max_bytes / _MIB:g} MiB", step.ended_s)
+            elif self._segment.age_s(step.ended_s) > self._max_age_s:
+                self._go_on(f"it is older than {self._max_age_s / _HOUR_S:g} hours", step.ended_s)
+
+    def flush(self) -> None:
+        """Make everything so far readable; nothing if it is."""
+        if not self._is_flushed:
+            self._segment.flush()
+            self._is_flushed = True
+        self._flushed_s = self._clock.now()
+
+    def close(self, end: End | None) -> None:
+        """Complete the files. end: None if the server was killed."""
+        if end is not None:
+            self._segment.change(end.changes, math.inf)
+        self._segment.close(partial=end is None)
+
+    def _go_on(self, reason: str, now_s: float, present: list[Added] | None = None) -> None:
+        """Go on in the next directory. present: the requests in the engine, where they are not those recorded."""
+        present = self._segment.present() if present is None else present
+        self._segment.close(partial=False, reason=reason)
+        self._segment = Segment(self._directory, self._begin, now_s, present)
+
+
+def events(descriptor: int) -> Iterator[Event | None]:
+    """What arrives at a file descriptor until its end; None when nothing does for a second."""
+    buffer = bytearray()
+    while True:
+        if not select.select([descriptor], [], [], FLUSH_INTERVAL_S)[0]:
+            yield None
+            continue
+        if not (content := os.read(descriptor, _READ_BYTES)):
+            return
+        buffer += content
+        yield from take(buffer)
+
+
+def write(descriptor: int, directory: Path) -> None:
+    """Write a recording of all that arrives at a file descriptor."""
+    recording: Recording | None = None
+    for event in events(descriptor):
+        if isinstance(event, Begin):
+            recording = Recording(directory, event)
+        elif recording is None:
+            continue
+        elif event is None:
+            recording.flush()
+        elif isinstance(event, Step):
+            recording.take(event)
+        elif isinstance(event, End):
+            recording.close(event)
+            return
+    if recording is not None:
+        recording.close(None)
+
+
+def main(arguments: list[str]) -> int:
+    (directory,) = arguments
+    # A signal to end is for the server, whose end is the end of the events.
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    try:
+        write(sys.stdin.fileno(), Path(directory))
+    except IfbbenchError as error:
+        print(f"ifbbench recorder: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

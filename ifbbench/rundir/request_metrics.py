@@ -1,0 +1,142 @@
+"""What a recorder knows of the requests of a run: their lines and their part of the summary."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ifbbench.engine.request import Request
+from ifbbench.rundir.line_types import RequestLine
+from ifbbench.rundir.lines import number, request_line
+from ifbbench.rundir.metrics import Population, by_group, limit_waited_for, slow_ttft_s
+from ifbbench.rundir.spans import RequestTimeline
+from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
+from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.objectives import meets_all, parse_objectives
+
+ClassOf = Callable[[int], str | None]
+
+
+class RequestMetrics:
+    """Sums and samples of requests, taken in as they end.
+
+    total: requests of the run. class_of(index): the class of the request at this index of the trace. config: the
+    settings `slo` and `concurrency`. limits: names of limits that every summary has.
+    """
+
+    def __init__(self, total: int, class_of: ClassOf, config: Mapping[str, Any], limits: Sequence[str]) -> None:
+        self.total = total
+        self.first_arrival_s = float("inf")
+        self.last_end_s = 0.0
+        self._completed, self._class_of = 0, class_of
+        self._objectives = parse_objectives(config["slo"]) if config.get("slo") else ()
+        self._has_goodput = any(one.statistic is None for one in self._objectives)
+        # With a closed loop or all requests at once, a queue is no sign of overload.
+        self._is_closed_loop = config.get("concurrency") is not None
+        # By class and priority.
+        self._populations: defaultdict[tuple[str | None, float], Population] = defaultdict(Population)
+        self._waited_s = dict.fromkeys(limits, 0.0)
+
+    def add_request(self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float]) -> RequestLine:
+        """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
+        request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
+        output_len, first_scheduled_s = timeline.produced, starts[timeline.first_run]
+        first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
+        # Later than the last token where a static batch held the request back.
+        end_s = ends[timeline.last_iteration]
+        queue_time_s, ttft_s, e2e_s = first_scheduled_s - arrival_s, first_token_s - arrival_s, end_s - arrival_s
+        tpot_s = (last_token_s - first_token_s) / (output_len - 1) if output_len > 1 else None
+        name = self._class_of(request.index)
+        population = self._populations[name, request.priority]
+        prompt_len, index = request.original_prompt_len, self._completed
+        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, prompt_len, output_len, index)
+        self._completed += 1
+        population.gaps.add(stretches, timeline.every)
+        population.reused_tokens += request.reused_tokens
+        if arrival_s < self.first_arrival_s:
+            self.first_arrival_s = arrival_s
+        if end_s > self.last_end_s:
+            self.last_end_s = end_s
+        attribution_s = dict[str, Any]()
+        for part, seconds in timeline.attribution(starts, end_s).items():
+            attribution_s[part] = number(seconds)
+            if seconds and (limit := limit_waited_for(part)) is not None:
+                self._waited_s[limit] = self._waited_s.get(limit, 0.0) + seconds
+        times_s = [
+            number(queue_time_s),
+            number(ttft_s),
+            None if tpot_s is None else number(tpot_s),
+            number(e2e_s),
+            number(first_scheduled_s),
+            number(first_token_s),
+            number(end_s),
+        ]
+        line = request_line(request, arrival_s, output_len, "completed", None, times_s, attribution_s)
+        if self._has_goodput:
+            latencies = {"queue_time_s": queue_time_s, "ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
+            line.slo_met = meets_all(self._objectives, latencies)
+        if request.num_drafted:
+            line.draft_tokens, line.accepted_draft_tokens = request.num_drafted, request.accepted_drafts
+        return self._with_group(line, name, request)
+
+    def add_failure(self, request: Request, arrival_s: float, error: str | None) -> RequestLine:
+        """Take in a request that was refused, failed, or was stopped by its client (`error` None); returns its line of
+        `requests.jsonl`."""
+        name = self._class_of(request.index)
+        self._populations[name, request.priority].failed += error is not None
+        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
+        # An error that quotes a file name may have characters that UTF-8 has not.
+        text = None if error is None else error.encode(errors="backslashreplace").decode()
+        outcome = "stopped" if error is None else "failed"
+        line = request_line(request, arrival_s, request.num_outputs, outcome, text)
+        if self._has_goodput and error is not None:
+            line.slo_met = False
+        return self._with_group(line, name, request)
+
+    def _with_group(self, line: RequestLine, request_class: str | None, request: Request) -> RequestLine:
+        """The line, with the request's class, priority and name where it has them."""
+        if request_class is not None:
+            line.request_class = request_class
+        if request.priority != DEFAULT_PRIORITY:
+            line.priority = number(request.priority)
+        if request.name is not None:
+            line.name = request.name
+        return line
+
+    def parts(self) -> tuple[Any, ...]:
+        """All that it knows, as what another process can be sent."""
+        times_s = self.first_arrival_s, self.last_end_s
+        populations = {key: population.parts() for key, population in self._populations.items()}
+        return self.total, self._completed, times_s, self._waited_s, populations
+
+    def add_server(self, parts: tuple[Any, ...], iterations: int) -> None:
+        """Take in the requests of another server, its `parts`. iterations: those so far, which its own follow."""
+        total, completed, times_s, waited_s, populations = parts
+        for key, population in populations.items():
+            self._populations[key].add_all(Population.of_parts(population), self._completed, iterations)
+        self.total += total
+        self._completed += completed
+        self.first_arrival_s = min(self.first_arrival_s, times_s[0])
+        self.last_end_s = max(self.last_end_s, times_s[1])
+        for name, seconds in waited_s.items():
+            self._waited_s[name] = self._waited_s.get(name, 0.0) + seconds
+
+    def summary(self, of_iterations: Mapping[str, Any], ends: Sequence[float]) -> dict[str, Any]:
+        """The figures of `summary.json`, those of iterations among them. ends: of each iteration, in seconds."""
+        whole = Population.merged(list(self._populations.values()))
+        span = self.last_end_s - self.first_arrival_s if self._completed else 0.0
+        figures = whole.figures(span, ends, self._objectives)
+        figures["requests"] |= {"total": self.total}
+        found = {
+            "requests": figures.pop("requests"),
+            "duration_s": span,
+            **figures,
+            **of_iterations,
+            "waiting_by_limit": self._waited_s,
+            **NO_TRAFFIC,
+        }
+        if self._completed >= MIN_REQUESTS and not self._is_closed_loop:
+            arrival_s, queue_time_s, ttft_s = (np.asarray(whole.columns[name]) for name in TRAFFIC_COLUMNS)
+            found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(self._objectives))
+        return found | by_group(self._populations, span, ends, self._objectives)

@@ -1,0 +1,33 @@
+"""The trace of live traffic: rows that are written as requests end, and ordered at the end."""
+
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+from ifbbench.compressed import open_to_read
+from ifbbench.rundir.lines import JsonLinesWriter
+from ifbbench.workload.formats import trace_lines, write_lines
+from ifbbench.workload.trace import TraceRequest
+
+
+class TrafficTrace:
+    """Writes the trace of a server. A request becomes a row when it ends, because its output length is known only then.
+    Its id must be its number in the order of arrival."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lines = path, JsonLinesWriter(path)
+
+    def add(self, row: TraceRequest) -> None:
+        self._lines.write(line.rstrip("\n").encode() for line in trace_lines([row]))
+
+    def flush(self) -> None:
+        self._lines.flush()
+
+    def close(self, num_requests: int) -> dict[str, Any]:
+        """Put the rows in order of arrival; returns what `run.json` says of them. num_requests: that arrived."""
+        self._lines.close()
+        with open_to_read(self._path) as file:
+            rows = sorted((int(line.partition(b":")[2].partition(b",")[0]), line) for line in file)
+        write_lines((line.decode() for _, line in rows), self._path, overwrite=True)
+        with self._path.open("rb") as file:
+            return {"requests": num_requests, "sha256": file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,63 @@
+"""Which part of the devices a new request goes to, with attention data parallelism: each engine's rule.
+
+Only read, not compared: `DefaultADPRouter` of TensorRT-LLM (tensorrt_llm/_torch/pyexecutor/scheduler/adp_router.py),
+`DPLBAsyncMPClient.get_core_engine_for_request` of vLLM (vllm/v1/engine/core_client.py), and `round_robin` of
+`DataParallelController` of SGLang (python/sglang/srt/managers/data_parallel_controller.py), as of 2026.
+"""
+
+from collections.abc import Callable
+
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.kv.attention_window import ceil_div
+from ifbbench.settings.config import SGLANG, VLLM
+
+
+class Parts:
+    """The parts of the devices with requests of their own. The request in a row belongs to part row % number.
+
+    A request is given to a part when it enters the running set, one after the other."""
+
+    def __init__(self, table: RequestTable, number: int, engine: str) -> None:
+        self._table, self._number = table, number
+        self._next = 0
+        rules: dict[str, Callable[[list[int]], int]] = {VLLM: self._fewest_requests, SGLANG: self._in_turn}
+        self._rule = rules.get(engine, self._fewest_tokens)
+
+    def take(self, request: Request) -> int:
+        """A free row of the part that `request` goes to, removed from the free rows. IndexError if there is none."""
+        by_part: dict[int, int] = {}
+        for row in reversed(self._table.free_rows):
+            by_part.setdefault(row % self._number, row)
+        if not by_part:
+            raise IndexError("no row is free")
+        row = by_part[self._rule(sorted(by_part))]
+        self._table.free_rows.remove(row)
+        return row
+
+    def _requests(self) -> list[int]:
+        """Requests of each part."""
+        counts = [0] * self._number
+        for row in self._table.requests:
+            counts[row % self._number] += 1
+        return counts
+
+    def _fewest_requests(self, parts: list[int]) -> int:
+        """vLLM: requests that wait count fourfold, but none waits for a part here."""
+        running = self._requests()
+        return min(parts, key=lambda part: running[part])
+
+    def _in_turn(self, parts: list[int]) -> int:
+        """SGLang."""
+        chosen = min(parts, key=lambda part: (part - self._next) % self._number)
+        self._next = (chosen + 1) % self._number
+        return chosen
+
+    def _fewest_tokens(self, parts: list[int]) -> int:
+        """TensorRT-LLM: the fewest prompt tokens, among parts with fewer requests than each may have if they are
+        divided evenly. It sorts several requests that arrive together by length first; here they come in order."""
+        running, tokens = self._requests(), [0] * self._number
+        for row, request in self._table.requests.items():
+            tokens[row % self._number] += request.original_prompt_len
+        expected = max(ceil_div(sum(running) + 1, self._number), max(running))
+        open_parts = [part for part in parts if running[part] < expected] or parts
+        return min(open_parts, key=lambda part: (tokens[part], running[part]))

@@ -1,0 +1,36 @@
+"""The settings that only SGLang's scheduler has."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SglangRules:
+    """Settings of SGLang's `ServerArgs`, beside those that all engines have.
+
+    schedule_policy: how the queue is ordered. conservativeness: factor of the share of their output that running
+        requests are expected to need.
+    chunk_size: tokens of prompts in an iteration, beyond which the last prompt is cut; None does not cut prompts.
+    max_prefill_tokens: tokens of prompts in an iteration, above which no further prompt starts.
+    prefill_max_requests: prompts of an iteration; None is no limit.
+    mixes_chunks: decode tokens ride in prefill batches.
+    eviction_policy: which leaf of the tree is evicted first.
+    retracts_by_priority: the lowest priority is retracted first; else the request with the fewest outputs.
+    is_priority: the queue is ordered by priority. preempts: a waiting request may take the place of running ones whose
+        priority is lower by more than `preemption_threshold`.
+    ignores_eos: outputs of which the maximum length is the actual one have it for certain: no end token ends them.
+    seed: of the random order.
+    """
+
+    schedule_policy: str = "fcfs"
+    conservativeness: float = 1.0
+    chunk_size: int | None = 8192
+    max_prefill_tokens: int = 16_384
+    prefill_max_requests: int | None = None
+    mixes_chunks: bool = False
+    eviction_policy: str = "lru"
+    retracts_by_priority: bool = False
+    is_priority: bool = False
+    preempts: bool = False
+    preemption_threshold: float = 10.0
+    ignores_eos: bool = False
+    seed: int = 0

@@ -1,0 +1,249 @@
+"""SGLang's scheduler behind the border of the engine (`Scheduler` of SGLang 0.5.23): a prefill batch where one can be
+made (prefill.py), else a decode batch (decode.py).
+
+The rules have the names of their sections in docs/engines.md.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ifbbench.clock import Clock
+from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
+from ifbbench.engine.confirm import confirm
+from ifbbench.engine.interfaces import RequestSource
+from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
+from ifbbench.engine.records import CacheState, InFlightIteration
+from ifbbench.engine.request import Request
+from ifbbench.engine.stretch import Growth
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.queueing import QueueingScheduler
+from ifbbench.schedulers.sglang.admission import NONE_RUNNING, Need, PrefillPass, Verdict
+from ifbbench.schedulers.sglang.decode import decide_decode
+from ifbbench.schedulers.sglang.in_flight import Scheduled
+from ifbbench.schedulers.sglang.order import max_outputs
+from ifbbench.schedulers.sglang.prefill import decide_prefill
+from ifbbench.schedulers.sglang.repetition import certain_steps, repeat
+from ifbbench.schedulers.sglang.state import Decision, SglangState
+
+
+class SglangScheduler(QueueingScheduler):
+    """A `Scheduler` with the rules of SGLang."""
+
+    def __init__(self, limits: BatchingConfig, clock: Clock, is_predicted: bool = False) -> None:
+        """ValueError without the rules of SGLang."""
+        if limits.sglang is None:
+            raise ValueError("the limits have no rules of SGLang; resolve a configuration with the engine sglang")
+        state = self.state = SglangState(limits, limits.sglang)
+        super().__init__("SGLang's scheduler", limits, state.table, is_predicted)
+        self.rules, self.kv_cache = limits.sglang, state.kv_cache
+        self.layout = BatchLayout((self.kv_cache.block_tables,), limits.tokens_per_block, limits.max_in_flight)
+        self._source: RequestSource | None = None
+        self._num_decided = 0  # iterations that were decided and not submitted: 1, or 0 in the middle of a stretch
+
+    # The queue.
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """Requests that have not run yet."""
+        return [request for request in self.state.queue if request.table is None]
+
+    def admit(self, source: RequestSource) -> Sequence[Request]:
+        self._source = source
+        return super().admit(source)
+
+    def _has_room_in_queue(self, max_queue_size: int) -> bool:
+        return len(self.state.queue) < max_queue_size
+
+    def _never_fits(self, request: Request) -> str | None:
+        """A request must be admitted when no other runs, also after a retraction, when its first tokens may take a page
+        more."""
+        cache = self.kv_cache
+        pool, tree = cache.num_pages * cache.page_size, cache.tree is not None
+        batch = PrefillPass(self.rules, cache.page_size, lambda: pool, NONE_RUNNING, 1.0, keeps_prefixes=tree)
+        longest = request.prompt_len + cache.page_size - 1
+        need = Need(longest, 0, max_outputs(request), 0, self.state.ignores_eos(request))
+        if batch.judge(need)[0] is not Verdict.NO_TOKEN or batch.num_chosen:
+            return None
+        return f"needs more than the {pool} tokens of KV cache to start, outputs that it may have included (kv_blocks)"
+
+    def _enqueue(self, request: Request) -> None:
+        if len(self._by_id) == 1:
+            self.state.ratio.reset()  # the engine was idle
+        self.state.enqueue(request)
+
+    def remove(self, request: Request) -> None:
+        state = self.state
+        self._forget(request)
+        state.order.left(request)
+        state.judged.pop(request, None)
+        state.leave_batches(request)
+        if request in state.queue:
+            state.queue.remove(request)
+        if request.table is not None:
+            if self.kv_cache.holds(request.slot):
+                state.release(request)
+            for batch in state.in_flight:
+                batch.drop(request.slot)
+            request.leave()
+        request.complete()
+
+    # The decision for one iteration.
+
+    def schedule(
+        self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
+    ) -> Plan:
+        self._join()
+        state, decision = self.state, Decision(in_flight)
+        if not decide_prefill(state, decision):
+            decide_decode(state, decision)
+        if decision.aborted is not None:
+            self._abort(decision.aborted)
+        self._num_decided = 1
+        return self._plan(decision)
+
+    def _join(self) -> None:
+        """The requests of the latest prefill batch decode from now on (The loop)."""
+        state = self.state
+        if state.chunked is not None and state.chunked in state.last:
+            self.kv_cache.publish(state.chunked, state.chunked.position)
+            state.last.remove(state.chunked)
+            state.has_left = True
+        if state.has_left or not len(state.running):
+            state.is_full = state.has_left = False
+        state.running.join(state.last)
+        state.last = []
+
+    def _abort(self, request: Request) -> None:
+        """The only running request does not fit."""
+        self.remove(request)
+        if self._source is not None:
+            self._source.refuse(request, "the KV cache has no room for its next token, although no other request runs")
+
+    def _plan(self, decision: Decision) -> Plan:
+        state, chosen = self.state, decision.chosen
+        chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in chosen])
+        blocked = [LeftOut(pause.victim, pause.limit) for pause in decision.paused]
+        if state.chunked is not None:
+            blocked.append(LeftOut(state.chunked, Limit.NUM_TOKENS))
+        held = list(state.running) if chosen else []
+        if held:
+            blocked.append(LeftOut(held[0], Limit.PREFILL))
+        if state.queue and state.limit_of_head is not None:
+            blocked.append(LeftOut(state.queue[0], state.limit_of_head))
+        return Plan(
+            list(chosen),
+            decision.rows,
+            held=held,
+            paused=decision.paused,
+            blocked=tuple(blocked),
+            chunks=chunks,
+            entered=decision.entered,
+            num_ending=decision.num_ending,
+        )
+
+    # One iteration.
+
+    def allocate(self, plan: Plan) -> StepInputs:
+        """The pages were taken with the decision."""
+        self._count_tokens(plan)
+        return StepInputs(self.state.computed(plan.rows))
+
+    def _count_tokens(self, plan: Plan) -> None:
+        self.kv_cache.filled_tokens += sum([chunk.length for chunk in plan.chunks]) + len(plan.rows)
+
+    def advance(self, plan: Plan, iteration: int) -> int:
+        recomputed = 0
+        for chunk in plan.chunks:
+            recomputed += chunk.request.advance_context()
+            self.state.num_computed += chunk.length
+            if chunk.is_last:
+                chunk.request.start_generation()
+        self.table.generated[plan.rows] += 1
+        self._submitted(Scheduled(plan.chunks, plan.output_rows()))
+        return recomputed
+
+    def _submitted(self, batch: Scheduled) -> None:
+        """A batch is in flight. With overlap, requests whose last output is in it do not decode again (Overlap)."""
+        self.state.in_flight.append(batch)
+        for request in self._last_outputs(batch.outputs):
+            request.finish_scheduling()
+            self.state.has_finishing = True
+
+    def _oldest(self) -> Scheduled:
+        return self.state.in_flight[0]
+
+    def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
+        if iteration.is_repeated:
+            return self.confirm(1)
+        return self._collected(1, confirm(iteration, outputs, self.table))
+
+    def _collected(self, times: int, done: list[Request]) -> list[Request]:
+        """So many of the oldest equal batches in flight were collected. Publishes the prompts that they computed, and
+        releases what `done`, the requests that they complete, hold, in batch order."""
+        state = self.state
+        batch = state.in_flight[0]
+        batch.times -= times
+        if not batch.times:
+            state.in_flight.popleft()
+        for chunk in batch.chunks:
+            if not chunk.is_last:
+                continue
+            if chunk.request in done:
+                state.release(chunk.request)
+            else:
+                self.kv_cache.publish(chunk.request, chunk.start + chunk.length)
+        batch.chunks = ()
+        for request in done:
+            if self.kv_cache.holds(request.slot):
+                state.release(request)
+        return done
+
+    def lose(self, iteration: InFlightIteration) -> list[Request]:
+        batch, cache = self.state.in_flight[0], self.kv_cache
+        rows = dict.fromkeys([chunk.request.slot for chunk in batch.chunks] + batch.outputs.tolist())
+        batch.chunks = ()
+        self._collected(1, [])
+        lost = [self.table.requests[row] for row in rows]
+        for request in lost:
+            if cache.holds(request.slot):
+                cache.release(request.slot, self.state.computed_by(request))
+        if cache.tree is not None:  # parts of what was lost may be in it
+            cache.tree.evict(cache.num_pages * cache.page_size)
+        return lost
+
+    # Iterations of which the times are known.
+
+    def horizon(self, plan: Plan) -> int:
+        state = self.state
+        if not self._is_predicted or self._num_reading or plan.does_nothing:
+            return 0
+        is_tried = bool(state.queue) and (not state.is_full or self.rules.preempts)
+        if plan.chunks or plan.paused or state.chunked is not None or is_tried:
+            return 1
+        plan.awaits_in_flight = any(batch.chunks for batch in state.in_flight)
+        return certain_steps(state, plan.rows)
+
+    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
+        computed = self.state.computed(plan.rows)
+        return Positions(len(computed), int(np.add.reduce(computed)), lambda: computed, slots=plan.rows), None
+
+    def repeat(self, plan: Plan, count: int) -> Growth:
+        num_decided, self._num_decided = self._num_decided, 0
+        if plan.chunks:
+            self._count_tokens(plan)
+            recomputed = self.advance(plan, 0)
+            growth = Growth(self.kv_cache.state(), [0], [0], [0])
+            growth.recomputed = recomputed
+            return growth
+        growth = repeat(self.state, plan.rows, count, num_decided)
+        self.state.ratio.decay(count - num_decided)
+        self._submitted(Scheduled((), plan.rows, count))
+        return growth
+
+    def cache_state(self) -> CacheState:
+        return self.kv_cache.state()
+
+    def computed_by(self, request: Request) -> int:
+        """Tokens of a running request that were computed or are in flight."""
+        return self.state.computed_by(request)

@@ -1,0 +1,29 @@
+"""Slots for the next tokens of decode batches (`check_decode_mem` and `alloc_for_decode` of SGLang 0.5.23)."""
+
+from ifbbench.engine.arrays import Rows
+from ifbbench.schedulers.sglang.state import SglangState
+
+
+def has_room(state: SglangState, rows: Rows) -> bool:
+    """Whether the next decode step of these requests has room. What no request uses is evicted for it."""
+    cache = state.kv_cache
+    return cache.make_room(len(_beginning(state, rows)) * cache.page_size)
+
+
+def take_slots(state: SglangState, rows: Rows) -> None:
+    """Take pages for the next tokens of these requests."""
+    cache = state.kv_cache
+    if cache.page_size > 1:  # SGLang counts a page for each request
+        cache.make_room(len(rows) * cache.page_size)
+    if len(beginning := _beginning(state, rows)):
+        cache.make_room(len(beginning) * cache.page_size)
+        cache.grow_each(beginning)
+
+
+def _beginning(state: SglangState, rows: Rows) -> Rows:
+    """The part of `rows` whose next tokens begin a page."""
+    page = state.kv_cache.page_size
+    if page == 1:
+        return rows
+    beginning: Rows = rows[state.computed(rows) % page == 0]
+    return beginning

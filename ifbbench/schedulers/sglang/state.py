@@ -1,0 +1,118 @@
+"""What the parts of SGLang's scheduler share: its requests, and what they hold."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from ifbbench.engine.arrays import NO_ROWS, Rows
+from ifbbench.engine.plan import Limit, Pause
+from ifbbench.engine.records import InFlightIteration
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.sglang.cache import SglangCache
+from ifbbench.schedulers.sglang.in_flight import Scheduled
+from ifbbench.schedulers.sglang.order import QueueOrder, max_outputs
+from ifbbench.schedulers.sglang.ratio import NewTokenRatio
+from ifbbench.schedulers.sglang.rules import SglangRules
+from ifbbench.schedulers.sglang.running import RunningRequests
+
+
+class SglangState:
+    """The requests of the scheduler, waiting, running and in flight, and the pages that they hold.
+
+    queue: waiting requests. running: those that decode. last: those of the latest prefill batch, which have not joined
+    `running`. chunked: the one whose prompt is computed in chunks. is_full: no request is tried before one has left.
+    has_left: one has left `running` or `last` since the latest decision. has_finishing: the last output of some running
+    request may be in flight. limit_of_head: why the head of the queue waits. num_computed: prompt tokens that all
+    requests have computed so far. judged: tokens that waiting requests lacked when they were last judged, or ran.
+    """
+
+    def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
+        self.limits, self.rules = limits, rules
+        self.table = RequestTable(limits.num_slots)
+        self.kv_cache = SglangCache(
+            limits.num_blocks,
+            limits.tokens_per_block,
+            limits.num_slots,
+            limits.max_seq_len,
+            limits.reuse.enabled,
+            rules.eviction_policy,
+        )
+        self.queue: list[Request] = []
+        self.running = RunningRequests()
+        self.last: list[Request] = []
+        self.chunked: Request | None = None
+        self.in_flight: deque[Scheduled] = deque()
+        self.is_full = self.has_left = self.has_finishing = False
+        self.limit_of_head: Limit | None = None
+        self.ratio = NewTokenRatio(rules.conservativeness)
+        self.num_computed = 0
+        self.order = QueueOrder(rules, self.kv_cache, lambda: self.num_computed)
+        self.judged: dict[Request, int] = {}
+        self._num_queued = 0
+
+    def enqueue(self, request: Request) -> None:
+        """Add a request that has arrived or was retracted to the end of the queue."""
+        self._num_queued += 1
+        request.order = (-request.priority if self.rules.is_priority else 0.0, self._num_queued)
+        self.queue.append(request)
+        self.order.arrived(request)
+
+    def leave_batches(self, request: Request) -> None:
+        """A request is no longer part of the batches."""
+        if request in self.running.requests:
+            self.running.remove(request)
+            self.has_left = True
+        if request in self.last:
+            self.last.remove(request)
+            self.has_left = True
+        if request is self.chunked:
+            self.chunked = None
+
+    def leave_finishing(self) -> int:
+        """Running requests whose last output is in flight do not decode again; returns how many they are."""
+        if not self.has_finishing:
+            return 0
+        before, self.has_finishing = len(self.running), False
+        kept = [request for request in self.running.requests if request.in_generation]
+        if len(kept) < before:
+            self.running.keep(kept)
+        return before - len(kept)
+
+    def release(self, request: Request) -> None:
+        """A request ends: the tree keeps what it computed."""
+        computed = self.computed_by(request)
+        self.kv_cache.publish(
+            request, min(computed, request.original_prompt_len + request.num_outputs), is_complete=True
+        )
+        self.kv_cache.release(request.slot, computed)
+
+    def computed_by(self, request: Request) -> int:
+        """Tokens of a running request that were computed or are in flight."""
+        return request.position if request.in_context else request.prompt_len + request.num_generated - 1
+
+    def computed(self, rows: Rows) -> Rows:
+        """[rows], the same of requests that decode."""
+        table = self.table
+        computed: Rows = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - 1
+        return computed
+
+    def ignores_eos(self, request: Request) -> bool:
+        """Whether a request is certain to have all the outputs that it may have."""
+        return self.rules.ignores_eos and request.output_len == max_outputs(request)
+
+
+class Decision:
+    """What one iteration runs, while it is decided.
+
+    in_flight: the iterations in flight. chosen: requests with chunks of their prompts. rows: of the generation
+    requests. paused, entered, num_ending: as in a Plan. aborted: the only running request, if it does not fit.
+    """
+
+    def __init__(self, in_flight: Sequence[InFlightIteration]) -> None:
+        self.in_flight = in_flight
+        self.chosen: list[Request] = []
+        self.rows: Rows = NO_ROWS
+        self.paused: list[Pause] = []
+        self.entered: list[Request] = []
+        self.aborted: Request | None = None
+        self.num_ending = 0

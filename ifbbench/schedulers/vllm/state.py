@@ -1,0 +1,85 @@
+"""What the parts of vLLM's scheduler share: its requests, and what they hold."""
+
+from ifbbench.engine.arrays import Rows
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.vllm.cache import VllmCache
+from ifbbench.schedulers.vllm.generation import JointGeneration
+from ifbbench.schedulers.vllm.in_flight import InFlight
+from ifbbench.schedulers.vllm.queue import WaitingQueue
+from ifbbench.schedulers.vllm.rules import VllmRules
+from ifbbench.schedulers.vllm.running import RunningRequests
+
+
+class VllmState:
+    """The requests of the scheduler, waiting, running and in flight, and the blocks that they hold.
+
+    computed: [rows], of generation requests, how many tokens were computed or scheduled, where they do not run jointly.
+    num_preempted: requests in the queue that were pre-empted.
+    """
+
+    def __init__(self, limits: BatchingConfig, rules: VllmRules, is_predicted: bool) -> None:
+        self.limits, self.rules = limits, rules
+        self.table = RequestTable(limits.num_slots)
+        self.kv_cache = VllmCache(
+            rules,
+            limits.num_blocks,
+            limits.tokens_per_block,
+            limits.num_slots,
+            limits.max_seq_len,
+            limits.reuse.enabled,
+            limits.max_tokens_in_flight,
+            has_ids=limits.reads_block_tables and not is_predicted,
+        )
+        self.queue = WaitingQueue(rules.is_priority)
+        self.running = RunningRequests()
+        self.in_flight = InFlight()
+        self.generation = JointGeneration(limits, self.table, self.kv_cache)
+        self.kv_cache.settle = self.generation.settle
+        self.computed = self.generation.computed
+        self.num_preempted = 0
+        self.max_running = min(limits.max_batch_size, rules.max_active or limits.max_batch_size)
+
+    def computed_by(self, request: Request) -> int:
+        """Tokens of a running request that were computed or scheduled."""
+        if request.in_context:
+            return request.position
+        return int(self.computed[request.slot]) + (self.table.deferred_steps if request.in_generation else 0)
+
+    def part(self) -> None:
+        """The generation requests do not all run in the next iteration, or what their tokens are decides something."""
+        if self.generation.is_active:
+            ending = self.generation.end()
+            rows = {row for row, request in self.table.requests.items() if request.in_generation}
+            self.in_flight.part(rows.union([request.slot for request in ending]), self.table.confirmed)
+
+    def known(self, rows: Rows) -> Rows:
+        """[rows], tokens of prompt and output that are known, of generation requests."""
+        table = self.table
+        known: Rows = table.original_prompt_len[rows] + table.joined[rows] + table.confirmed[rows]
+        return known
+
+    def known_of(self, request: Request) -> int:
+        """Tokens of prompt and output of a running request that are known."""
+        known = request.prompt_len
+        if request.in_context:
+            return known
+        deferred = self.table.deferred_confirmed if request.in_generation else 0
+        return known + int(self.table.confirmed[request.slot]) + deferred
+
+    def set_hashes(self, rows: Rows, tokens: Rows) -> None:
+        """The blocks that the first `tokens` tokens of each of `rows` fill get their hashes."""
+        if not self.limits.reuse.enabled:
+            return
+        due = tokens // self.kv_cache.tokens_per_block > self.kv_cache.hashed[rows]
+        for row, count in zip(rows[due].tolist(), tokens[due].tolist(), strict=True):
+            self.kv_cache.set_hashes(self.table.requests[row], count)
+
+    def release(self, request: Request, is_scheduled: bool = False, is_preempted: bool = False) -> None:
+        """Release the blocks of a running request. Those that its outputs fill can be found from now on: all that were
+        scheduled. is_scheduled: in this very iteration too."""
+        if not request.in_context and not self.limits.drafts.max_len:  # drafts: see Planner
+            self.kv_cache.set_hashes(request, self.known_of(request) - (0 if is_scheduled else 1))
+        if is_preempted:
+            self.kv_cache.index_unshared(request)
+        self.kv_cache.release(request.slot, self.computed_by(request))

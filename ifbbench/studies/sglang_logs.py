@@ -1,0 +1,140 @@
+"""Times of iterations from the log lines of SGLang: `Prefill batch`, and `Decode batch` of every 40 decode batches.
+
+A decode line has the tokens a second since the one before. With as many requests before and after, that is the time of
+40 decode batches and of the prefill batches between the two lines. A prefill line has the tokens a second since the
+prefill line before; if the prompt of that one was cut, nothing ran in between.
+"""
+
+import re
+from itertools import pairwise
+from typing import NamedTuple
+
+from ifbbench.errors import InputError
+from ifbbench.simulated.step_work import StepWork
+from ifbbench.studies.fit import Observation
+from ifbbench.studies.log import CONSTANT_LOAD, Log
+from ifbbench.studies.measure import Sample
+
+# Up to 0.5.0 a full stop stood where a comma stands now. A line may have the iteration's number.
+PREFILL = re.compile(
+    r"Prefill batch(?: \[\d+\])?[.,] #new-seq: (\d+), #new-token: (\d+), #cached-token: (\d+), .*?"
+    r"#running-req: (\d+), #queue-req: (\d+).*?input throughput \(token/s\): ([\d.]+)"
+)
+DECODE = re.compile(
+    r"Decode batch(?: \[\d+\])?[.,] #running-req: (\d+), #(?:full )?token: (\d+), .*?"
+    r"gen throughput \(token/s\): ([\d.]+)"
+)
+INTERVAL = re.compile(r"decode_log_interval=(\d+)")
+FACTS = {
+    "model": re.compile(r"\bmodel_path='([^']+)'"),
+    "tp_size": re.compile(r"\btp_size=(\d+)"),
+    "pp_size": re.compile(r"\bpp_size=(\d+)"),
+}
+DEFAULT_INTERVAL = 40
+
+
+class Prefill(NamedTuple):
+    """A prefill line. cached: tokens of its prompts that were in the cache. rate: tokens a second."""
+
+    requests: int
+    tokens: int
+    cached: int
+    running: int
+    queued: int
+    rate: float
+
+    def work(self, computed: int = 0) -> StepWork:
+        """Its work, prompts taken as equally long. computed: tokens of the prompt that was cut."""
+        length, rest = divmod(self.tokens, self.requests)
+        chunks = [(0, length + (number < rest), True) for number in range(self.requests)]
+        chunks[0] = (self.cached + computed, chunks[0][1], True)
+        return StepWork.of_lengths(chunks)
+
+
+class Decode(NamedTuple):
+    """A decode line. tokens: of the running requests in the KV cache. rate: tokens a second."""
+
+    running: int
+    tokens: int
+    rate: float
+
+
+def is_sglang(text: str) -> bool:
+    """Whether `text` has log lines of SGLang's batches."""
+    return "#running-req:" in text and ("Prefill batch" in text or "Decode batch" in text)
+
+
+def read_sglang(log: Log, text: str) -> None:
+    """Add what the lines in `text` measure to `log`. InputError for drafts, for several servers, and for another
+    version."""
+    log.add_facts(FACTS, text)
+    logged = INTERVAL.search(text)
+    interval = int(logged[1]) if logged else DEFAULT_INTERVAL
+    batches = list(_batches(log, text))
+    log.overlaps = "disable_overlap_schedule=True" not in text
+    _add_prefills(log, batches)
+    _add_decodes(log, batches, interval)
+
+
+def _batches(log: Log, text: str) -> list[Prefill | Decode]:
+    found: list[Prefill | Decode] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if "accept len" in line:
+            raise InputError(f"{log.path}, line {number}: speculative decoding is not simulated.")
+        if match := PREFILL.search(line):
+            requests, tokens, cached, running, queued = map(int, match.groups()[:5])
+            found.append(Prefill(requests, tokens, cached, running, queued, float(match[6])))
+        elif match := DECODE.search(line):
+            found.append(Decode(int(match[1]), int(match[2]), float(match[3])))
+        elif "Prefill batch" in line or "Decode batch" in line:
+            if number == len(lines):
+                log.notes.append(f"it is cut in line {number}, which is not used.")
+                break
+            raise InputError(
+                f"{log.path}, line {number}: a batch of another version of SGLang, {line[-100:]!r}; expected `Prefill "
+                "batch, #new-seq: …` or `Decode batch, #running-req: …`."
+            )
+    return found
+
+
+def _add_prefills(log: Log, batches: list[Prefill | Decode]) -> None:
+    """Prefill batches behind one whose prompt was cut: no request has joined the running ones, and all tokens of a
+    batch were used."""
+    budget = max((one.tokens for one in batches if isinstance(one, Prefill)), default=0)
+    computed = 0
+    for before, one in pairwise(batches):
+        is_cut = (
+            isinstance(before, Prefill)
+            and isinstance(one, Prefill)
+            and (before.requests, before.tokens, before.running) == (1, budget, one.running)
+        )
+        if not is_cut:
+            computed = 0
+            continue
+        assert isinstance(before, Prefill)
+        assert isinstance(one, Prefill)
+        computed += before.tokens + before.cached
+        if one.rate > 0 and one.requests == 1:
+            log.samples.append((Sample(one.work(computed), one.tokens / one.rate, None), True))
+
+
+def _add_decodes(log: Log, batches: list[Prefill | Decode], interval: int) -> None:
+    """The mean iteration between two decode lines of constant load, unless no request ran in between."""
+    before: Decode | None = None
+    prompts: list[Prefill] = []
+    for one in batches:
+        if isinstance(one, Prefill):
+            prompts.append(one)
+            continue
+        is_constant = before is not None and abs(one.running - before.running) <= CONSTANT_LOAD * one.running
+        if before is not None and is_constant and one.rate > 0 and all(prompt.running for prompt in prompts):
+            running, tokens = (before.running + one.running) / 2, (before.tokens + one.tokens) // 2
+            batch = round(running)
+            kv_tokens = max(tokens // batch, 1)
+            decode = StepWork.of_lengths(kv_lengths=[kv_tokens] * batch)
+            iterations = interval + len(prompts)
+            steps = [(decode, interval / iterations), *((prompt.work(), 1 / iterations) for prompt in prompts)]
+            seconds = interval * running / one.rate / iterations
+            log.observations.append(Observation(seconds, steps, "mixed" if prompts else "generation"))
+        before, prompts = one, []

@@ -1,0 +1,160 @@
+"""SGLang's scheduler in the engine: many iterations at once are single ones, and requests read what was written for
+them. That each decision is SGLang's own: see test_sglang_conformance."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event
+from hypothesis import strategies as st
+
+from ifbbench.engine.request import Request
+from ifbbench.kv.sequence import ReuseRules
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.sglang.rules import SglangRules
+from ifbbench.schedulers.sglang.scheduler import SglangScheduler
+from ifbbench.settings.config import EVICTION_POLICIES, SCHEDULE_POLICIES
+from ifbbench.settings.modes import Overlap
+from tests.drawing import holds
+from tests.engine.engine import Loop
+from tests.engine.reuse_executor import VOCABULARY, greedy
+from tests.engine.test_vllm_scheduler import WritesBeforeReading, requests
+from tests.replay.test_fast_forward import config_of, files, run, trace_of
+
+rules = st.builds(
+    SglangRules,
+    schedule_policy=st.sampled_from(SCHEDULE_POLICIES),
+    conservativeness=st.sampled_from([0.3, 1.0, 2.0]),
+    chunk_size=st.sampled_from([None, 8, 16, 64]),
+    max_prefill_tokens=st.sampled_from([32, 512]),
+    mixes_chunks=st.booleans(),
+    eviction_policy=st.sampled_from(EVICTION_POLICIES),
+    retracts_by_priority=st.booleans(),
+    is_priority=st.booleans(),
+    preemption_threshold=st.sampled_from([0.0, 0.3]),
+    ignores_eos=st.booleans(),
+).flatmap(
+    lambda rules: st.builds(replace, st.just(rules), preempts=st.booleans() if rules.is_priority else st.just(False))
+)
+limits = st.fixed_dictionaries(
+    {
+        "sglang": rules,
+        "max_batch_size": st.integers(1, 8),
+        "overlap": st.sampled_from([None, Overlap.ASYNC]),
+        "reuse": st.sampled_from([ReuseRules(), ReuseRules(enabled=True), ReuseRules(enabled=True)]),
+    }
+)
+
+
+@holds(
+    30,
+    500,
+    rows=requests,
+    changes=limits,
+    size=st.sampled_from([1, 2, 4, 8]),
+    share=st.floats(1.2, 4.0),
+    concurrency=st.sampled_from([None, None, 3]),
+    every=st.sampled_from([1, 1, 4]),
+)
+def test_together_is_as_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    changes: dict[str, Any],
+    size: int,
+    share: float,
+    concurrency: int | None,
+    every: int,
+) -> None:
+    """share: of the pages of the longest sequence, so that there are retractions."""
+    more = {"tokens_per_block": size, "num_blocks": int(96 / size * share) + 1, "max_input_len": 95}
+    config, trace = config_of(engine="sglang", **more, **changes), trace_of(rows)
+    folder = tmp_path_factory.mktemp("runs")
+    run(trace, config, folder / "apart", together=False, concurrency=concurrency, every=every)
+    recorder = run(trace, config, folder / "together", together=True, concurrency=concurrency, every=every)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
+
+
+def test_a_second_prompt_is_not_cut_in_a_batch(tmp_path: Path) -> None:
+    """Request 5 is cut to whole pages beside a decode token, and leaves one token of the chunk. Request 6 ignores the
+    end token, and its cut would not be aligned."""
+    one = (0, 1, 1, 0, 0.5)
+    rows = [one] * 4 + [(0, 1, 2, 0, 0.5), (0, 7, 1, 3, 0.5), (0, 2, 1, 0, 0.5)] + [one] * 5 + [(0, 5, 3, 0, 0.9)]
+    rules = SglangRules(
+        conservativeness=0.3,
+        chunk_size=8,
+        max_prefill_tokens=32,
+        mixes_chunks=True,
+        is_priority=True,
+        ignores_eos=True,
+    )
+    config = config_of(
+        engine="sglang", sglang=rules, max_batch_size=3, tokens_per_block=2, num_blocks=97, max_input_len=95
+    )
+    run(trace_of(rows), config, tmp_path / "run", together=False)
+    assert len(files(tmp_path / "run")["requests.jsonl"].splitlines()) == len(rows)
+
+
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_pages_hold_what_requests_read(first: int) -> None:
+    """Random prompts that go on with what others generate, requests that are stopped, caches that are often short."""
+    num_pauses = num_reused = 0
+    for seed in range(first, first + 20):
+        draw = random.Random(seed)
+        size, longest, is_priority = draw.choice([1, 2, 4, 8]), draw.choice([20, 40]), draw.random() < 0.4
+        config = BatchingConfig(
+            "max_utilization",
+            max_batch_size=draw.randint(1, 5),
+            max_num_tokens=50,
+            max_seq_len=longest,
+            max_input_len=longest - 1,
+            tokens_per_block=size,
+            num_blocks=-(-longest // size) + 2 + draw.randint(0, 30) // size,
+            reuse=ReuseRules(enabled=draw.random() < 0.85),
+            overlap=draw.choice([None, Overlap.ASYNC]),
+            engine="sglang",
+            sglang=SglangRules(
+                draw.choice(SCHEDULE_POLICIES),
+                conservativeness=draw.choice([0.1, 1.0]),
+                chunk_size=draw.choice([None, 8, 16]),
+                mixes_chunks=draw.random() < 0.4,
+                eviction_policy=draw.choice(EVICTION_POLICIES),
+                is_priority=is_priority,
+                preempts=is_priority and draw.random() < 0.5,
+                preemption_threshold=0.1,
+            ),
+        )
+        prompts: list[list[int]] = []
+        for _ in range(draw.randint(1, 12)):
+            if prompts and draw.random() < 0.6:
+                before = draw.choice(prompts)
+                prompt = (before + greedy(before, draw.randint(0, 10)))[: longest * 3 // 4]
+            else:
+                random_part = [draw.randrange(VOCABULARY) for _ in range(draw.randint(0, longest // 4))]
+                prompt = [1] * draw.randint(1, longest // 2) + random_part
+            prompts.append(prompt)
+        arrivals = []
+        for number, prompt in enumerate(prompts):
+            priority = draw.choice([0.2, 0.5, 0.8]) if is_priority else 0.5
+            new_tokens, tokens = draw.randint(1, longest - len(prompt)), np.array(prompt, np.int32)
+            request = Request(number, len(prompt), new_tokens, prompt_tokens=tokens, index=number, priority=priority)
+            arrivals.append((draw.randint(0, 20), request))
+        arrivals.sort(key=lambda arrival: arrival[0])
+        wanted = {request.request_id: request.max_new_tokens for _, request in arrivals}
+        stops = {draw.randint(1, 30): [draw.randrange(len(arrivals))] for _ in range(draw.choice([0, 0, 2]))}
+        loop = Loop(config, arrivals, WritesBeforeReading(size, [None]), stops).run(max_steps=4000)
+        assert len(loop.completed) == len(arrivals), seed
+        for request in loop.completed:
+            if request not in loop.stopped:
+                assert loop.tokens(request) == greedy(prompts[request.request_id], wanted[request.request_id]), seed
+        scheduler = loop.manager.scheduler
+        assert isinstance(scheduler, SglangScheduler)
+        assert scheduler.cache_state().used_blocks == 0
+        scheduler.kv_cache.check_consistency()
+        num_pauses += sum(len(record.paused) for record in loop.records)
+        num_reused += sum(request.reused_tokens for request in loop.completed)
+    assert num_pauses
+    assert num_reused

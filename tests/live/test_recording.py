@@ -1,0 +1,201 @@
+"""Recordings of vLLM: the events of real workloads become run directories, and these are replayed to the iteration.
+
+`vllm_events.json.gz` has what the recording scheduler of `ifbbench.live.vllm` sent for five random workloads of vLLM
+0.32, and what vLLM decided (`python -m benchmarks.vllm_recording keep FILE`).
+"""
+
+import gzip
+import json
+import os
+from base64 import b64decode
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ifbbench.cli.main import main
+from ifbbench.live import writer
+from ifbbench.live.channel import Channel
+from ifbbench.live.events import Added, Begin, Ended, Event, Step, take
+from ifbbench.live.events import write as write_frame
+from ifbbench.live.mirror import trace_priority
+from tests.live.recordings import batches, decisions, lines
+from tests.report.test_schema import check
+
+CASES = json.loads(gzip.decompress((Path(__file__).parent / "vllm_events.json.gz").read_bytes()))
+IDS = [f"{case['kind']}-{number}" for number, case in enumerate(CASES)]
+
+
+def events_of(case: dict[str, Any]) -> list[Event]:
+    return list(take(bytearray(b64decode(case["events"]))))
+
+
+def write_events(events: Iterable[Event], directory: Path) -> None:
+    """Let the writer write what a pipe brings."""
+    with (directory.parent / f"{directory.name}.events").open("w+b") as file:
+        for event in events:
+            write_frame(file, event)
+        file.seek(0)
+        writer.write(file.fileno(), directory)
+
+
+def summary(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_what_vllm_decided_is_recorded_and_replayed(case: dict[str, Any], tmp_path: Path) -> None:
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    write_events(events_of(case), recorded)
+    found = decisions(recorded)
+    assert [line[:4] for line in found] == [
+        (
+            len(step["scheduled"]),
+            sum(count for _, count, _ in step["scheduled"]),
+            len(step["preempted"]),
+            step["free_blocks"],
+        )
+        for step in case["steps"]
+    ]
+    figures = summary(recorded)
+    assert not figures["partial"]
+    assert figures["pauses"] == sum(len(step["preempted"]) for step in case["steps"])
+    assert figures["requests"]["total"] == len(lines(recorded, "trace")) == len(lines(recorded, "requests"))
+    if case["kind"] == "sync":
+        names = {row["request_id"]: row["name"] for row in lines(recorded, "requests")}
+        expected = [{name: count for name, count, _ in step["scheduled"]} for step in case["steps"]]
+        assert [{names[number]: count for number, count in batch.items()} for batch in batches(recorded)] == expected
+    if case["kind"] == "drafts":  # a trace does not say which drafts were accepted
+        return
+    result = CliRunner().invoke(main, ["run", str(recorded), "--engine", "vllm", "--output", str(replayed), "--quiet"])
+    assert result.exit_code == 0, result.output
+    assert decisions(replayed) == found
+    if case["kind"] == "sync":
+        assert batches(replayed) == batches(recorded)
+
+
+def test_a_recording_is_read_by_other_commands(tmp_path: Path) -> None:
+    directory = tmp_path / "recorded"
+    write_events(events_of(CASES[1]), directory)
+    assert check(directory) > {"run.json", "trace.jsonl", "requests.jsonl"}
+    for command in (["report"], ["why", "--budget", "0"], ["plot", "--html"], ["export", "--format", "csv"]):
+        result = CliRunner().invoke(main, [command[0], str(directory), *command[1:]])
+        assert result.exit_code == 0, result.output
+    assert "Pre-emptions" in CliRunner().invoke(main, ["report", str(directory)]).output
+    by_clock = ["run", str(directory), "--arrival", "recorded", "--device", "sim:h100-sxm", "--model", "llama-3.1-8b"]
+    result = CliRunner().invoke(main, [*by_clock, "--output", str(tmp_path / "by-clock"), "--quiet"])
+    assert result.exit_code == 0, result.output
+    arrivals = [[row["arrival_s"] for row in lines(path, "trace")] for path in (directory, tmp_path / "by-clock")]
+    assert sorted(arrivals[0]) == arrivals[1]
+
+
+def test_iterations_need_a_recording(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["run", "--arrival", "iteration", "--device", "null", "--output", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "--arrival iteration: not every request of the trace has the iteration" in result.output
+
+
+def test_a_server_that_is_killed(tmp_path: Path) -> None:
+    """Its last event is cut off. What was running is in the trace, with the outputs that it had."""
+    directory, frames = tmp_path / "recorded", tmp_path / "frames"
+    content = b64decode(CASES[3]["events"])
+    frames.write_bytes(content[: len(content) * 2 // 3])
+    with frames.open("rb") as file:
+        writer.write(file.fileno(), directory)
+    assert summary(directory)["partial"]
+    steps = [event for event in take(bytearray(frames.read_bytes())) if isinstance(event, Step)]
+    assert len(lines(directory, "iterations")) == len(steps)
+    added = sum(isinstance(change, Added) for step in steps for change in step.changes)
+    assert len(lines(directory, "trace")) == len(lines(directory, "requests")) == added
+    assert {row["outcome"] for row in lines(directory, "requests")} == {"completed", "stopped"}
+
+
+def test_lost_iterations_begin_another_directory(tmp_path: Path) -> None:
+    """The engine was faster than the recorder: the second directory begins with what the engine has then."""
+    events = events_of(CASES[2])
+    steps = [event for event in events if isinstance(event, Step)]
+    middle = len(steps) // 2
+    ended = {one.name for step in steps[: middle + 1] for one in (*step.changes, *step.ended) if isinstance(one, Ended)}
+    added = {one.name: one for step in steps[: middle + 1] for one in step.changes if isinstance(one, Added)}
+    present = [
+        Added(one.name, one.arrival_s, one.prompt_len, one.max_new_tokens, one.priority)
+        for name, one in added.items()
+        if name not in ended
+    ]
+    fields = {name: getattr(steps[middle], name) for name in Step.__struct_fields__}
+    lost = Step(**fields | {"num_lost": 3, "present": present})
+    write_events([events[0], *steps[: middle - 3], lost], tmp_path / "recorded")
+    first, second = tmp_path / "recorded", tmp_path / "recorded-2"
+    described = json.loads((first / "run.json").read_text())
+    assert described["recorded"]["goes_on"] == "4 iterations were lost: the engine was faster than the recorder"
+    assert len(lines(first, "iterations")) == middle - 3
+    assert [row["name"] for row in lines(second, "requests")] == [one.name for one in present]
+
+
+def test_a_large_recording_goes_on_in_the_next_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(writer.MAX_MIB, "0.01")
+    monkeypatch.setattr(writer, "FLUSH_INTERVAL_S", 0.0)  # the size is looked at with each flush
+    write_events(events_of(CASES[4]), tmp_path / "recorded")
+    directories = sorted(tmp_path.glob("recorded*"))
+    directories = [path for path in directories if path.is_dir()]
+    assert len(directories) > 2
+    assert sum(len(lines(path, "iterations")) for path in directories) == len(CASES[4]["steps"])
+    whole = tmp_path / "whole"
+    monkeypatch.setenv(writer.MAX_MIB, "")
+    write_events(events_of(CASES[4]), whole)
+    tokens = [line[1] for path in sorted(directories, key=_number) for line in decisions(path)]
+    assert tokens == [line[1] for line in decisions(whole)]
+    assert CliRunner().invoke(main, ["report", str(directories[1])]).exit_code == 0
+
+
+def _number(path: Path) -> int:
+    return int(path.name.partition("-")[2] or 1)
+
+
+def test_a_channel_writes_from_another_process(tmp_path: Path) -> None:
+    """It completes the directory before the channel is closed, and its process has ended then."""
+    events = events_of(CASES[1])
+    begin = events[0]
+    assert isinstance(begin, Begin)
+    channel = Channel(tmp_path / "recorded", begin)
+    for event in events[1:-1]:
+        assert channel.put(event)
+    channel.close()
+    assert not channel.is_open
+    assert not channel.put(events[1])
+    assert len(lines(tmp_path / "recorded", "iterations")) == len(CASES[1]["steps"])
+    assert not summary(tmp_path / "recorded")["partial"]
+
+
+def test_a_channel_whose_writer_cannot_write(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The engine goes on; the process has said why it ended."""
+    (tmp_path / "file").write_text("")
+    begin = events_of(CASES[1])[0]
+    assert isinstance(begin, Begin)
+    channel = Channel(tmp_path / "file" / "recorded", begin)
+    channel.close()
+    assert not channel.put(begin)
+    error = capfd.readouterr().err
+    assert error.startswith("ifbbench recorder: ")
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("priorities", [(-2000, -500, -1, 0, 1, 7, 400, 401, 10**6)])
+def test_priorities_keep_their_order(priorities: tuple[int, ...]) -> None:
+    found = [trace_priority(priority) for priority in priorities]
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) == len(found)
+    assert 0.0 <= found[-1] <= found[0] <= 1.0
+    assert trace_priority(0) == 0.5
+
+
+def test_vllm_itself(tmp_path: Path) -> None:
+    """Where vLLM is installed."""
+    pytest.importorskip("vllm")
+    from benchmarks.vllm_recording import check_random
+
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    assert check_random(6, 1000) == 0

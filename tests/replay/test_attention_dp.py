@@ -1,0 +1,124 @@
+"""Runs in which parts of the devices have requests of their own: their work, and iterations advanced together."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from ifbbench.engine.drafts import DraftInputs
+from ifbbench.engine.request import Request, RequestTable
+from ifbbench.models.named_models import load_model_config
+from ifbbench.schedulers.engines import make_scheduler
+from ifbbench.schedulers.parts import Parts
+from ifbbench.schedulers.sglang.rules import SglangRules
+from ifbbench.schedulers.vllm.rules import VllmRules
+from ifbbench.settings.modes import Overlap
+from ifbbench.simulated.cost_model import CostModel
+from ifbbench.simulated.hardware import load_hardware
+from ifbbench.simulated.shard import Shard
+from ifbbench.simulated.step_work import StepWork, mtp_passes, parts_of
+from ifbbench.workload.trace import Trace, TraceRequest
+from tests.replay.test_fast_forward import COST_MODELS, FILES, config_of, run
+from tests.simulated.batches import batch_of
+
+PARTS = 4
+COST = CostModel(
+    Shard(load_model_config("tiny"), "bf16", "bf16", tp_size=PARTS, attention_dp_size=PARTS), load_hardware("h100-sxm")
+)
+
+
+def trace_of(seed: int) -> Trace:
+    draw = np.random.default_rng(seed)
+    rows = []
+    for index in range(16):
+        prompt_len, output_len = int(draw.integers(1, 50)), int(draw.integers(1, 30))
+        rows.append(TraceRequest(index, 4e-5 * index, prompt_len, output_len, output_len))
+    return Trace("random", rows, "0" * 64, "test")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+@pytest.mark.parametrize("window", [None, 16])
+def test_iterations_advanced_together_leave_the_same_files(tmp_path: Path, seed: int, engine: str, window: int | None):
+    of_engine: dict[str, dict[str, Any]]
+    of_engine = {"vllm": {"vllm": VllmRules()}, "sglang": {"sglang": SglangRules(chunk_size=64)}}
+    rules = of_engine.get(engine)
+    changes: dict[str, Any]
+    changes = {"chunk_unit": 4} if rules is None else {"chunk_unit": 1, "overlap": Overlap.ASYNC, **rules}
+    config = config_of(engine=engine, attention_dp_size=PARTS, max_batch_size=8, **changes)
+    windows = [(None, 1.0)] if window is None else [(None, 0.5), (window, 0.5)]
+    with mock.patch.dict(COST_MODELS, {1: COST}):
+        together = run(trace_of(seed), config, tmp_path / "together", True, windows=windows)
+        single = run(trace_of(seed), config, tmp_path / "single", False, windows=windows)
+
+    assert single.together == 0 < together.together
+    for name in FILES:
+        assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
+
+
+def parts_of_requests(engine: str, prompts: list[int], table: RequestTable | None = None) -> list[int]:
+    """The part of each of these requests, which enter one after the other."""
+    table = table or RequestTable(12)
+    table.choose_row = Parts(table, PARTS, engine).take
+    found = []
+    for index, prompt_len in enumerate(prompts):
+        request = Request(index, prompt_len, 4)
+        request.enter(table, index)
+        found.append(request.slot % PARTS)
+    return found
+
+
+def test_vllm_gives_a_request_to_the_part_with_the_fewest() -> None:
+    table = RequestTable(12)
+    assert parts_of_requests("vllm", [9, 1, 1, 1, 5, 1], table) == [0, 1, 2, 3, 0, 1]
+    table.requests[2].leave()
+    table.requests[1].leave()
+    # Part 2 has none, then parts 1, 2 and 3 have one each.
+    assert parts_of_requests("vllm", [1, 1], table) == [2, 1]
+
+
+def test_sglang_gives_requests_to_parts_in_turn() -> None:
+    assert parts_of_requests("sglang", [9, 1, 1, 1, 5, 1]) == [0, 1, 2, 3, 0, 1]
+    table = RequestTable(6)  # parts 2 and 3 have one row each
+    assert parts_of_requests("sglang", [1] * 6, table) == [0, 1, 2, 3, 0, 1]
+    with pytest.raises(IndexError):
+        parts_of_requests("sglang", [1], table)
+
+
+def test_tensorrt_llm_gives_a_request_to_the_fewest_tokens_among_parts_with_room() -> None:
+    # The second round begins when all parts have one request; then the shortest prompts get company first.
+    assert parts_of_requests("trtllm", [50, 20, 90, 10, 5, 5, 5, 5]) == [0, 1, 2, 3, 3, 1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("engine", "rules"), [("trtllm", {}), ("vllm", {"vllm": VllmRules()}), ("sglang", {"sglang": SglangRules()})]
+)
+def test_every_scheduler_divides_its_rows(engine: str, rules: dict[str, Any]) -> None:
+    scheduler = make_scheduler(config_of(engine=engine, attention_dp_size=PARTS, **rules), mock.Mock())
+    assert scheduler.table.choose_row is not None
+
+
+def test_the_parts_of_a_batch_are_all_of_it():
+    batch = batch_of([(0, 10, True), (4, 5, False)], [3, 7, 9, 20, 1])
+    for index, chunk in enumerate(batch.context):
+        chunk.request.slot = 5 + index
+    batch = batch._replace(drafts=DraftInputs(np.array([0, 2, 1, 0, 3, 2], np.int32), np.zeros(8, np.int32)))
+    parts = list(parts_of(batch, 3))
+    works = [StepWork.of_batch(part) for part in parts]
+
+    assert [len(part.slots) for part in parts] == [2, 2, 1]
+    assert [part.drafts.counts.tolist() for part in parts if part.drafts is not None] == [[2, 3], [1, 2], [0]]
+    total = StepWork(*map(sum, zip(*works, strict=True)))
+    assert total == StepWork.of_batch(batch)
+
+
+def test_the_passes_of_a_draft_layer():
+    batch = batch_of([(0, 10, True)], [3, 7])
+    first, second, third = mtp_passes(batch, 3)
+
+    assert (first.context_tokens, first.generation_tokens, first.outputs) == (10, 2 * 4, 3)
+    assert (second.generation_tokens, second.generation_kv_tokens) == (2, 3 + 7 + 2 * 1)
+    assert (third.generation_tokens, third.generation_kv_tokens) == (2, 3 + 7 + 2 * 2)
+    assert len(list(mtp_passes(batch_of([(0, 10, True)], []), 3))) == 1

@@ -1,0 +1,94 @@
+"""The number of parameters of every simulated family against that of transformers' model, and patterns of layers."""
+
+from typing import Any
+
+import pytest
+
+from ifbbench.errors import InputError
+from ifbbench.models.layers import LayerKind, Mixer, Mlp
+from ifbbench.models.named_models import load_model_config
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 5, "num_experts_per_tok": 6}),
+    "whole queries": ("deepseek_v2", {"num_hidden_layers": 5, "num_experts_per_tok": 6, "q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 5}),
+    "qwen3_next": ("qwen3_next", {"num_hidden_layers": 8}),
+    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 4, "head_dim": 128}),
+    "dense layers": ("qwen3_moe", {"num_hidden_layers": 4, "head_dim": 128, "mlp_only_layers": [1]}),
+    "glm4_moe": ("glm4_moe", {"num_hidden_layers": 4, "use_qk_norm": True, "attention_bias": True, "head_dim": 128}),
+    "minimax_m2": ("minimax_m2", {"num_hidden_layers": 4}),
+    "gpt_oss": ("gpt_oss", {"num_hidden_layers": 4}),
+    "llama4": ("llama4_text", {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "moe_layers": [1, 3]}),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 7}),
+    "jamba": ("jamba", {}),
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "changes"), FAMILIES.values(), ids=FAMILIES.keys())
+def test_parameters_are_those_of_transformers(tmp_path, kind, changes):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **changes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    config.save_pretrained(tmp_path)
+
+    # Sinks of attention and biases of routers (gpt-oss) are left out.
+    assert load_model_config(tmp_path).num_parameters == pytest.approx(expected, rel=1e-6 if kind == "gpt_oss" else 0)
+
+
+def write(path, **fields):
+    import json
+
+    (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return path
+
+
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+}
+
+
+def test_a_pattern_of_letters(tmp_path):
+    model = load_model_config(write(tmp_path, **NEMOTRON, num_hidden_layers=4, hybrid_override_pattern="M-*M"))
+
+    assert model.layers == (
+        LayerKind(Mixer.RECURRENT, Mlp.NONE),
+        LayerKind(Mixer.NONE, Mlp.DENSE),
+        LayerKind(Mixer.ATTENTION, Mlp.NONE),
+        LayerKind(Mixer.RECURRENT, Mlp.NONE),
+    )
+    assert model.attention_layers == (2,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 4, "hybrid_override_pattern": "M-*"}, "num_hidden_layers is 4; expected the 3 layers"),
+        ({"num_hidden_layers": 2, "hybrid_override_pattern": "M?"}, "hybrid_override_pattern is '\\?'"),
+        ({"num_hidden_layers": 2}, "layers_block_type is missing"),
+    ],
+)
+def test_patterns_that_are_refused(tmp_path, fields, message):
+    with pytest.raises(InputError, match=message):
+        load_model_config(write(tmp_path, **NEMOTRON, **fields))
+
+
+def test_a_model_of_text_and_images_is_that_of_its_text(tmp_path):
+    text = {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 128}
+    text |= {"vocab_size": 100, "max_position_embeddings": 512, "sliding_window": 32}
+    model = load_model_config(write(tmp_path, model_type="gemma3", text_config=text))
+
+    assert model.windows == ((32,) * 5 + (None,)) * 2
+    assert model.hidden_size == 64
