@@ -1,9 +1,9 @@
 """The rules of SGLang's scheduler written down literally and slowly, over plain lists and counts: what
 `schedulers/sglang/` is held to.
 
-Numbers in comments are those of the sections of the specification, `shared/spec/sglang_scheduler.md`. All of sections
-2 to 5 and 8 are here, with as much of the radix cache (6) and of the queue (7: fcfs, lof, lpm) as they need; pre-emption
-by priority (9) is not. Where SGLang's code has a rule of which the specification has no words, a comment says so.
+Numbers in comments are those of the sections of the specification of SGLang's scheduler. All of sections 2 to 5 and 8
+are here, with as much of the radix cache (6) and of the queue (7: fcfs, lof, lpm) as they need; pre-emption by priority
+(9) is not. Where SGLang's code has a rule of which the specification has no words, a comment says so.
 """
 
 from collections import deque
