@@ -2,8 +2,9 @@
 `schedulers/sglang/` is held to.
 
 Numbers in comments are those of the sections of the specification of SGLang's scheduler. All of sections 2 to 5 and 8
-are here, with as much of the radix cache (6) and of the queue (7: fcfs, lof, lpm) as they need; pre-emption by priority
-(9) is not. Where SGLang's code has a rule of which the specification has no words, a comment says so.
+are here, with as much of the radix cache (6, host memory included: copies to the host are taken to be done at once) and
+of the queue (7: fcfs, lof, lpm) as they need; pre-emption by priority (9) is not. Where SGLang's code has a rule of
+which the specification has no words, a comment says so.
 """
 
 from collections import deque
@@ -18,7 +19,8 @@ Answer = dict[str, Any]
 
 @dataclass(eq=False)
 class Node:
-    """The end of an edge of the radix tree. tokens: of the edge. used, created: numbers of operations."""
+    """The end of an edge of the radix tree. tokens: of the edge, in the memories that have them. used, created: numbers
+    of operations."""
 
     parent: "Node | None"
     tokens: list[int]
@@ -27,6 +29,8 @@ class Node:
     priority: float
     locks: int = 0
     hits: int = 0
+    on_device: bool = True
+    on_host: bool = False
     children: list["Node"] = field(default_factory=list)
 
     def path(self) -> list["Node"]:
@@ -35,10 +39,12 @@ class Node:
 
 
 class Tree:
-    """6. The radix cache, which counts tokens and keeps no slots."""
+    """6. The radix cache, which counts tokens and keeps no slots. host_free: tokens that fit into host memory."""
 
-    def __init__(self, page: int, policy: str) -> None:
+    def __init__(self, page: int, policy: str, host_tokens: int, write_policy: str) -> None:
         self.page, self.policy, self.time = page, policy, 0
+        self.has_host, self.host_free, self.writes_back = host_tokens > 0, host_tokens, write_policy == "write_back"
+        self.min_hits = 1 if write_policy == "write_through" else 2
         self.root = Node(None, [], 0, 0, 0.0)
 
     def nodes(self) -> list[Node]:
@@ -49,24 +55,79 @@ class Tree:
         return found[1:]
 
     def evictable(self) -> int:
-        return sum(len(node.tokens) for node in self.nodes() if not node.locks)
+        return sum(len(node.tokens) for node in self.nodes() if not node.locks and node.on_device)
 
-    def match(self, tokens: list[int]) -> tuple[int, Node]:
-        """How many tokens are there, in whole pages, and the node at which they end."""
-        return self.walk(self.whole_pages(tokens), None, 0.0)
+    def match(self, tokens: list[int]) -> tuple[int, Node, int, Node]:
+        """How many tokens are on the device, in whole pages, and the node at which they end; the same of those behind
+        them that only the host has."""
+        found, node = self.walk(self.whole_pages(tokens), None, 0.0)
+        device = node
+        while device.parent is not None and not device.on_device:
+            device = device.parent
+        from_host = sum(len(one.tokens) for one in node.path() if not one.on_device)
+        return found - from_host, device, from_host, node
 
     def insert(self, tokens: list[int], inserted: int, priority: float) -> tuple[int, Node]:
         """How many tokens were there before, and the last node. inserted: tokens that the same request had inserted,
         which are no hits."""
         tokens = self.whole_pages(tokens)
-        found, node = self.walk(tokens, inserted, priority)
-        if found < len(tokens):
+        length, node = self.walk(tokens, inserted, priority)
+        path = node.path()[::-1]
+        found = sum(len(one.tokens) for one in path if one.on_device)
+        for one in path:  # the request's own slots hold what only the host had
+            one.on_device = True
+        if length < len(tokens):
             self.time += 1
-            leaf = Node(node, tokens[found:], self.time, self.time, priority)
-            leaf.hits = int(len(tokens) > inserted)
+            leaf = Node(node, tokens[length:], self.time, self.time, priority)
             node.children.append(leaf)
+            path.append(leaf)
             node = leaf
+        end = 0
+        for one in path:
+            end += len(one.tokens)
+            if end > inserted and not self.writes_back:
+                one.hits += 1
+        end = 0
+        for one in path:
+            end += len(one.tokens)
+            if self.has_host and end > inserted and not self.writes_back and one.hits >= self.min_hits:
+                for ancestor in one.path()[::-1]:
+                    if not ancestor.on_host and not self.store(ancestor):
+                        break
         return found, node
+
+    def store(self, node: Node) -> bool:
+        """Copy a node to the host, for which host leaves are evicted; whether it has room."""
+        missing = len(node.tokens) - self.host_free
+        if missing > 0 and self.evict_host(missing) < missing:
+            return False
+        self.host_free -= len(node.tokens)
+        node.on_host = True
+        return True
+
+    def evict_host(self, num_tokens: int) -> int:
+        freed = 0
+        while freed < num_tokens:
+            leaves = [one for one in self.nodes() if not one.on_device and not one.children and not one.locks]
+            if not leaves:
+                break
+            leaf = min(leaves, key=self.rank)
+            self.remove(leaf)
+            freed += len(leaf.tokens)
+        return freed
+
+    def remove(self, node: Node) -> None:
+        """Take a node out of the tree, and those below it."""
+        assert node.parent is not None
+        for child in list(node.children):
+            self.remove(child)
+        self.host_free += len(node.tokens) if node.on_host else 0
+        node.parent.children.remove(node)
+
+    def load(self, node: Node) -> None:
+        """Put the path to a node on the device."""
+        for one in node.path():
+            one.on_device = True
 
     def walk(self, tokens: list[int], inserted: int | None, priority: float) -> tuple[int, Node]:
         """Go down along `tokens`: every node on the way gets the present time."""
@@ -84,7 +145,6 @@ class Tree:
             node = child if common == len(child.tokens) else self.split(child, common)
             if inserted is not None:
                 node.priority = max(node.priority, priority)
-                node.hits += length > inserted
 
     def split(self, child: Node, length: int) -> Node:
         """A match that ends inside an edge splits it there; the new node is touched after its child."""
@@ -92,22 +152,31 @@ class Tree:
         parent = child.parent
         assert parent is not None
         node = Node(parent, child.tokens[:length], self.time, self.time, child.priority, child.locks, child.hits)
+        node.on_device, node.on_host = child.on_device, child.on_host
         parent.children[parent.children.index(child)] = node
         node.children = [child]
         child.parent, child.tokens = node, child.tokens[length:]
         return node
 
     def evict(self, num_tokens: int) -> int:
-        """Whole unlocked leaves in order of the policy, until they had `num_tokens` tokens; returns how many."""
+        """Whole unlocked leaves of the device in order of the policy, until they had `num_tokens` tokens; returns how
+        many. Those that the host has stay in the tree."""
         freed = 0
         while freed < num_tokens:
-            leaves = [node for node in self.nodes() if not node.children and not node.locks]
+            leaves = [
+                node
+                for node in self.nodes()
+                if node.on_device and not node.locks and not any(child.on_device for child in node.children)
+            ]
             if not leaves:
                 break
             leaf = min(leaves, key=self.rank)
-            assert leaf.parent is not None
-            leaf.parent.children.remove(leaf)
+            if self.has_host and self.writes_back and not leaf.on_host:
+                self.store(leaf)
             freed += len(leaf.tokens)
+            leaf.on_device = False
+            if not leaf.on_host:
+                self.remove(leaf)
         return freed
 
     def rank(self, node: Node) -> tuple[float, ...]:
@@ -170,7 +239,10 @@ class Reference:
         self.settings, self.end_token = settings, end_token
         self.page = settings["page_size"]
         self.free = settings["num_pages"] * self.page
-        self.tree = None if settings["disable_radix_cache"] else Tree(self.page, settings["radix_eviction_policy"])
+        self.tree = None
+        if not settings["disable_radix_cache"]:
+            host = settings.get("num_host_pages", 0) * self.page, settings.get("hicache_write_policy", "write_through")
+            self.tree = Tree(self.page, settings["radix_eviction_policy"], *host)
         self.queue: list[Request] = []
         self.running: list[Request] = []
         self.last: Batch | None = None
@@ -271,10 +343,17 @@ class Reference:
                 self.is_full = True
             if self.is_full:
                 break
-            found, node = (0, None) if self.tree is None else self.tree.match(request.tokens[:-1])
+            found, node, from_host, host_node = self.match(request)
             self.lock(node)
-            result, length = adder.add_waiting(request, found)
+            result, length = adder.add_waiting(request, found, from_host)
             if length:
+                if self.tree is not None and from_host:  # loaded back at admission
+                    self.lock(host_node)
+                    self.make_room(from_host)
+                    self.free -= from_host
+                    self.tree.load(host_node)
+                    self.unlock(node)
+                    found, node = found + from_host, host_node
                 chosen.append((request, found, length))
                 request.node, request.owned, request.inserted = node, found, 0
                 request.computed = request.allocated = found
@@ -298,6 +377,13 @@ class Reference:
             request.computed = start + length
             self.allocate(request)
         return Batch(chosen, self.mixed_decode() if self.mixes else [])
+
+    def match(self, request: Request) -> tuple[int, Node | None, int, Node | None]:
+        """3.7e, with what only the host has. SGLang does not load fewer than 10 tokens."""
+        if self.tree is None:
+            return 0, None, 0, None
+        found, node, from_host, host_node = self.tree.match(request.tokens[:-1])
+        return (found, node, from_host, host_node) if from_host >= 10 else (found, node, 0, node)
 
     def mixed_decode(self) -> list[Request]:
         """3.9. All running requests, if their slots fit."""
@@ -328,17 +414,17 @@ class Reference:
                     self.tree.match(request.tokens)
 
     def order_by_match(self, tree: Tree) -> None:
-        matched = {request: tree.match(request.tokens)[0] for request in self.queue}
+        found = {request: tree.match(request.tokens) for request in self.queue}
         compared, later = list[Request](), set[Request]()
         for request in self.queue:
-            if matched[request] > 32:
+            if found[request][0] > 32:
                 continue
             if any(num_common(request.tokens, other.tokens) >= 32 for other in compared):
                 later.add(request)
             else:
                 compared.append(request)
-        # All but the last token at most count as cached.
-        lengths = {request: min(matched[request], len(request.tokens) - 1) for request in self.queue}
+        # Those of both memories count, but for the last token.
+        lengths = {one: min(found[one][0] + found[one][2], len(one.tokens) - 1) for one in self.queue}
         self.queue.sort(key=lambda request: (request in later, 0 if request in later else -lengths[request]))
 
     # 5. A decode batch.
@@ -522,11 +608,13 @@ class Adder:
         self.states.append((request.max_new_tokens - len(request.outputs), len(request.tokens)))
         return tokens
 
-    def add_waiting(self, request: Request, cached: int) -> tuple[str, int]:
-        """What the pass does next, and how many tokens of the request run: 0 if it is not taken."""
+    def add_waiting(self, request: Request, on_device: int, on_host: int) -> tuple[str, int]:
+        """What the pass does next, and how many tokens of the request run: 0 if it is not taken. What is on the host is
+        not computed, but needs slots."""
         most = self.scheduler.settings["prefill_max_requests"]
         if most is not None and self.num_chosen >= most:
             return "OTHER", 0
+        cached = on_device + on_host
         tokens = len(request.tokens) - cached
         is_certain = self.ignores_eos and self.scheduler.tree is None
         if is_certain:
@@ -534,7 +622,7 @@ class Adder:
                 return "NO_TOKEN", 0
         else:
             outputs = min(request.max_new_tokens - len(request.outputs), CLIP)
-            if not tokens + outputs + self.page < self.scheduler.available() - self.total:
+            if not tokens + on_host + outputs + self.page < self.scheduler.available() - self.total:
                 return "NO_TOKEN", 0
             if self.chunk is None and self.num_chosen and self.scheduler.paged(tokens) >= self.input:
                 return "OTHER", 0
