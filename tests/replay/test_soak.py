@@ -279,7 +279,7 @@ def fit_together(values: dict[str, Any]) -> None:
         if size != "none":
             page = values.get("tokens_per_block", 1)
             values["max_num_tokens"] = max(size // page, 1) * page
-        if values.get("disable_radix_cache"):
+        if values.get("disable_radix_cache") or "enable_kv_cache_reuse" not in values:
             values.pop("enable_hierarchical_cache", None)
         if "enable_hierarchical_cache" not in values:
             for name in ("hicache_ratio", "hicache_write_policy"):
