@@ -57,12 +57,9 @@ def test_the_first_iteration_in_which_they_part_is_explained(tmp_path: Path) -> 
 
 
 def test_a_decision_made_while_the_iteration_before_runs_sees_fewer_arrivals(tmp_path: Path) -> None:
-    arguments = (
-        "compare chat --engine trtllm,vllm --device sim:h100-sxm --model llama-3.1-8b --max_num_samples 20 --json"
-    )
-    result = CliRunner().invoke(
-        cli, [*arguments.split(), "--max_num_samples", "20", "--output", str(tmp_path / "both")]
-    )
+    simulated = "--device sim:h100-sxm --model llama-3.1-8b --max_num_samples 20 --request_rate 30 --json"
+    arguments = f"compare chat --engine trtllm,vllm {simulated} --output {tmp_path / 'both'}"
+    result = CliRunner().invoke(cli, arguments.split())
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["first_divergence"]
     assert found["iteration"] == 1
