@@ -110,6 +110,33 @@ def test_what_host_memory_keeps_is_reused(tmp_path: Path) -> None:
     assert found["with"]["prefix_hit_rate"] > found["without"]["prefix_hit_rate"]
 
 
+def test_host_memory_changes_no_token(tmp_path: Path) -> None:
+    """Requests begin with one of three blocks, which a cache of ten loses while they wait."""
+    outputs = (4, 8, 12, 33, 33, 4, 6, 6, 6, 6, 6, 6)
+    rows = [{"chat_id": row, "timestamp": 0, "output_length": outputs[row]} for row in range(12)]
+    for row, one in enumerate(rows):
+        blocks = [row % 3, 90 + row] if row != 5 else [0, *range(60, 65), 95]
+        one |= {"input_length": 16 * len(blocks) - 15, "hash_ids": blocks}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = "--device cpu --model tiny --time_scale 0 --max_seq_len 128 --max_tokens_in_paged_kvcache 160"
+    tokens, loaded = [], 0
+    for name, more in {
+        "trtllm": "--tokens_per_block 16",
+        "sglang": "--page-size 4 --enable-hierarchical-cache --no_ignore_eos --schedule-conservativeness 0.2",
+    }.items():
+        files = ["--output", str(tmp_path / name), "--responses_json", str(tmp_path / f"{name}.json")]
+        words = ["run", str(trace), "--engine", name, *options.split(), *more.split(), *files, "--quiet"]
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+        responses = json.loads((tmp_path / f"{name}.json").read_text())
+        tokens.append({one["response_id"]: one["response_tokens"] for one in responses})
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        loaded += summary.get("host_cache", {}).get("loaded_tokens", 0)
+    assert tokens[0] == tokens[1]
+    assert loaded > 0
+
+
 @pytest.mark.usefixtures("one_process")
 def test_why_tries_the_settings_of_sglang(tmp_path: Path) -> None:
     """Each in SGLang's own name, and none of another engine."""

@@ -347,7 +347,7 @@ class Reference:
             self.lock(node)
             result, length = adder.add_waiting(request, found, from_host)
             if length:
-                if self.tree is not None and from_host:  # loaded back at admission
+                if self.tree is not None and host_node is not None and from_host:  # loaded back at admission
                     self.lock(host_node)
                     self.make_room(from_host)
                     self.free -= from_host
