@@ -113,7 +113,7 @@ def test_what_host_memory_keeps_is_reused(tmp_path: Path) -> None:
 def test_host_memory_changes_no_token(tmp_path: Path) -> None:
     """Requests begin with one of three blocks, which a cache of ten loses while they wait."""
     outputs = (4, 8, 12, 33, 33, 4, 6, 6, 6, 6, 6, 6)
-    rows = [{"chat_id": row, "timestamp": 0, "output_length": outputs[row]} for row in range(12)]
+    rows: list[dict[str, Any]] = [{"chat_id": row, "timestamp": 0, "output_length": outputs[row]} for row in range(12)]
     for row, one in enumerate(rows):
         blocks = [row % 3, 90 + row] if row != 5 else [0, *range(60, 65), 95]
         one |= {"input_length": 16 * len(blocks) - 15, "hash_ids": blocks}
