@@ -375,7 +375,8 @@ class RequestLine(Struct, gc=False):
     what the router saw of each replica when the request arrived, [replicas], where it looked: requests and prompt
     tokens that were not answered, tokens of this prompt that were expected there (hit_tokens), and as the replica
     reported them, requests in its queue and the share of its KV cache in use; None of those that took no requests.
-    name: what a recorded engine calls the request.
+    name: what a recorded engine calls the request. retries, lost_tokens: how often it was sent again because its
+    replica had failed, and its tokens that had been computed there for nothing; where there were any.
     """
 
     request_id: int
@@ -405,3 +406,5 @@ class RequestLine(Struct, gc=False):
     replica: int | UnsetType = UNSET
     offers: dict[str, list[float | None]] | UnsetType = UNSET
     name: str | UnsetType = UNSET
+    retries: int | UnsetType = UNSET
+    lost_tokens: int | UnsetType = UNSET
