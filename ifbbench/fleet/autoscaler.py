@@ -23,15 +23,14 @@ class Autoscaler:
     def replicas(self, time_s: float, current: int, measured: float | None) -> int:
         """The number of replicas from `time_s` on. current: that so far. measured: the sum over all replicas, the mean
         of TTFT; None if nothing was measured, which changes nothing."""
-        rule = self.rule
-        wanted = current
-        if measured is not None:
-            load = measured * current if rule.measure == TTFT else measured
-            if abs(load / rule.target - current) > rule.tolerance * current:
-                wanted = ceil(load / rule.target - ROUNDING)
+        rule, wanted = self.rule, current
+        if measured is None:
+            return min(max(current, rule.minimum), rule.maximum)
+        load = measured * current if rule.measure == TTFT else measured
+        if abs(load / rule.target - current) > rule.tolerance * current:
+            wanted = ceil(load / rule.target - ROUNDING)
         wanted = min(max(wanted, rule.minimum), rule.maximum)
         self._wanted.append((time_s, wanted))
         while self._wanted[0][0] < time_s - rule.cool_down_s:
             self._wanted.popleft()
-        lowest = min(current, max(count for _, count in self._wanted))
-        return min(max(wanted, lowest), rule.maximum)
+        return max(wanted, min(current, max(count for _, count in self._wanted)))

@@ -212,15 +212,15 @@ class SteppedFleet:
                 continue
             self._clock.wait_until(event_s)
             for request in front.get_requests(NO_LIMIT):
-                self._route(request, front.arrival_s(request))
+                arrival_s, held_until_s = front.arrival_s(request), front.held_until_s(request)
+                self._route(request, max(arrival_s, held_until_s), is_later=held_until_s > arrival_s)
             if self._routed >= shown + SHOWN_EVERY:
                 shown = self._routed
                 self._progress.update(front.answered, total, f"{len(self.replicas)} replicas")
         for one in self.replicas:
             one.client.horizon_s = inf
-            while not one.has_failed and (
-                one.loop.is_held or one.loop.step()
-            ):  # iterations in flight of no outstanding request
+            # Iterations may be in flight of no outstanding request.
+            while not one.has_failed and (one.loop.is_held or one.loop.step()):
                 one.loop.take_in()
 
     def offers_of(self, index: int) -> Mapping[str, Sequence[float]] | None:

@@ -5,7 +5,8 @@ from functools import cache
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.fields import choice, integer, number
+from ifbbench.settings.fields import MAX_NUMBER, choice, integer, number
+from ifbbench.settings.objectives import UNITS
 
 # What a rule keeps near its target: per replica, requests that wait, requests that are not answered, and the share of
 # the KV cache in use; and the mean TTFT.
@@ -51,9 +52,7 @@ def parse_autoscale(text: str) -> AutoscaleRule:
             f"--autoscale is {text!r}, without {'max' if rule.measure else 'a measure'}; expected {EXPECTED}."
         )
     if rule.maximum < rule.minimum:
-        raise InputError(
-            f"--autoscale: max is {rule.maximum} and min is {rule.minimum}; expected max to be at least min."
-        )
+        raise InputError(f"--autoscale: max is {rule.maximum}, below min, which is {rule.minimum}; raise max.")
     return rule
 
 
@@ -65,8 +64,19 @@ def _fields(name: str, value: str) -> dict[str, Any]:
     if name == "tolerance":
         return {name: number(value, where, 0.0, below=1.0, from_text=True)}
     if name in SECONDS:
-        minimum = {"above": 0.0} if name == "every" else {"minimum": 0.0}
-        return {f"{name}_s": number(value.removesuffix("s"), where, **minimum, unit="s", from_text=True)}
-    most = {"maximum": 1.0} if name == KV_USE else {}
-    target = number(value.removesuffix("s") if name == TTFT else value, where, above=0.0, from_text=True, **most)
+        if (seconds := _seconds(value, where)) == 0 and name == "every":
+            raise InputError(f"{where} is 0; expected a time above 0.")
+        return {f"{name}_s": seconds}
+    if name == TTFT:
+        target = _seconds(value, where)
+    else:
+        target = number(value, where, 0.0, 1.0 if name == KV_USE else MAX_NUMBER, from_text=True)
+    if not target:
+        raise InputError(f"{where} is 0; expected a target above 0.")
     return {"measure": name, "target": target}
+
+
+def _seconds(value: str, where: str) -> float:
+    """A time, in seconds unless it has another unit."""
+    unit = next((one for one in ("us", "µs", "ms", "s") if value.endswith(one)), "s")
+    return number(value.removesuffix(unit).strip(), where, 0.0, unit=unit, from_text=True) * UNITS[unit]
