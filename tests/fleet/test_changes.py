@@ -8,12 +8,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import jsonschema
 import pytest
+from click.testing import CliRunner
 
+from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from ifbbench.fleet.autoscaler import Autoscaler
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.rundir.fleet import replica_directories
+from ifbbench.rundir.schema import schema_of
 from ifbbench.settings.autoscale import parse_autoscale
 from ifbbench.settings.config import PREFIX_AFFINITY, ROUTERS
 from tests.fleet.test_fleet import ENGINES, assert_equal_runs, config_of, lines, write_rows
@@ -396,3 +400,108 @@ def test_settings_that_do_not_go_together(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             run_trace(None, config_of(**values))
+
+
+def test_tune_compares_routers_by_what_they_cost(tmp_path: Path) -> None:
+    trace = write_load(tmp_path / "trace.jsonl", "tune")
+    words = [
+        "tune",
+        str(trace),
+        "--device",
+        "h100-sxm",
+        "--model",
+        "llama-3.1-8b",
+        "--goal",
+        "cost",
+        "--quiet",
+        "--json",
+    ]
+    words += ["--slo", "ttft.p99=150ms", "--max_batch_size", "16", "--max_num_tokens", "2048"]
+    words += ["--router", "round_robin,least_tokens", "--output", str(tmp_path / "tuned")]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    deployments = {one["router"]: one for one in found["deployments"]}
+    assert set(deployments) == {"round_robin", "least_tokens"}
+    best = found["deployments"][0]
+    (command,) = found["recommendation"]["commands"]
+    assert f"--router {best['router']}" in command
+    assert f"--replicas {best['replicas']}" in command
+    again = CliRunner().invoke(
+        main, ["run", "--config", str(tmp_path / "tuned" / "run.yaml"), "--quiet", "--output", str(tmp_path / "run")]
+    )
+    assert again.exit_code == 0, again.output
+    assert summary_of(tmp_path / "run")["ttft_s"] == summary_of(tmp_path / "tuned" / "run")["ttft_s"]
+    assert summary_of(tmp_path / "run")["slo"]["ttft.p99"]["met"]
+    assert summary_of(tmp_path / "run")["fleet"]["router"] == best["router"]
+
+
+def test_tune_refuses_what_it_decides() -> None:
+    done = CliRunner().invoke(
+        main, ["tune", "chat", "--device", "h100-sxm", "--model", "llama-3.1-8b", "--replicas", "2"]
+    )
+    assert done.exit_code == 2
+    assert "--replicas: tune finds the number" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two fleets of a trace, behind different routers, to which the same happens."""
+    path = tmp_path_factory.mktemp("changed")
+    trace, events = write_load(path / "trace.jsonl", "tools"), write_events(path / "events.json", *EVENTS)
+    for router in ("least_requests", "round_robin"):
+        asked = {"replicas": 3, "router": router, "replica_events": events, "replica_start_up": 0.1}
+        run_trace(str(trace), config_of(engine="vllm", output=str(path / router), **asked))
+    return path
+
+
+def ifbbench(*words: str | Path, status: int = 0) -> str:
+    done = CliRunner().invoke(main, list(map(str, words)))
+    assert done.exit_code == status, done.output
+    return done.stdout if status == 0 else done.stderr
+
+
+def test_why_says_what_a_failure_cost(changed: Path) -> None:
+    fleet = changed / "least_requests"
+    text, facts = ifbbench("why", fleet), json.loads(ifbbench("why", fleet, "--json"))
+    (failure,) = [one for one in summary_of(fleet)["fleet"]["events"] if one["event"] == "fail"]
+    rows = lines(fleet / "requests.jsonl")
+    assert f"Replica 1 failed at 0.500 s: {failure['retried']} requests were sent to other replicas" in text
+    assert facts["changes"]["failures"] == [failure]
+    assert facts["changes"]["lost_s"] == pytest.approx(sum(row["attribution_s"].get("router", 0.0) for row in rows))
+    waited_s = sum(row["queue_time_s"] - row["attribution_s"].get("router", 0.0) for row in rows)
+    assert sum(one["waited_s"] for one in facts["replicas"]) == pytest.approx(waited_s)
+    assert "1 drained" in text
+    again = next(row for row in rows if row.get("retries"))
+    assert "router" in ifbbench("why", fleet, "--request", again["request_id"])
+
+
+def test_waiting_while_a_replica_starts_is_counted_literally(changed: Path) -> None:
+    fleet = changed / "round_robin"
+    starting = [
+        (one["started_s"], one["ready_s"]) for one in summary_of(fleet)["fleet"]["replicas"] if one["started_s"]
+    ]
+    instants = [(number + 0.5) / 20_000 for number in range(40_000)]
+    during = [at_s for at_s in instants if any(since_s <= at_s < until_s for since_s, until_s in starting)]
+    rows = lines(fleet / "requests.jsonl")
+    waiting = sum(row["arrival_s"] <= at_s < row["first_scheduled_s"] for row in rows for at_s in during)
+    facts = json.loads(ifbbench("why", fleet, "--json"))
+    assert facts["changes"]["waited_for_start_s"] == pytest.approx(waiting / 20_000, abs=0.01)
+
+
+def test_report_plot_and_compare_take_fleets_that_change(changed: Path, tmp_path: Path) -> None:
+    report = ifbbench("report", changed / "round_robin")
+    assert "GPU hours" in report
+    assert "USD per million output tokens" in report
+    ifbbench("plot", changed / "round_robin", "--only", "replicas", "--format", "svg", "--output", tmp_path)
+    assert "replicas" in (tmp_path / "replicas.svg").read_text()
+    text = ifbbench("compare", changed / "round_robin", changed / "least_requests")
+    assert "Routing first differs at request" in text
+
+
+def test_the_files_of_a_changing_fleet_are_of_their_schema(changed: Path) -> None:
+    jsonschema.validate(summary_of(changed / "round_robin"), schema_of("summary.json"))
+    jsonschema.validate(json.loads((changed / "round_robin" / "run.json").read_text()), schema_of("run.json"))
+    schema = schema_of("requests.jsonl")
+    for row in lines(changed / "round_robin" / "requests.jsonl"):
+        jsonschema.validate(row, schema)
