@@ -181,6 +181,16 @@ def _plan(config: RunConfig) -> Plan:
 
 def _checked_router(config: RunConfig, own: Sequence[RunConfig]) -> Router:
     """The router. own: the settings of each replica. InputError for settings that a fleet cannot have."""
+    for one in own:
+        check_settings(config.with_values(device=one.device))
+    router = make_router(config.router or ROUTERS[0], len(own), config.seed)
+    if config.router_state_age and STATE not in router.looks_at:
+        raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")
+    return router
+
+
+def check_settings(config: RunConfig) -> None:
+    """InputError for settings that no fleet can have."""
     usual = RunConfig()
     for name, why in REFUSED.items():
         if getattr(config, name) != getattr(usual, name):
@@ -189,16 +199,11 @@ def _checked_router(config: RunConfig, own: Sequence[RunConfig]) -> Router:
         raise InputError(f"--iteration_stats_format {config.iteration_stats_format}: is not built for a fleet.")
     if config.arrival == BY_ITERATION:
         raise InputError(f"--arrival {BY_ITERATION}: iterations are those of one engine, and a fleet has several.")
-    for one in own:
-        if not one.makes_no_tokens:
-            raise InputError(
-                f"--replicas, --router: --device {one.device} runs one engine; a fleet needs a simulated device "
-                "(--device sim:PROFILE), or null."
-            )
-    router = make_router(config.router or ROUTERS[0], len(own), config.seed)
-    if config.router_state_age and STATE not in router.looks_at:
-        raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")
-    return router
+    if not config.makes_no_tokens:
+        raise InputError(
+            f"--replicas, --router: --device {config.device} runs one engine; a fleet needs a simulated device "
+            "(--device sim:PROFILE), or null."
+        )
 
 
 def _run(
@@ -267,7 +272,7 @@ def _run_independent(
         def take(recorder: SummaryRecorder) -> None:
             parts.append(recorder.parts())
 
-        with _unlogged():
+        with unlogged():
             if directory is None:
                 summary = summarise_loaded(share, own, shown, on_end=take)
             else:
@@ -311,7 +316,7 @@ def _run_stepped(
         of_replicas = list[RunConfig]()
 
         def make_engine(own: RunConfig) -> Engine:
-            with _unlogged():
+            with unlogged():
                 engine = stack.enter_context(engine_for(trace, own))
             of_replicas.append(own)
             is_real_time = not isinstance(engine.clock, VirtualClock)
@@ -355,13 +360,11 @@ def _run_stepped(
         finally:
             gc.unfreeze()
             for number, one in enumerate(replicas):
-                ended.append(_closed(one, fleet, descriptions.get(number), directory))
+                ended.append(closed(one, not fleet.front.done, descriptions.get(number), directory))
     return FleetRun(ended, [one.members for one in replicas], of_replicas, fleet)
 
 
-def _closed(
-    one: SteppedReplica, fleet: SteppedFleet, description: dict[str, Any] | None, directory: Path | None
-) -> Ended:
+def closed(one: SteppedReplica, is_partial: bool, description: dict[str, Any] | None, directory: Path | None) -> Ended:
     """End the recording of a replica."""
     count = len(one.members)
     one.recorder.metrics.total = count
@@ -370,7 +373,7 @@ def _closed(
         path = replica_directory(directory, one.view.number)
         write_trace(one.trace.requests, path / f"trace.{one.engine.config.recording_format}", overwrite=True)
     complete = partial(more_figures, one.engine, one.client, one.loop)
-    summary = one.recorder.close(partial=not fleet.front.done, complete=complete)
+    summary = one.recorder.close(partial=is_partial, complete=complete)
     return summary, one.recorder.parts()
 
 
@@ -467,7 +470,7 @@ class _Answered:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def unlogged() -> Iterator[None]:
     """Leave out the warnings of a replica: the fleet's own engine has given them."""
     logger = logging.getLogger("ifbbench")
     was_disabled, logger.disabled = logger.disabled, True

@@ -171,7 +171,7 @@ class SteppedFleet:
         self.replicas = replicas
         self._clock = VirtualClock()
         # Only when requests arrive matters of this client.
-        self.front = make_client(config, trace, self._clock, _arriving)
+        self.front = make_client(config, trace, self._clock, arriving)
         self._age_ns, self._read_ns = round(config.router_state_age * NANOSECONDS), -1
         looks_at = router.looks_at
         self._has_state, self._has_prefixes = STATE in looks_at, PREFIXES in looks_at
@@ -250,10 +250,10 @@ class SteppedFleet:
             before = attempts.get(index, EarlierAttempts(0, self._arrival_s(index), 0))
             attempts[index] = EarlierAttempts(before.retries + 1, before.arrival_s, before.lost_tokens + tokens)
         for index, error in errors.items():
-            self.front.send_response(Response(_request(index), is_final=True, error=error))
+            self.front.send_response(final_response(index, error))
         for index in again:
             self.replica_of[index] = -1
-            self._route(_request(index), time_s, is_later=True)
+            self._route(arriving(index), time_s, is_later=True)
         return {"retried": len(again), "lost": len(errors), "lost_tokens": sum(tokens for _, tokens in lost)}
 
     def services(self, end_s: float) -> list[tuple[float, float, dict[str, Any]]]:
@@ -277,7 +277,7 @@ class SteppedFleet:
         """A replica takes requests: send those that waited for one."""
         waiting, self.waiting = self.waiting, []
         for index in waiting:
-            self._route(_request(index), time_s, is_later=True)
+            self._route(arriving(index), time_s, is_later=True)
 
     def _lose_waiting(self) -> None:
         """No replica is busy, and no request arrives: what waits for a replica has failed if none will start."""
@@ -290,11 +290,11 @@ class SteppedFleet:
         waiting, self.waiting = self.waiting, []
         for index in waiting:
             self.lost[index] = self._arrival_s(index), "no replica takes requests"
-            self.front.send_response(Response(_request(index), is_final=True, error=self.lost[index][1]))
+            self.front.send_response(final_response(index, self.lost[index][1]))
 
     def _arrival_s(self, index: int) -> float:
         """When the request arrived first."""
-        return self.front.arrival_s(_request(index))
+        return self.front.arrival_s(arriving(index))
 
     def _looked_at(self) -> list[str]:
         names = {"requests": self._has_requests, "tokens": self._has_requests, "hit_tokens": self._has_prefixes}
@@ -342,7 +342,7 @@ class SteppedFleet:
         one.view.tokens -= self._columns.prompt_len[index]
         one.latest_answer_s = answered_s
         self._clock.wait_until(answered_s)
-        self.front.send_response(Response(_request(index), is_final=True))
+        self.front.send_response(final_response(index))
 
     def _run_in_turn(self, time_s: float) -> bool:
         """Where answers let requests arrive: no replica runs an iteration that starts later than another one may
@@ -418,9 +418,11 @@ def computed_tokens(request: Request) -> int:
     return max(prompt - request.reused_tokens, 0) + request.num_outputs
 
 
-def _request(index: int) -> Request:
+def arriving(index: int, row: TraceRequest | None = None) -> Request:
+    """A request of which only the arrival matters."""
     return Request(index, 1, 1, index=index)
 
 
-def _arriving(index: int, row: TraceRequest) -> Request:
-    return _request(index)
+def final_response(index: int, error: str | None = None) -> Response:
+    """The answer to it."""
+    return Response(arriving(index), is_final=True, error=error)

@@ -117,18 +117,23 @@ def fleet_figures(router: str, summaries: Sequence[Mapping[str, Any]], members: 
             | own
             | {name: one[name] for name in REPLICA_FIGURES}
         )
-    imbalance = {}
-    for name in BALANCED:
-        values = [one["requests"]["total"] if name == "requests" else one[name] for one in summaries]
-        imbalance[name] = max(values) * len(values) / sum(values) if sum(values) else 1.0
     return {
         "router": router,
         "gpus": _gpus_at_a_time(members),
         "gpu_hours": sum(member.gpus * member.up_s for member in members) / 3600,
         **_cost(members, sum(one["output_tokens"] for one in summaries)),
-        "imbalance": imbalance,
+        "imbalance": imbalance(summaries),
         "replicas": replicas,
     }
+
+
+def imbalance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What the replica with most requests, prompt tokens or output tokens has, over the mean of these replicas."""
+    found = {}
+    for name in BALANCED:
+        values = [one["requests"]["total"] if name == "requests" else one[name] for one in summaries]
+        found[name] = max(values) * len(values) / sum(values) if sum(values) else 1.0
+    return found
 
 
 def _gpus_at_a_time(members: Sequence[Member]) -> int:
