@@ -81,6 +81,7 @@ class TokenGenerationLoop:
     is_open_loop: no response lets a request arrive.
     holds_ends: on a virtual clock, `step` does not take in the outputs of its iterations, and leaves the clock at their
         end; `take_in` does, before the next step. Who steps several loops learns so what arrives until then.
+    sees_first_tokens: with `holds_ends`, what is taken in at a time are not several iterations after a prompt.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class TokenGenerationLoop:
         next_priority: Callable[[], float | None] | None = None,
         is_open_loop: bool = False,
         holds_ends: bool = False,
+        sees_first_tokens: bool = False,
     ) -> None:
         self.scheduler, self.iteration = scheduler, 0
         self._executor, self._clock = executor, clock
@@ -122,7 +124,7 @@ class TokenGenerationLoop:
         self._failure: ExecutorFailed | None = None
         # How many iterations the step leaves in flight, and what is left of it to do.
         self._stay_in_flight = 0
-        self._holds_ends = holds_ends
+        self._holds_ends, self._sees_first_tokens = holds_ends, sees_first_tokens
         self._held: Callable[[], None] | None = None
         self._held_stretch: HeldStretch | None = None
         # Until then no request arrives; a request that leaves may let one in.
@@ -394,6 +396,8 @@ class TokenGenerationLoop:
         scheduler, in_flight, number = self.scheduler, self._in_flight, self.iteration
         if plan.num_ending and not self._is_open_loop:
             count = 1
+        if self._sees_first_tokens and any(iteration.record.context for iteration in in_flight):
+            count = 1  # so that they are taken in when they are there
         change_s = self._next_change(start_s) if count > 1 and self._next_change is not None else None
         plans = scheduler.cycle(plan)[:count]
         turns = [self._record(one, NO_CACHE_STATE, start_s) for one in plans]

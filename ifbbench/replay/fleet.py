@@ -25,7 +25,7 @@ from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.fleet.events import ReplicaEvent, read_events
 from ifbbench.fleet.prefix_index import PrefixIndex
-from ifbbench.fleet.router import STATE, Replica, RoutedRequest, Router, make_router
+from ifbbench.fleet.router import PREFILLS, STATE, Replica, RoutedRequest, Router, make_router
 from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet_changes import Changes
@@ -339,7 +339,8 @@ def _run_stepped(
             return recorder_of(share, engine, client, path, description)
 
         def make_replica(number: int, like: int) -> SteppedReplica:
-            sees_first_tokens = plan.rule is not None and plan.rule.measure == TTFT
+            sees_first_tokens = PREFILLS in plan.router.looks_at
+            sees_first_tokens |= plan.rule is not None and plan.rule.measure == TTFT
             return SteppedReplica(number, make_engine(configs[like]), trace, make_recorder, sees_first_tokens)
 
         replicas = [make_replica(number, number) for number in range(len(configs))]

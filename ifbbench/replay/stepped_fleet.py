@@ -15,7 +15,7 @@ from ifbbench.engine.responses import Response
 from ifbbench.errors import RunFailed
 from ifbbench.fleet.events import FAIL
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex, prompt_pieces
-from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, ReplicaState, RoutedRequest, Router
+from ifbbench.fleet.router import PREFILLS, PREFIXES, REQUESTS, STATE, Replica, ReplicaState, RoutedRequest, Router
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.first_tokens import FirstTokens
 from ifbbench.replay.fleet_changes import Changes
@@ -53,12 +53,16 @@ class SteppedReplica:
         self.recorder = make_recorder(number, self.trace, engine, client)
         self._first_tokens = FirstTokens(self.recorder) if sees_first_tokens else None
         observer = self._first_tokens or self.recorder
-        self.loop = loop_of(engine, client, observer, is_open_loop=False, holds_ends=True)
+        self.loop = loop_of(
+            engine, client, observer, is_open_loop=False, holds_ends=True, sees_first_tokens=sees_first_tokens
+        )
         self.clock = engine.clock
         self.members = array("q")
         self.view = Replica(number, PrefixIndex(engine.config.max_tokens_in_paged_kvcache or 2**62))
         self._idle_at: tuple[int, int] | None = None
         self.failed_s = inf
+        # The times to first tokens, and the prompt tokens that a request without one is expected to compute.
+        self._ttfts, self.prefills = list[float](), dict[int, int]()
         self.latest_answer_s = 0.0
 
     @property
@@ -129,15 +133,19 @@ class SteppedReplica:
             lost.append((index, tokens))
         return lost
 
-    def ttfts(self, before_s: float) -> list[float]:
-        """The times to the first tokens that came before `before_s`, and were not returned before."""
-        found, times = list[float](), deque[tuple[float, int]]()
-        if self._first_tokens is not None:
-            times = self._first_tokens.times
+    def take_first_tokens(self, before_s: float) -> None:
+        """Take in the first tokens that came before `before_s`."""
+        times = deque[tuple[float, int]]() if self._first_tokens is None else self._first_tokens.times
         while times and times[0][0] < before_s:
             at_s, own = times.popleft()
+            self.view.prefill_tokens -= self.prefills.pop(own, 0)
             earlier = self.client.earlier.get(own)
-            found.append(at_s - (self._columns.arrival_s[own] if earlier is None else earlier.arrival_s))
+            self._ttfts.append(at_s - (self._columns.arrival_s[own] if earlier is None else earlier.arrival_s))
+
+    def ttfts(self, before_s: float) -> list[float]:
+        """The times to the first tokens that came before `before_s`, and were not returned before."""
+        self.take_first_tokens(before_s)
+        found, self._ttfts = self._ttfts, []
         return found
 
     def state(self) -> ReplicaState:
@@ -175,7 +183,7 @@ class SteppedFleet:
         self._age_ns, self._read_ns = round(config.router_state_age * NANOSECONDS), -1
         looks_at = router.looks_at
         self._has_state, self._has_prefixes = STATE in looks_at, PREFIXES in looks_at
-        self._has_requests = REQUESTS in looks_at
+        self._has_requests, self._has_prefills = REQUESTS in looks_at, PREFILLS in looks_at
         self._sessions = session_numbers(self._columns)
         self._beginnings: dict[object, int] = {}
         self.replica_of, self._position = array("i", [-1]) * len(trace), array("q", [-1]) * len(trace)
@@ -298,7 +306,7 @@ class SteppedFleet:
 
     def _looked_at(self) -> list[str]:
         names = {"requests": self._has_requests, "tokens": self._has_requests, "hit_tokens": self._has_prefixes}
-        names |= {"queued": self._has_state, "kv_use": self._has_state}
+        names |= {"prefill_tokens": self._has_prefills, "queued": self._has_state, "kv_use": self._has_state}
         return [name for name, is_there in names.items() if is_there]
 
     def _advance_until(self, time_s: float) -> bool:
@@ -379,12 +387,18 @@ class SteppedFleet:
         routed = RoutedRequest(
             self._routed, columns.request_id[index], arrival_s, prompt_len, int(self._sessions[index]), pieces
         )
+        if self._has_prefills:
+            for one in self.replicas:
+                one.take_first_tokens(arrival_s)
         self._note(index, routed)
         chosen = self._router.choose(routed, self.views)
         one = self.replicas[chosen.number]
         self.replica_of[index] = chosen.number
         chosen.requests += 1
         chosen.tokens += prompt_len
+        if self._has_prefills:
+            one.prefills[len(one.members)] = expected = prompt_len - chosen.expected_hit(routed)
+            chosen.prefill_tokens += expected
         if pieces:
             chosen.prefixes.add(pieces)
         earlier = self._earlier.get(index)
@@ -406,6 +420,8 @@ class SteppedFleet:
                 seen["requests"][number], seen["tokens"][number] = one.requests, one.tokens
             if self._has_prefixes:
                 seen["hit_tokens"][number] = one.expected_hit(routed)
+            if self._has_prefills:
+                seen["prefill_tokens"][number] = one.prefill_tokens
             if self._has_state:
                 seen["queued"][number], seen["kv_use"][number] = one.state.queued, one.state.kv_use
         for name, values in seen.items():

@@ -123,9 +123,10 @@ DEVICE_FAMILIES = {"a100": "a100-80gb-sxm", "gh200": "gh200-96gb", "h100": "h100
 MAX_BEAMS, MAX_BATCH, MAX_GPUS, MAX_WAIT_MS = 1024, 1_000_000, 1024, 86_400_000
 MAX_LORAS = 100_000
 MAX_REPLICAS = 1024
-# Routers of a fleet; prefix_affinity may have a weight.
+# Routers of a fleet; the last ones may have a weight.
 PREFIX_AFFINITY = "prefix_affinity"
-ROUTERS = ("round_robin", "random", "least_requests", "least_tokens", "least_kv", "session", PREFIX_AFFINITY)
+WEIGHTED_ROUTERS = (PREFIX_AFFINITY, "dynamo")
+ROUTERS = ("round_robin", "random", "least_requests", "least_tokens", "least_kv", "session", *WEIGHTED_ROUTERS)
 MAX_SPAN_S = 100 * 365.25 * 86_400  # of all arrivals: later times would lose the precision of latencies
 
 
@@ -188,10 +189,10 @@ def _replica(value: Any) -> Any:
 
 
 def _router(value: Any) -> Any:
-    """The name of a router; the weight of prefix_affinity checked."""
+    """The name of a router; its weight checked."""
     name, colon, weight = value.partition(":") if isinstance(value, str) else (value, "", "")
-    if colon and name.lower().replace("-", "_") == PREFIX_AFFINITY:
-        return f"{PREFIX_AFFINITY}:{number(weight, '--router prefix_affinity: the weight', 0.0, from_text=True):g}"
+    if colon and (router := name.lower().replace("-", "_")) in WEIGHTED_ROUTERS:
+        return f"{router}:{number(weight, f'--router {router}: the weight', 0.0, from_text=True):g}"
     return value
 
 
@@ -413,10 +414,11 @@ class RunConfig:
         "Which replica gets a request: each in turn; a random one; the one with the fewest requests, or tokens of "
         "prompts, that are not answered; the one that uses the smallest share of its KV cache; that of its session; or "
         "the one with the least work for it, prefix_affinity:WEIGHT, where each prompt token that it does not hold "
-        "counts as WEIGHT tokens of other requests. Default with several replicas: round_robin.",
+        "counts as WEIGHT tokens of other requests; dynamo:WEIGHT, where those of others without a first token do, "
+        "too. Default with several replicas: round_robin.",
         choices=ROUTERS,
         other_texts=".+:.+",
-        others="prefix_affinity:WEIGHT, or package.module:ClassName",
+        others="prefix_affinity:WEIGHT, dynamo:WEIGHT, or package.module:ClassName",
         convert=_router,
         elsewhere="routing_logic load_balancing_method routing_policy",
     )

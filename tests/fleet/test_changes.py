@@ -245,6 +245,25 @@ def test_a_replica_that_drains_ends_with_its_last_request(tmp_path: Path) -> Non
     assert first["ended_by"] is None
 
 
+def test_sessions_stay_at_their_replica_while_it_takes_requests(tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(23), 80, sessions=True)
+    events = write_events(tmp_path / "events.json", {"at": 0.5, "start": 1}, {"at": 1.5, "drain": 0})
+    fleet = tmp_path / "fleet"
+    run_trace(str(trace), config_of(replicas=2, router="session", replica_events=events, output=str(fleet)))
+    asked = lines(trace)
+    rows = {row["index"]: row for row in lines(fleet / "requests.jsonl")}
+    moved = 0
+    for index, row in enumerate(asked):
+        if "after" in row:
+            before = rows[row["after"]]["replica"]
+            if rows[index]["replica"] != before:
+                assert before == 0
+                assert rows[index]["arrival_s"] >= 1.5
+                moved += 1
+    assert moved
+    assert {row["replica"] for row in rows.values()} == {0, 1, 2}
+
+
 def literal_autoscaler(rule_text: str, series: list[float | None]) -> list[int]:
     """The rule of the Horizontal Pod Autoscaler, written literally, a decision each second."""
     rule = parse_autoscale(rule_text)
