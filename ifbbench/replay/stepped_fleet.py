@@ -210,7 +210,7 @@ class SteppedFleet:
                 continue
             if front.done:
                 break
-            if event_s is None and not any(one.is_busy for one in self.replicas):
+            if event_s is None and not any(one.is_busy or one.client.answers for one in self.replicas):
                 self._lose_waiting()
             elif change_s < inf and (event_s is None or change_s <= event_s):
                 self._clock.wait_until(change_s)

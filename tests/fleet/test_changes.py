@@ -245,6 +245,21 @@ def test_a_replica_that_drains_ends_with_its_last_request(tmp_path: Path) -> Non
     assert first["ended_by"] is None
 
 
+def test_events_while_the_last_answer_is_delivered_are_no_end(tmp_path: Path) -> None:
+    """An engine is done before its server has sent the last tokens."""
+    trace = str(write_rows(tmp_path / "trace.jsonl", Random(24), 5))
+    plain = summarise_run(trace, config_of(engine="vllm", replicas=2, router="least_requests"))
+    run_trace(trace, config_of(engine="vllm", replicas=2, router="least_requests", output=str(tmp_path / "plain")))
+    last_s = max(row["end_s"] for row in lines(tmp_path / "plain" / "requests.jsonl"))
+    events = [{"at": last_s + 2e-6 * step, "replicas": 2} for step in range(-300, 100)]
+    asked = {
+        "replicas": 2,
+        "router": "least_requests",
+        "replica_events": write_events(tmp_path / "events.json", *events),
+    }
+    assert summarise_run(trace, config_of(engine="vllm", **asked)) == plain
+
+
 def test_sessions_stay_at_their_replica_while_it_takes_requests(tmp_path: Path) -> None:
     trace = write_rows(tmp_path / "trace.jsonl", Random(23), 80, sessions=True)
     events = write_events(tmp_path / "events.json", {"at": 0.5, "start": 1}, {"at": 1.5, "drain": 0})
