@@ -274,7 +274,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(one, signal.SIG_IGN)
     try:
         write(sys.stdin.fileno(), Path(directory))
-    except IfbbenchError as error:
+    except (IfbbenchError, OSError) as error:  # the disk is full: what was written so far can be read
         print(f"ifbbench recorder: {error}", file=sys.stderr)
         return 1
     return 0

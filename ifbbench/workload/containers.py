@@ -115,8 +115,9 @@ class JsonDocument:
     """A JSON file that is one list of objects, or an object that holds them; `//` comments are ignored.
 
     Rows are those of `samples` (gptManagerBenchmark), of `data` (aiperf, Jaeger), of the requests of `benchmarks`
-    (guidellm), the spans of `resourceSpans` (OTLP), or one for each value of `input_lens` (vLLM). The first two, and a list alone, are read from the file row by row; a
-    document with comments or NaN, and those of results, are kept in memory.
+    (guidellm), the spans of `resourceSpans` (OTLP), or one for each value of `input_lens` (vLLM). The first two, and a
+    list alone, are read from the file row by row; a document with comments or NaN, and those of results, are kept in
+    memory.
     """
 
     row_name = "samples[{}]"

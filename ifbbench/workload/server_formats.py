@@ -72,7 +72,9 @@ class OpenTelemetryFormat(TraceFormat):
         return [f"spans of failed requests are left out: {self._failed:,}"] if self._failed else []
 
     def _request(self, span: Row, attributes: Row, names: tuple[str, str], index: int) -> TraceRequest:
-        name, per_second = ("startTimeUnixNano", NANOSECONDS) if "startTimeUnixNano" in span else ("startTime", 1_000_000)
+        name, per_second = (
+            ("startTimeUnixNano", NANOSECONDS) if "startTimeUnixNano" in span else ("startTime", 1_000_000)
+        )
         start = integer(span.get(name), name, 0, from_text=True)  # as a float, it would be exact to 256 ns
         self._first = start if self._first is None else self._first
         arrival_s = (start - self._first) / per_second

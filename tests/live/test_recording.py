@@ -7,8 +7,11 @@
 import gzip
 import json
 import os
+import subprocess
+import sys
 from base64 import b64decode
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +202,35 @@ def test_vllm_itself(tmp_path: Path) -> None:
 
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     assert check_random(6, 1000) == 0
+
+
+class Writer:
+    """The writer as a process of its own, whose files may have so many bytes."""
+
+    def __init__(self, directory: Path, max_file_bytes: int) -> None:
+        limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({max_file_bytes}, {max_file_bytes}))"
+        code = f"{limit}; from ifbbench.live.writer import main; raise SystemExit(main(['{directory}']))"
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def send(self, events: Iterable[Event]) -> tuple[int, str]:
+        """Its exit status, and what it printed. It may end before all events are sent."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            for event in events:
+                write_frame(self.process.stdin, event)
+            self.process.stdin.close()
+        assert self.process.stderr is not None
+        error = self.process.stderr.read().decode()
+        return self.process.wait(), error
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """One line says so, and what was written before can be read."""
+    status, error = Writer(tmp_path / "recorded", 100_000).send(events_of(CASES[4]))
+    assert status == 1
+    assert error.startswith("ifbbench recorder: ")
+    assert len(error.splitlines()) == 1
+    assert json.loads((tmp_path / "recorded" / "run.json").read_text())["partial"]
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "recorded")])
+    assert result.exit_code == 0, result.output
+    assert "Partial" in result.output
