@@ -36,10 +36,11 @@ WITNESS = "IFBBENCH_WITNESS"
 WAIT_S = 600.0
 SAMPLED = 100  # iterations in which `why` is asked who holds a request
 VOCABULARY = range(10, 900)
+BLOCKS = "num-gpu-blocks-override"
 SETTINGS = {
     "max-model-len": 1024,
     "block-size": 32,
-    "num-gpu-blocks-override": 60,
+    BLOCKS: 60,
     "max-num-seqs": 16,
     "max-num-batched-tokens": 256,
 }
@@ -68,6 +69,7 @@ class WitnessedScheduler(RecordingScheduler):
                 "preempted": sorted(output.preempted_req_ids or ()),
                 "free_blocks": self.kv_cache_manager.block_pool.get_num_free_blocks(),
                 "running": len(self.running),
+                "cut": [one.request_id for one in self.running if one.num_computed_tokens < one.num_tokens],
                 "waiting": [request.request_id for request in self.waiting],
             }
             self._witness.write(json.dumps(seen) + "\n")
@@ -89,15 +91,15 @@ def draw_requests(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def server(folder: Path, port: int) -> Iterator[str]:
-    """The address of a server, which is recorded in folder/recording and logs to folder/server.log."""
+def server(folder: Path, port: int, blocks: int) -> Iterator[str]:
+    """The address of a server with so many KV blocks, which is recorded in folder/recording and logs to folder/server.log."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": 2048}))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "model", "--port", str(port)]
     command += ["--skip-tokenizer-init", "--load-format", "dummy", "--dtype", "float32", "--enforce-eager"]
     command += ["--scheduler-cls", f"benchmarks.vllm_server.{WitnessedScheduler.__name__}"]
     command += ["--enable-logging-iteration-details"]
-    command += [part for name, value in SETTINGS.items() for part in (f"--{name}", str(value))]
+    command += [part for name, value in {**SETTINGS, BLOCKS: blocks}.items() for part in (f"--{name}", str(value))]
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "IFBBENCH_PURE_PYTHON": "1",
@@ -201,10 +203,10 @@ def recorded_figures(directory: Path) -> dict[str, int]:
     }
 
 
-def check(folder: Path, count: int, seed: int, port: int) -> dict[str, Any]:
-    """Serve `count` requests; what was counted, and under `differences` where it is not the same."""
+def check(folder: Path, count: int, seed: int, port: int, blocks: int = SETTINGS[BLOCKS]) -> dict[str, Any]:
+    """Serve `count` requests with `blocks` KV blocks; what was counted, and under `differences` where it is not the same."""
     rows, differences = draw_requests(count, seed), dict[str, Any]()
-    with server(folder, port) as address:
+    with server(folder, port, blocks) as address:
         begun_s = time.monotonic()
         own, foreign = drive(folder, address, rows)
         took_s = time.monotonic() - begun_s
@@ -239,6 +241,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--requests", type=int, default=2000, help="of both clients together (default 2000)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests (default 0)")
     parser.add_argument("--port", type=int, default=8123, help="of the server (default 8123)")
+    parser.add_argument("--blocks", type=int, default=SETTINGS[BLOCKS], help="KV blocks of 32 tokens (default 60)")
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="keep all files in this new directory")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
@@ -246,7 +249,7 @@ def main(arguments: list[str]) -> int:
         if options.keep is not None:
             folder = options.keep.absolute()
             folder.mkdir(parents=True)
-        report = check(folder, options.requests, options.seed, options.port)
+        report = check(folder, options.requests, options.seed, options.port, options.blocks)
     print(json.dumps(report, indent=1))
     return 1 if report["differences"] else 0
 

@@ -60,24 +60,28 @@ def holders_of(
     directory: Path, seen: Sequence[dict[str, Any]], max_num_seqs: int, budget: int, count: int, seed: int
 ) -> list[Holder]:
     """What holds a random waiting request in `count` random iterations, by `why` of a recording and by what a wrapper
-    saw after each call of vLLM's `schedule`: its queue, `waiting`, and how many were `running`.
+    saw after each call of vLLM's `schedule`: its queue, `waiting`, how many were `running`, and which of these got only
+    a part of what they have to compute, `cut`.
 
-    Literally: vLLM stops at the first request of its queue that it cannot start. It looks at none after a pre-emption
-    (blocks), as soon as `max_num_seqs` run, or when no token of the budget is left; else `allocate_slots` failed."""
+    Literally: all wait for a running request that was cut, whose rest took the budget. Else vLLM stops at the first
+    request of its queue that it cannot start. It looks at none after a pre-emption (blocks), as soon as `max_num_seqs`
+    run, or when no token of the budget is left; else `allocate_slots` failed."""
     names = {row["name"]: row["request_id"] for row in lines(directory, "requests")}
     of_id, run = {number: name for name, number in names.items()}, RecordedRun.load(directory)
     heads, rng, found = HeadsOfLine(run), random.Random(seed), list[Holder]()
     waiting = [number for number, step in enumerate(seen) if step["waiting"]]
     for number in rng.sample(waiting, min(count, len(waiting))):
         step = seen[number]
-        name, first = rng.choice(step["waiting"]), step["waiting"][0]
+        name, first = rng.choice(step["waiting"]), [*step["cut"], *step["waiting"]][0]
         limit = "blocks"
-        if not step["preempted"] and step["running"] >= max_num_seqs:
+        if step["cut"]:
+            limit = "num_tokens"
+        elif not step["preempted"] and step["running"] >= max_num_seqs:
             limit = "batch_size"
         elif not step["preempted"] and sum(tokens for _, tokens, _ in step["scheduled"]) >= budget:
             limit = "num_tokens"
         stretches = request_life(run, heads, names[name]).stretches
-        one = next(part for part in stretches if part.first <= number <= part.last)
+        one = next(part for part in stretches if part.first <= number <= part.last and part.phase != "arrival")
         holder, why = one.behind, one.limit
         if one.phase == "paused":  # a pre-empted request is in the queue again, and its span has another cause
             head = iteration_facts(run, number).left_out

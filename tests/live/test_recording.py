@@ -226,7 +226,7 @@ class Writer:
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """One line says so, and what was written before can be read."""
-    status, error = Writer(tmp_path / "recorded", 100_000).send(events_of(CASES[4]))
+    status, error = Writer(tmp_path / "recorded", 20_000).send(events_of(CASES[4]))
     assert status == 1
     assert error.startswith("ifbbench recorder: ")
     assert len(error.splitlines()) == 1
