@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import deque
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from ifbbench.live.events import Added, Begin, End, Ended, Started, Step, write
 
@@ -61,14 +62,14 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "ifbbench.live.writer", f"{folder}/recording"]
         writer = subprocess.Popen(command, stdin=subprocess.PIPE)
-        assert writer.stdin is not None
-        write(writer.stdin, Begin("vllm", "0.32.0", SETTINGS, {}, time.monotonic(), time.time(), NUM_BLOCKS))
+        pipe = cast(BinaryIO, writer.stdin)
+        write(pipe, Begin("vllm", "0.32.0", SETTINGS, {}, time.monotonic(), time.time(), NUM_BLOCKS))
         for number, step in enumerate(steps(options.requests, options.running), start=1):
-            write(writer.stdin, step)
+            write(pipe, step)
             if number % (options.requests // 10) == 0:
                 found[f"{number:,}"] = round(resident_bytes(writer.pid) / MIB, 1)
-        write(writer.stdin, End())
-        writer.stdin.close()
+        write(pipe, End())
+        pipe.close()
         writer.wait()
         size = sum(file.stat().st_size for file in Path(f"{folder}/recording").iterdir())
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

@@ -92,8 +92,8 @@ def draw_requests(count: int, seed: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def server(folder: Path, port: int, blocks: int) -> Iterator[str]:
-    """The address of a server with so many KV blocks, which is recorded in folder/recording and logs to folder/server.log."""
-    (folder / "model").mkdir()
+    """The address of a server, which is recorded in folder/recording and logs to folder/server.log."""
+    (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": 2048}))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "model", "--port", str(port)]
     command += ["--skip-tokenizer-init", "--load-format", "dummy", "--dtype", "float32", "--enforce-eager"]
@@ -204,7 +204,7 @@ def recorded_figures(directory: Path) -> dict[str, int]:
 
 
 def check(folder: Path, count: int, seed: int, port: int, blocks: int = SETTINGS[BLOCKS]) -> dict[str, Any]:
-    """Serve `count` requests with `blocks` KV blocks; what was counted, and under `differences` where it is not the same."""
+    """Serve `count` requests; what was counted, and under `differences` where it is not the same."""
     rows, differences = draw_requests(count, seed), dict[str, Any]()
     with server(folder, port, blocks) as address:
         begun_s = time.monotonic()

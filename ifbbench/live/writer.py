@@ -274,8 +274,11 @@ def main(arguments: list[str]) -> int:
         signal.signal(one, signal.SIG_IGN)
     try:
         write(sys.stdin.fileno(), Path(directory))
-    except (IfbbenchError, OSError) as error:  # the disk is full: what was written so far can be read
+    except IfbbenchError as error:
         print(f"ifbbench recorder: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # the disk is full: what was written so far can be read
+        print(f"ifbbench recorder: {directory} ends here: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 

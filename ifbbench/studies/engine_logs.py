@@ -30,16 +30,16 @@ BETWEEN_OBJECTS = re.compile(r"[\s,\[\]]*")
 
 VLLM_ITERATION = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
-    r"(\d+) generation tokens, .*?iteration elapsed time: ([\d.]+) ms(?:, GPU KV cache usage: ([\d.]+)%)?(.*)"
+    r"(\d+) generation tokens, .*?iteration elapsed time: ([\d.]+) ms(?:, \w+ KV cache usage: ([\d.]+)%)?(.*)"
 )
 VLLM_SUMMARY = re.compile(
     r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
-    r"Running: (\d+) reqs(?:, Waiting: (\d+) reqs)?.*?GPU KV cache usage: ([\d.]+)%"
+    r"Running: (\d+) reqs(?:, Waiting: (\d+) reqs)?.*?\w+ KV cache usage: ([\d.]+)%"
 )
 VLLM_ENGINE = re.compile(r"(?:EngineCore_DP|Engine )(\d+)")
 # What vLLM prints with draft tokens.
 VLLM_DRAFTS = re.compile(r"SpecDecoding metrics|speculative_config=(?!None)")
-VLLM_CACHE_SIZE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+VLLM_CACHE_SIZE = re.compile(r"\w+ KV cache size: ([\d,]+) tokens")
 # Facts of the line in which vLLM prints its settings.
 VLLM_FACTS = {
     "model": re.compile(r"\bmodel='([^']+)'"),

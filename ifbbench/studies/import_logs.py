@@ -135,6 +135,7 @@ def _of_vllm(log: Log, text: str) -> Imported:
     _place_in_time([second for second, _ in rows] if begun else [], [one for _, one in rows])
     lost = [*NO_REQUESTS, QUEUE_OF_SUMMARIES if has_summary else NO_QUEUE, WHOLE_SECONDS]
     lost.append("The host's time: vLLM logs how long it waited for the outputs, without its scheduler.")
+    lost.append("KV blocks of requests that end: those in use are counted when these have left.")
     if num_blocks is None:
         lost.append(NO_CACHE)
     is_async = re.search(r"Asynchronous scheduling is (en|dis)abled", text)

@@ -13,7 +13,7 @@ from base64 import b64decode
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pytest
 from click.testing import CliRunner
@@ -217,7 +217,7 @@ class Writer:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             for event in events:
-                write_frame(self.process.stdin, event)
+                write_frame(cast(BinaryIO, self.process.stdin), event)
             self.process.stdin.close()
         assert self.process.stderr is not None
         error = self.process.stderr.read().decode()
@@ -234,3 +234,32 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["report", str(tmp_path / "recorded")])
     assert result.exit_code == 0, result.output
     assert "Partial" in result.output
+
+
+def test_an_error_in_the_recorder_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM is installed: it decides what it decides without the error, and its recording ends there."""
+    pytest.importorskip("vllm")
+    from benchmarks.vllm_recording import draw_recorded, record
+    from ifbbench.live import vllm as recording
+
+    expected = record(draw_recorded(1000), 1000, tmp_path / "whole")
+    calls, head = iter(range(10**6)), recording._Notes._head
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        if next(calls) == len(expected) // 2:
+            raise RuntimeError("a defect")
+        return head(self, *arguments)
+
+    monkeypatch.setattr(recording._Notes, "_head", failing)
+    assert record(draw_recorded(1000), 1000, tmp_path / "ended") == expected
+    assert len(lines(tmp_path / "ended", "iterations")) < len(lines(tmp_path / "whole", "iterations"))
+
+
+def test_a_server(tmp_path: Path) -> None:
+    """Where vLLM is installed: a real server under two clients."""
+    pytest.importorskip("vllm")
+    from benchmarks.vllm_server import check as check_server
+
+    report = check_server(tmp_path / "server", 60, seed=1, port=8139, blocks=36)
+    assert report["differences"] == {}
+    assert report["recording"]["requests"] == 60
