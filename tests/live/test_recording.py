@@ -7,8 +7,10 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from base64 import b64decode
 from collections.abc import Iterable
 from contextlib import suppress
@@ -93,6 +95,25 @@ def test_a_recording_is_read_by_other_commands(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     arrivals = [[row["arrival_s"] for row in lines(path, "trace")] for path in (directory, tmp_path / "by-clock")]
     assert sorted(arrivals[0]) == arrivals[1]
+
+
+def test_watch_of_a_server(tmp_path: Path) -> None:
+    """How many requests there will be is not known while it runs."""
+    events = events_of(CASES[1])
+    begin = events[0]
+    assert isinstance(begin, Begin)
+    channel = Channel(tmp_path / "recorded", begin)
+    for event in events[1:-20]:
+        channel.put(event)
+    watched = [tmp_path / "recorded" / name for name in ("run.json", "iterations.jsonl")]
+    deadline = time.monotonic() + 60
+    while not (all(path.exists() for path in watched) and watched[1].stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)  # until the first flush
+    running = CliRunner().invoke(main, ["watch", str(tmp_path / "recorded"), "--once"]).output
+    channel.close()
+    ended = CliRunner().invoke(main, ["watch", str(tmp_path / "recorded"), "--once"]).output
+    assert re.search(r"requests +\d+ ended", running)
+    assert re.search(r"requests .* (\d+) of \1", ended)
 
 
 def test_iterations_need_a_recording(tmp_path: Path) -> None:
