@@ -90,7 +90,7 @@ def write_run(log: Imported, source: Path, content: bytes, output: Path, overwri
         description["trace"]["sha256"] = hashlib.sha256((directory / "trace.jsonl").read_bytes()).hexdigest()
         run_directory.write_begun(directory, description)
 
-    files = {"iterations": iterations, "spans": requests.spans, "requests": requests.lines}
+    files: dict[str, Sequence[Any]] = {"iterations": iterations, "spans": requests.spans, "requests": requests.lines}
     with run_directory.begun([output], overwrite, write_start) as directory:
         for name, lines in files.items():
             writer = JsonLinesWriter(directory / f"{name}.jsonl")
@@ -154,7 +154,15 @@ def _line(
         latency_ms,
         0.0,
         latency_ms,
-        *[UNSET] * 9,
+        UNSET,
+        UNSET,
+        UNSET,
+        UNSET,
+        UNSET,
+        UNSET,
+        UNSET,
+        UNSET,
+        UNSET,
         queued=one.queued,
         waiting=max(one.queued + one.active - scheduled, 0),
         bound_by=one.limit,

@@ -104,7 +104,7 @@ class RequestStats:
         if chunk:
             self._go_on(one, Phase.RECOMPUTE if one.pauses else Phase.CONTEXT, iteration, start_s)
             assert one.span is not None
-            one.span.chunks = [*(one.span.chunks or ()), chunk]  # type: ignore[misc]
+            one.span.chunks = [*(one.span.chunks or ()), chunk]
             one.span.tokens += chunk
             one.span.produced = (one.span.produced or 0) + produced
         else:
@@ -151,13 +151,20 @@ def _request_line(one: _Known) -> RequestLine:
         tpot_s = (one.last_s - one.first_s) / (one.outputs - 1) if one.outputs > 1 else None
         latencies = (one.scheduled_s - one.arrival_s, one.first_s - one.arrival_s, tpot_s, one.last_s - one.arrival_s)
         times = (*latencies, one.scheduled_s, one.first_s, one.last_s)
+    queue_time_s, ttft_s, tpot_s, e2e_s, scheduled_s, first_s, end_s = times
     return RequestLine(
         one.index,
         one.index,
         one.arrival_s,
         max(one.position, 1),
         one.outputs,
-        *times,
+        queue_time_s,
+        ttft_s,
+        tpot_s,
+        e2e_s,
+        scheduled_s,
+        first_s,
+        end_s,
         max_new_tokens=max(one.outputs, 1),
         pauses=one.pauses,
         recomputed_tokens=0,
