@@ -22,7 +22,7 @@ from ifbbench.build.engines import engine_defaults
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
-from ifbbench.processes import usable_cores
+from ifbbench.processes import TimeIsUp, run_within, usable_cores
 from ifbbench.rundir.what_if import FAILED
 from ifbbench.settings.command_line import option_words
 from ifbbench.settings.config import CHUNKING_POLICIES, SCHEDULE_POLICIES, SGLANG, TRTLLM, VLLM, RunConfig, settings
@@ -33,7 +33,7 @@ from ifbbench.settings.objectives import parse_objectives
 from ifbbench.simulated.expected_error import difference_errors
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard, plan_memory
-from ifbbench.studies.fitted_run import NOT_FITTED, fit_device, replay_endpoint, replayed_config
+from ifbbench.studies.fitted_run import NOT_FITTED, REPLAY, fit_device, replay_endpoint, replayed_config
 from ifbbench.studies.points import PointResult, in_one_line, run_all, summarise
 from ifbbench.studies.trace_window import Window, window_of
 from ifbbench.studies.tune_runs import APPLIED
@@ -464,18 +464,17 @@ class Allowed:
             yield "kv_blocks", {"kv_host_cache_bytes": 2 * now["kv_host_cache_bytes"] or HOST_CACHE_BYTES}
 
 
-class _TimeIsUp(BaseException):
-    """Ends replays. No Exception: of these, a replay makes one that says at which iteration it failed."""
-
-
 class WhatIf:
     """The trials of one run. findings: of the run, which must be one that `why_not` allows. InputError for a run on a
     real device that the cost model cannot be fitted to.
 
     endpoint: a run against an endpoint, of whose requests `findings` are a replay on a simulated device; slower: that
-    was made so many times slower."""
+    was made so many times slower. fit_s: a fit of the cost model may take so many seconds; TimeIsUp if it takes
+    longer."""
 
-    def __init__(self, findings: Findings, endpoint: RecordedRun | None = None, slower: float = 1.0) -> None:
+    def __init__(
+        self, findings: Findings, endpoint: RecordedRun | None = None, slower: float = 1.0, fit_s: float = inf
+    ) -> None:
         self._findings, self._run = findings, findings.run
         self._measured, self._slower = endpoint or findings.run, slower
         self._source = str(self._measured.path)
@@ -487,7 +486,8 @@ class WhatIf:
         if endpoint is not None:
             self._is_fitted = True
         if self._is_real:
-            self.config = base_config(replayed_config(self._run, fit_device(self._run)), [], has_sessions)
+            device = run_within(lambda: fit_device(self._run), fit_s)
+            self.config = base_config(replayed_config(self._run, device), [], has_sessions)
         draws_loras = self.config.num_loras and not columns.names_loras
         draws = self.config.acceptance_rate is not None or draws_loras or self.config.schedule_policy == "random"
         self._gpus = self.config.tp_size * self.config.pp_size
@@ -503,28 +503,25 @@ class WhatIf:
         self._answered = 0
 
     @classmethod
-    def of_endpoint(cls, run: RecordedRun, server: Mapping[str, Any]) -> "WhatIf":
+    def of_endpoint(cls, run: RecordedRun, server: Mapping[str, Any], fit_s: float = inf) -> "WhatIf":
         """The trials of a run against an endpoint: its requests are replayed on a simulated device that is fitted to
-        its mean latency. server: the settings of the server, and the device. InputError: see `replay_endpoint`."""
+        its mean latency. server: the settings of the server, and the device. fit_s: see WhatIf. InputError: see
+        `replay_endpoint`."""
         trace = trace_of(run)
         config = from_mapping({**engine_defaults(server), **server}, command_line=True).as_dict()
         known = {item.name: item.group for item in settings()}
         config |= {name: value for name, value in run.config.items() if known.get(name) == "replay"}
         has_sessions = columns_of(trace.requests).after is not None
-        replay, slower = replay_endpoint(run, trace, base_config(config, [], has_sessions))
-        return cls(Findings(replay), run, slower)
+        asked = base_config(config, [], has_sessions)
+        slower = run_within(lambda: replay_endpoint(run, trace, asked), fit_s)
+        return cls(Findings(RecordedRun.load(run.path / REPLAY)), run, slower)
 
     def goal(self, name: str | None) -> Goal:
         """The goal called `name` (see GOALS). By default the objectives of the run, else the figure that is furthest
         from what the device could do. InputError for one that the run does not have."""
+        check_goal(name, self.config.slo)
         objectives = parse_objectives(self.config.slo) if self.config.slo else ()
-        if name in ("slo", "goodput") and not objectives:
-            raise InputError(f"--improve {name}: the run has no objectives; run it with --slo, or choose another goal.")
         has_goodput = any(one.statistic is None for one in objectives)
-        if name == "goodput" and not has_goodput:
-            raise InputError(
-                "--improve goodput: the run has no objective of each request, such as ttft=1s; choose another goal."
-            )
         if name is not None and name != "slo":
             return Goal(GOALS[choice(name, "--improve", GOALS)])
         if objectives:
@@ -556,7 +553,8 @@ class WhatIf:
         processes: int | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Outcome:
-        """Try `only`, or all single changes that the settings allow, and second ones on top of the best."""
+        """Try `only`, or all single changes that the settings allow, and second ones on top of the best. TimeIsUp if
+        the budget is over before a replay of a run on a real device has shown how near it comes to the run."""
         self._clock, self._processes, self._progress = WallClock(), processes or usable_cores(), progress
         progress.stage("replaying the run")
         before = self._baseline(goal, None if only else budget_s)
@@ -647,7 +645,9 @@ class WhatIf:
             affordable_s = budget_s * WINDOW_SHARE * PLANNED_SHARE * self._processes / (number * len(self._seeds))
             limit_s = affordable_s * FIRST_SHARE / WINDOW_SHARE / MIN_REACHED
         # The replay of a run on a real device shows how near it comes to all of the run.
-        before = self._own(None if self._is_fitted else begin_s + limit_s)
+        before = self._own(budget_s if self._is_fitted else begin_s + limit_s)
+        if self._is_fitted and before is None:
+            raise TimeIsUp
         taken_s = self._clock.now() - begin_s
         if self._is_fitted and before is not None:
             paths = self._paths(before[0], goal)
@@ -770,10 +770,10 @@ class WhatIf:
         def check_time(answered: int = 0) -> None:
             self._answered = max(self._answered, answered)
             if until_s is not None and self._clock.now() > until_s:
-                raise _TimeIsUp
+                raise TimeIsUp
 
         results = run_all(summarise, runs, self._processes, check_time)
-        with suppress(_TimeIsUp):
+        with suppress(TimeIsUp):
             check_time()
             for number, result in results:
                 ended[number] = result
@@ -789,10 +789,12 @@ class WhatIf:
         return found, [values for index, values in enumerate(wanted) if index not in found]
 
     def _paths(self, summary: Mapping[str, Any], goal: Goal) -> list[str]:
-        """The figures that are compared."""
+        """The figures that are compared, with those of the objectives."""
         paths = [*LATENCIES, THROUGHPUT]
         if summary.get(GOODPUT) is not None:
             paths += [GOODPUT, GOOD_SHARE]
+        objectives = parse_objectives(self.config.slo) if self.config.slo else ()
+        paths += [f"{one.latency}.{one.statistic}" for one in objectives if one.statistic]
         return list(dict.fromkeys([*paths, *goal.targets, goal.path, FAILED]))
 
     def _changes(
@@ -892,6 +894,17 @@ def _effect(before: Sequence[float | None], after: Sequence[float | None], error
 def not_tried(reason: str) -> dict[str, Any]:
     """`what_if` of `why --json` where nothing was tried."""
     return {"goal": None, "baseline": {}, "changes": [], "recommended": None, "reason": reason, "then": None}
+
+
+def check_goal(name: str | None, slo: str | None) -> None:
+    """InputError if a run with the objectives `slo` does not have the goal called `name`."""
+    objectives = parse_objectives(slo) if slo else ()
+    if name in ("slo", "goodput") and not objectives:
+        raise InputError(f"--improve {name}: the run has no objectives; run it with --slo, or choose another goal.")
+    if name == "goodput" and all(one.statistic for one in objectives):
+        raise InputError(
+            "--improve goodput: the run has no objective of each request, such as ttft=1s; choose another goal."
+        )
 
 
 def parse_change(text: str) -> Settings:
