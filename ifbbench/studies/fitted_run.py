@@ -34,7 +34,7 @@ def fit_device(run: RecordedRun) -> str:
     """Fit the cost model to the iterations of `run`, as `ifbbench calibrate --from` does; then make all of it slower or
     faster, so that all iterations together take as long as they did. The profile is written into the run directory.
     Returns the simulated device. InputError for a run that it cannot be fitted to."""
-    from ifbbench.studies.calibrate_from_logs import fit_logs  # imports matplotlib
+    from ifbbench.studies.calibrate_from_logs import fit_logs  # takes a moment
 
     fit = fit_logs([run.path], {"device": SIMULATED + _base_profile(run)})
     path = run.path / FITTED

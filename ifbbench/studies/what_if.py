@@ -35,7 +35,7 @@ from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard, plan_memory
 from ifbbench.studies.fitted_run import NOT_FITTED, REPLAY, fit_device, replay_endpoint, replayed_config
 from ifbbench.studies.points import PointResult, in_one_line, run_all, summarise
-from ifbbench.studies.trace_window import Window, window_of
+from ifbbench.studies.trace_window import MIN_REQUESTS, Window, window_of
 from ifbbench.studies.tune_runs import APPLIED
 from ifbbench.studies.tune_space import POLICIES, idle_limits, rounded
 from ifbbench.workload.load import in_memory, read_source
@@ -554,7 +554,7 @@ class WhatIf:
         progress: Progress = NO_PROGRESS,
     ) -> Outcome:
         """Try `only`, or all single changes that the settings allow, and second ones on top of the best. TimeIsUp if
-        the budget is over before a replay of a run on a real device has shown how near it comes to the run."""
+        the budget is over before the run's own settings have been replayed."""
         self._clock, self._processes, self._progress = WallClock(), processes or usable_cores(), progress
         progress.stage("replaying the run")
         before = self._baseline(goal, None if only else budget_s)
@@ -570,7 +570,7 @@ class WhatIf:
             of_window_s = (self._clock.now() - begin_s) * self._processes / len(done) / len(self._seeds)
             self._all_s = max(self._all_s, of_window_s * self._window.of / self._window.requests)
         changes, refused = self._changes(goal, wanted, done, before, self.config, {})
-        index, reason = self._recommended(goal, changes, before[0], bool(untried))
+        index, reason = self._recommended(goal, changes, before[0], bool(untried), refused)
         on_all, tried = None, list[Change]()
         if self._window and index is not None:
             tried = self._best_on_all(goal, changes, before[0], budget_s)
@@ -599,7 +599,7 @@ class WhatIf:
             progress.stage("trying second changes")
             done, left_out = self._summaries(more, config, budget_s)
             on_top, _ = self._changes(goal, more, done, summaries, self.config, best.settings)
-            second_index, _ = self._recommended(goal, on_top, best.summary, bool(left_out))
+            second_index, _ = self._recommended(goal, on_top, best.summary, bool(left_out), ())
             if second_index is not None and on_top[second_index].gpus == best.gpus:
                 then = on_top[second_index]
             if left_out:
@@ -656,13 +656,17 @@ class WhatIf:
             self._of_all = before
         if taken_s > limit_s:
             answered = len(self.trace) if before else self._answered / min(len(self._seeds), self._processes)
-            self._all_s = taken_s * len(self.trace) / max(answered, 1)
-            ids = columns_of(self.trace.requests).request_id.tolist()
-            self._window = window_of(self._run, ids, goal.path, int(answered * affordable_s / taken_s))
-            requests = {"skip_samples": self._window.first, "max_num_samples": self._window.requests}
-            self.config = self.config.with_values(**requests)
-            before = self._own(None)
-        assert before is not None
+            size = max(int(answered * affordable_s / taken_s), MIN_REQUESTS)
+            if size < len(self.trace):
+                self._all_s = taken_s * len(self.trace) / max(answered, 1)
+                ids = columns_of(self.trace.requests).request_id.tolist()
+                self._window = window_of(self._run, ids, goal.path, size)
+                requests = {"skip_samples": self._window.first, "max_num_samples": self._window.requests}
+                self.config = self.config.with_values(**requests)
+            if self._window or before is None:
+                before = self._own(None if self._window else budget_s)
+        if before is None:
+            raise TimeIsUp
         self._errors = self._errors_of(before[0], goal)
         return before
 
@@ -847,9 +851,18 @@ class WhatIf:
         return sorted(helping, key=lambda index: changes[index].needs_more_gpus)
 
     def _recommended(
-        self, goal: Goal, changes: Sequence[Change], before: Mapping[str, Any], is_cut: bool
+        self,
+        goal: Goal,
+        changes: Sequence[Change],
+        before: Mapping[str, Any],
+        is_cut: bool,
+        refused: Sequence[tuple[Settings, str]],
     ) -> tuple[int | None, str]:
         """The index of the best change that helps; or why there is none."""
+        if not changes and is_cut:
+            return None, "no change was reached in the time"
+        if not changes:
+            return None, f"none of the changes can run{': ' + refused[0][1].rstrip('.') if len(refused) == 1 else ''}"
         if helping := self._helping(goal, changes, before):
             return helping[0], ""
         improves = f"improves {goal.path} by {percent(MIN_GAIN)} or more"
