@@ -18,7 +18,7 @@ from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.generation_time import PROMPTS
 from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.build.engines import engine_defaults
+from ifbbench.build.engines import engine_defaults, usual_beside
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
@@ -28,7 +28,7 @@ from ifbbench.settings.command_line import option_words
 from ifbbench.settings.config import CHUNKING_POLICIES, SCHEDULE_POLICIES, SGLANG, TRTLLM, VLLM, RunConfig, settings
 from ifbbench.settings.fields import choice
 from ifbbench.settings.modes import BatchingType, Overlap
-from ifbbench.settings.names import from_mapping, setting, usual_settings
+from ifbbench.settings.names import from_mapping, setting
 from ifbbench.settings.objectives import parse_objectives
 from ifbbench.simulated.expected_error import difference_errors
 from ifbbench.simulated.hardware import load_hardware
@@ -284,7 +284,7 @@ def base_config(config: Mapping[str, Any], derived: Sequence[str], sessions: boo
 
 def command_of(source: str, config: RunConfig) -> str:
     """The `ifbbench run` that replays the trace of a run directory with these settings."""
-    usual = _usual(config)
+    usual = usual_beside(config)
     values = {
         name: value
         for name, value in config.as_dict().items()
@@ -295,17 +295,9 @@ def command_of(source: str, config: RunConfig) -> str:
 
 def unsayable(config: RunConfig) -> list[str]:
     """Settings of a run that no command line gives: they are left out there, and have another value then."""
-    usual = _usual(config)
+    usual = usual_beside(config)
     values = {item.name: getattr(config, item.name) for item in settings() if not item.takes_none}
     return [name for name, value in values.items() if value is None and usual[name] is not None]
-
-
-def _usual(config: RunConfig) -> dict[str, Any]:
-    """Each setting of a command line that names only the engine and the device of `config`."""
-    given: dict[str, Any] = {"engine": config.engine, "device": config.device}
-    if config.engine_overhead is not None:  # None is none, not what the engine decides
-        given["engine_overhead"] = config.engine_overhead
-    return usual_settings(engine_defaults(given))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def test_a_burst_giant_prompts_and_a_flood_of_low_priority_are_named(tmp_path: P
 
 def test_three_giant_prompts_among_few_requests_are_named(tmp_path: Path) -> None:
     rows = [
-        {"request_id": number, "arrival_s": 0.1 * number, "prompt_len": 200, "max_new_tokens": 8} for number in range(20)
+        {"request_id": number, "arrival_s": 0.1 * number, "prompt_len": 200, "max_new_tokens": 8}
+        for number in range(20)
     ]
     for number, length in {4: 9_000, 9: 20_000, 14: 12_000}.items():
         rows[number]["prompt_len"] = length
