@@ -244,8 +244,8 @@ def rate_text(figures: dict[str, Any], tuning: "Tuning") -> str:
             f" The {_arrivals(base)} arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
             f"{base.time_scale * figures['time_scale']:.4g}): traffic of such a rate was not recorded. "
             f"Bursts were {verb} with it: the "
-            f"busiest {BURST_S:.0f} s have {after:,} requests, as {_arrivals(base)} {before:,}; real traffic of this rate may "
-            f"have {'other' if is_faster else 'higher'} bursts."
+            f"busiest {BURST_S:.0f} s have {after:,} requests, as {_arrivals(base)} {before:,}; real "
+            f"traffic of this rate may have {'other' if is_faster else 'higher'} bursts."
         )
     return f"{text} {rate_interval_of(tuning)}"
 

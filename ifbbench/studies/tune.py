@@ -18,7 +18,7 @@ from ifbbench.errors import InputError
 from ifbbench.settings.config import ENGINE_NAMES, MAX_REPLICAS, RunConfig
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.heuristics import TUNERS, trtllm_bench_limits
-from ifbbench.studies.tune_candidates import EQUAL_SHARE, Candidate, Goal, Judge
+from ifbbench.studies.tune_candidates import EQUAL_SHARE, TIE, Candidate, Goal, Judge
 from ifbbench.studies.tune_rate import (
     FINE,
     MAX_FACTOR,
@@ -64,8 +64,6 @@ PRESSURE, MIN_GAIN, MAX_ROUNDS, ROUND_WORK = 1.05, 1.01, 10, 0.6
 # logarithms of their shortfalls), and so much more for each factor of 2 between their limits. Those that are expected
 # to miss by more than MAX_EXPECTED are not run: see docs/measured/tuning.md.
 ABOVE, ABOVE_RUNS, ABOVE_REQUESTS, ABOVE_BATCH, MISS_OF_DISTANCE, MAX_EXPECTED = 1.01, 250, 50_000, 8, 0.3, 0.4
-# Values of settings that lose less than this share of the goal's figure make way for the default ones.
-TIE = 5e-3
 # A deployment that costs so many times the best so far, with the limits of trtllm-bench's rule, is not searched.
 COST_GPUS, FAR_OFF = 64, 1.3
 

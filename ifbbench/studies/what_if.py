@@ -854,7 +854,7 @@ class WhatIf:
         if not changes and is_cut:
             return None, "no change was reached in the time"
         if not changes:
-            return None, f"none of the changes can run{': ' + refused[0][1].rstrip('.') if len(refused) == 1 else ''}"
+            return None, f"none of the changes can run{': ' + refused[0][1].rstrip('.?') if len(refused) == 1 else ''}"
         if helping := self._helping(goal, changes, before):
             return helping[0], ""
         improves = f"improves {goal.path} by {percent(MIN_GAIN)} or more"
