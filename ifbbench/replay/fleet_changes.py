@@ -4,17 +4,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ifbbench.analysis.number_texts import significant
 from ifbbench.fleet.autoscaler import Autoscaler
 from ifbbench.fleet.events import DRAIN, FAIL, REPLICAS, START, ReplicaEvent
 from ifbbench.settings.autoscale import KV_USE, QUEUE, TTFT, AutoscaleRule
 
-if TYPE_CHECKING:
-    from ifbbench.replay.stepped_fleet import SteppedFleet, SteppedReplica
-
 READY, LOOK = "ready", "look"
+
+
+class ChangingFleet(Protocol):
+    """What changes need of a fleet; see `stepped_fleet.SteppedFleet`."""
+
+    replicas: list[Any]
+    views: list[Any]
+    waiting: Any
+
+    def fail(self, one: Any, time_s: float) -> dict[str, Any]: ...
+
+    def route_waiting(self, time_s: float) -> None: ...
 
 
 class Change(NamedTuple):
@@ -53,11 +62,11 @@ class Changes:
     events: Sequence[ReplicaEvent]
     rule: AutoscaleRule | None
     start_up_s: float
-    make_replica: "Callable[[int, int], SteppedReplica]"
+    make_replica: Callable[[int, int], Any]
     services: list[Service] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
 
-    def begin(self, fleet: "SteppedFleet") -> None:
+    def begin(self, fleet: ChangingFleet) -> None:
         """`fleet` begins with its replicas, which take requests at once."""
         self._fleet = fleet
         self.services += [Service(0.0, 0.0, config=number) for number in range(len(fleet.replicas))]
@@ -187,13 +196,13 @@ class Changes:
         fleet, measure = self._fleet, self.rule.measure
         serving = [fleet.replicas[view.number] for view in fleet.views]
         if measure == TTFT:
-            seen = [ttft for one in fleet.replicas for ttft in one.ttfts(time_s)]
+            seen: list[float] = [ttft for one in fleet.replicas for ttft in one.ttfts(time_s)]
             if seen:
                 return sum(seen) / len(seen)
             return None if any(one.is_busy for one in fleet.replicas) or fleet.waiting else 0.0
         states = [one.state() for one in serving]
         if measure == KV_USE:
-            return sum(state.kv_use for state in states)
+            return float(sum(state.kv_use for state in states))
         if measure == QUEUE:
             return float(sum(state.queued for state in states) + len(fleet.waiting))
         return float(sum(one.view.requests for one in serving) + len(fleet.waiting))
