@@ -4,17 +4,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ifbbench.analysis.number_texts import significant
 from ifbbench.fleet.autoscaler import Autoscaler
 from ifbbench.fleet.events import DRAIN, FAIL, REPLICAS, START, ReplicaEvent
+from ifbbench.fleet.router import Replica
 from ifbbench.settings.autoscale import KV_USE, QUEUE, TTFT, AutoscaleRule
 
-if TYPE_CHECKING:
-    from ifbbench.replay.stepped_fleet import SteppedFleet, SteppedReplica
-
 READY, LOOK = "ready", "look"
+
+
+class Fleet(Protocol):
+    """What changes do to a fleet; see SteppedFleet."""
+
+    replicas: list[Any]
+    views: list[Replica]
+    waiting: list[int]
+
+    def fail(self, one: Any, time_s: float) -> dict[str, int]: ...
+
+    def route_waiting(self, time_s: float) -> None: ...
 
 
 class Change(NamedTuple):
@@ -53,11 +63,11 @@ class Changes:
     events: Sequence[ReplicaEvent]
     rule: AutoscaleRule | None
     start_up_s: float
-    make_replica: "Callable[[int, int], SteppedReplica]"
+    make_replica: Callable[[int, int], Any]
     services: list[Service] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
 
-    def begin(self, fleet: "SteppedFleet") -> None:
+    def begin(self, fleet: Fleet) -> None:
         """`fleet` begins with its replicas, which take requests at once."""
         self._fleet = fleet
         self.services += [Service(0.0, 0.0, config=number) for number in range(len(fleet.replicas))]

@@ -35,7 +35,7 @@ def replica_configs(config: RunConfig) -> list[RunConfig]:
 
 
 def own_settings(configs: Sequence[RunConfig]) -> list[dict[str, Any]]:
-    """Of each replica, the settings that not all of them have in common."""
+    """The settings of each replica that not all of them have in common."""
     known = [one.as_dict() for one in configs]
     names = [name for name in known[0] if any(one[name] != known[0][name] for one in known)] if known else []
     return [{name: one[name] for name in names} for one in known]

@@ -265,7 +265,7 @@ class SteppedFleet:
         return {"retried": len(again), "lost": len(errors), "lost_tokens": sum(tokens for _, tokens in lost)}
 
     def services(self, end_s: float) -> list[tuple[float, float, dict[str, Any]]]:
-        """Of each replica, from when to when its GPUs were taken, and in a fleet that changed, when it took requests
+        """From when to when the GPUs of each replica were taken, and in a fleet that changed, when it took requests
         and why it ended. end_s: of the run."""
         found = list[tuple[float, float, dict[str, Any]]]()
         for one, service in zip(self.replicas, self.changes.services, strict=True):
