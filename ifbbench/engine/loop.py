@@ -175,7 +175,7 @@ class TokenGenerationLoop:
         if held is not None:
             held()
 
-    def fail(self, time_s: float) -> None:
+    def lose_engine(self, time_s: float) -> None:
         """The engine is lost at `time_s`: iterations that have not ended by then never do. Only with `holds_ends`; the
         loop is of no use afterwards, and its requests have not ended."""
         stretch, self._held, self._held_stretch = self._held_stretch, None, None

@@ -199,11 +199,11 @@ class Changes:
         if measure == TTFT:
             seen = [ttft for one in fleet.replicas for ttft in one.ttfts(time_s)]
             if seen:
-                return sum(seen) / len(seen)
+                return float(sum(seen) / len(seen))
             return None if any(one.is_busy for one in fleet.replicas) or fleet.waiting else 0.0
         states = [one.state() for one in serving]
         if measure == KV_USE:
-            return sum(state.kv_use for state in states)
+            return float(sum(state.kv_use for state in states))
         if measure == QUEUE:
             return float(sum(state.queued for state in states) + len(fleet.waiting))
         return float(sum(one.view.requests for one in serving) + len(fleet.waiting))

@@ -123,7 +123,7 @@ class SteppedReplica:
         with the tokens that had been computed for it. Answers that have left the engine still arrive.
 
         error_of(index): why the request has failed; None if it is sent again."""
-        self.loop.fail(time_s)
+        self.loop.lose_engine(time_s)
         self.failed_s, lost = time_s, list[tuple[int, int]]()
         for own in self.client.open:
             index = self.members[own]
@@ -231,7 +231,7 @@ class SteppedFleet:
             while not one.has_failed and (one.loop.is_held or one.loop.step()):
                 one.loop.take_in()
 
-    def offers_of(self, index: int) -> Mapping[str, Sequence[float]] | None:
+    def offers_of(self, index: int) -> Mapping[str, Sequence[float | None]] | None:
         """What the router saw of each replica when the request at `index` was sent, None of those that took no
         requests; None if it looks at nothing."""
         first, count = self._position[index], self._width[index]

@@ -20,7 +20,7 @@ REPLICA_FIGURES = (
 )  # fmt: skip
 # Figures of which a replica may have more than its share.
 BALANCED = ("requests", "prompt_tokens", "output_tokens")
-Offers = Mapping[str, Sequence[float]]
+Offers = Mapping[str, Sequence[float | None]]
 OffersOf = Callable[[int], Offers | None]
 
 
