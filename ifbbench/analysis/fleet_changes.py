@@ -16,7 +16,7 @@ NAMED = 5
 
 
 def at_router_s(requests: pd.DataFrame) -> Floats:
-    """The time of each request until it was sent to the replica that ran it."""
+    """The time until each request was sent to the replica that ran it."""
     if ROUTER not in requests:
         return np.zeros(len(requests))
     waited_s: Floats = requests[ROUTER].fillna(0.0).to_numpy(dtype=float)

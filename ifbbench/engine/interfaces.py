@@ -178,6 +178,21 @@ class PredictedTimes(NamedTuple):
     submit_ns: list[int]
     collect_ns: list[int]
 
+    def collected_before(self, time_ns: int) -> int:
+        """How many iterations are collected before `time_ns`."""
+        return next((count for count, ns in enumerate(self.collect_ns) if ns >= time_ns), len(self.collect_ns))
+
+
+class HeldStretch(NamedTuple):
+    """Iterations of `plan` from `number` on, which began at `start_s` and ran at `times`: `turns` are the first records
+    of them."""
+
+    plan: Plan
+    turns: list[IterationRecord]
+    times: PredictedTimes
+    number: int
+    start_s: float
+
 
 @runtime_checkable
 class PredictableExecutor(Protocol):

@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
 
@@ -12,10 +11,10 @@ from ifbbench.engine.arrays import NO_ROWS
 from ifbbench.engine.batch import NO_OUTPUTS, BatchBuilder, StepOutputs, check_outputs
 from ifbbench.engine.interfaces import (
     Executor,
+    HeldStretch,
     IterationWork,
     Observer,
     PredictableExecutor,
-    PredictedTimes,
     RequestSource,
     Scheduler,
     SchedulerStalled,
@@ -34,17 +33,6 @@ MAX_ITERATIONS_AT_ONCE = 1024
 NextChange = Callable[[float], float | None]
 """Takes the time and returns when more requests will have arrived, in seconds on the run's clock; None if only a
 response lets one arrive, or none will."""
-
-
-class HeldStretch(NamedTuple):
-    """Iterations of `plan` from `number` on, which began at `start_s` and ran at `times`: `turns` are the first records
-    of them."""
-
-    plan: Plan
-    turns: list[IterationRecord]
-    times: PredictedTimes
-    number: int
-    start_s: float
 
 
 class ExecutorFailed(IfbbenchError):
@@ -187,7 +175,7 @@ class TokenGenerationLoop:
         if held is not None:
             held()
 
-    def fail(self, time_s: float) -> None:
+    def lose_engine(self, time_s: float) -> None:
         """The engine is lost at `time_s`: iterations that have not ended by then never do. Only with `holds_ends`; the
         loop is of no use afterwards, and its requests have not ended."""
         stretch, self._held, self._held_stretch = self._held_stretch, None, None
@@ -422,9 +410,7 @@ class TokenGenerationLoop:
     def _complete_before(self, stretch: HeldStretch, time_ns: int) -> None:
         """Take in those iterations of `stretch`, and in flight before it, that are collected before `time_ns`."""
         times, in_flight = stretch.times, self._in_flight
-        collected = 0
-        while collected < len(times.collect_ns) and times.collect_ns[collected] < time_ns:
-            collected += 1
+        collected = times.collected_before(time_ns)
         of_stretch = collected - len(in_flight)
         if of_stretch > 0:
             del times.start_ns[of_stretch:], times.submit_ns[of_stretch:], times.collect_ns[collected:]

@@ -9,19 +9,20 @@ from typing import Any, NamedTuple, Protocol
 from ifbbench.analysis.number_texts import significant
 from ifbbench.fleet.autoscaler import Autoscaler
 from ifbbench.fleet.events import DRAIN, FAIL, REPLICAS, START, ReplicaEvent
+from ifbbench.fleet.router import Replica
 from ifbbench.settings.autoscale import KV_USE, QUEUE, TTFT, AutoscaleRule
 
 READY, LOOK = "ready", "look"
 
 
-class ChangingFleet(Protocol):
-    """What changes need of a fleet; see `stepped_fleet.SteppedFleet`."""
+class Fleet(Protocol):
+    """What changes do to a fleet; see SteppedFleet."""
 
     replicas: list[Any]
-    views: list[Any]
-    waiting: Any
+    views: list[Replica]
+    waiting: list[int]
 
-    def fail(self, one: Any, time_s: float) -> dict[str, Any]: ...
+    def fail(self, one: Any, time_s: float) -> dict[str, int]: ...
 
     def route_waiting(self, time_s: float) -> None: ...
 
@@ -66,7 +67,7 @@ class Changes:
     services: list[Service] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
 
-    def begin(self, fleet: ChangingFleet) -> None:
+    def begin(self, fleet: Fleet) -> None:
         """`fleet` begins with its replicas, which take requests at once."""
         self._fleet = fleet
         self.services += [Service(0.0, 0.0, config=number) for number in range(len(fleet.replicas))]
@@ -196,9 +197,9 @@ class Changes:
         fleet, measure = self._fleet, self.rule.measure
         serving = [fleet.replicas[view.number] for view in fleet.views]
         if measure == TTFT:
-            seen: list[float] = [ttft for one in fleet.replicas for ttft in one.ttfts(time_s)]
+            seen = [ttft for one in fleet.replicas for ttft in one.ttfts(time_s)]
             if seen:
-                return sum(seen) / len(seen)
+                return float(sum(seen) / len(seen))
             return None if any(one.is_busy for one in fleet.replicas) or fleet.waiting else 0.0
         states = [one.state() for one in serving]
         if measure == KV_USE:

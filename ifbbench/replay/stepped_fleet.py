@@ -123,7 +123,7 @@ class SteppedReplica:
         with the tokens that had been computed for it. Answers that have left the engine still arrive.
 
         error_of(index): why the request has failed; None if it is sent again."""
-        self.loop.fail(time_s)
+        self.loop.lose_engine(time_s)
         self.failed_s, lost = time_s, list[tuple[int, int]]()
         for own in self.client.open:
             index = self.members[own]
@@ -231,7 +231,7 @@ class SteppedFleet:
             while not one.has_failed and (one.loop.is_held or one.loop.step()):
                 one.loop.take_in()
 
-    def offers_of(self, index: int) -> Mapping[str, Sequence[float]] | None:
+    def offers_of(self, index: int) -> Mapping[str, Sequence[float | None]] | None:
         """What the router saw of each replica when the request at `index` was sent, None of those that took no
         requests; None if it looks at nothing."""
         first, count = self._position[index], self._width[index]
@@ -265,7 +265,7 @@ class SteppedFleet:
         return {"retried": len(again), "lost": len(errors), "lost_tokens": sum(tokens for _, tokens in lost)}
 
     def services(self, end_s: float) -> list[tuple[float, float, dict[str, Any]]]:
-        """When the GPUs of each replica were taken, from and to, and in a fleet that changed, when it took requests
+        """From when to when the GPUs of each replica were taken, and in a fleet that changed, when it took requests
         and why it ended. end_s: of the run."""
         found = list[tuple[float, float, dict[str, Any]]]()
         for one, service in zip(self.replicas, self.changes.services, strict=True):

@@ -356,7 +356,7 @@ def test_replicas_that_differ_are_runs_with_their_settings(tmp_path: Path) -> No
     (tmp_path / "replicas.yaml").write_text("- count: 2\n- {device: h200, engine: trtllm, max_batch_size: 8}\n")
     file, fleet = str(tmp_path / "replicas.yaml"), tmp_path / "fleet"
     run_trace(trace, config_of(engine="vllm", replica_config=file, output=str(fleet)))
-    different = {"device": "sim:h200", "engine": "trtllm", "max_batch_size": 8}
+    different: dict[str, Any] = {"device": "sim:h200", "engine": "trtllm", "max_batch_size": 8}
     for number, values in enumerate(({"engine": "vllm"}, {"engine": "vllm"}, different)):
         run_trace(trace, config_of(replica=f"{number + 1}/3", output=str(tmp_path / str(number)), **values))
         assert_equal_runs(fleet / f"replica={number}", tmp_path / str(number), ("iterations.jsonl", "requests.jsonl"))
