@@ -273,6 +273,10 @@ def test_an_error_in_the_recorder_ends_the_recording_only(tmp_path: Path, monkey
 
     monkeypatch.setattr(recording._Notes, "_head", failing)
     assert record(draw_recorded(1000), 1000, tmp_path / "ended") == expected
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "ended" / "summary.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)  # the engine does not wait for the writer
+    assert summary(tmp_path / "ended")["partial"]
     assert len(lines(tmp_path / "ended", "iterations")) < len(lines(tmp_path / "whole", "iterations"))
 
 
