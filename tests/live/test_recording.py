@@ -260,9 +260,10 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 def test_an_error_in_the_recorder_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM is installed: it decides what it decides without the error, and its recording ends there."""
     pytest.importorskip("vllm")
-    from benchmarks.vllm_recording import draw_recorded, record
+    from benchmarks.vllm_recording import draw_recorded, init_none_hash, record, sha256
     from ifbbench.live import vllm as recording
 
+    init_none_hash(sha256)
     expected = record(draw_recorded(1000), 1000, tmp_path / "whole")
     calls, head = iter(range(10**6)), recording._Notes._head
 
