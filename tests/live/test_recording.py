@@ -260,7 +260,10 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 def test_an_error_in_the_recorder_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM is installed: it decides what it decides without the error, and its recording ends there."""
     pytest.importorskip("vllm")
-    from benchmarks.vllm_recording import draw_recorded, init_none_hash, record, sha256
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    from benchmarks.vllm_recording import draw_recorded, record
     from ifbbench.live import vllm as recording
 
     init_none_hash(sha256)
