@@ -376,8 +376,9 @@ class RequestLine(Struct, gc=False):
     tokens that were not answered, tokens of this prompt that were expected there (hit_tokens), tokens of prompts
     without a first token that were not (prefill_tokens), and as the replica reported them, requests in its queue and
     the share of its KV cache in use; None of those that took no requests. name: what a recorded engine calls the
-    request. retries, lost_tokens: how often it was sent again because its
-    replica had failed, and its tokens that had been computed there for nothing; where there were any.
+    request. retries, lost_tokens: how often it was sent again because its replica had failed, and its tokens that had
+    been computed there for nothing; where there were any. host_reused_tokens: of reused_tokens, those that were copied
+    from host memory, of requests with any.
     """
 
     request_id: int
@@ -409,3 +410,4 @@ class RequestLine(Struct, gc=False):
     name: str | UnsetType = UNSET
     retries: int | UnsetType = UNSET
     lost_tokens: int | UnsetType = UNSET
+    host_reused_tokens: int | UnsetType = UNSET
