@@ -318,15 +318,14 @@ def vllm_lines(log: Log, text: str) -> Iterator[tuple[str, str, VllmIteration | 
         if "(dummy)" in match[7] or not contexts + generating:
             continue
         if generated > generating and not has_drafts:
-            contexts, tokens, generating, generated = (
-                contexts + 1, tokens + generated - generating + 1, generating - 1, generating - 1,
-            )  # fmt: skip
-        usage = float(match[6]) / 100 if match[6] else None
+            contexts, tokens = contexts + 1, tokens + generated - generating + 1
+            generating = generated = generating - 1
+        in_use = float(match[6]) / 100 if match[6] else None
         seconds = float(match[5]) / MILLISECONDS
         yield (
             engine,
             line,
-            VllmIteration(line_number, contexts, tokens, generating, generated, seconds, usage, has_drafts),
+            VllmIteration(line_number, contexts, tokens, generating, generated, seconds, in_use, has_drafts),
         )
 
 

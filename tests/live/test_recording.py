@@ -260,9 +260,13 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 def test_an_error_in_the_recorder_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM is installed: it decides what it decides without the error, and its recording ends there."""
     pytest.importorskip("vllm")
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
     from benchmarks.vllm_recording import draw_recorded, record
     from ifbbench.live import vllm as recording
 
+    init_none_hash(sha256)
     expected = record(draw_recorded(1000), 1000, tmp_path / "whole")
     calls, head = iter(range(10**6)), recording._Notes._head
 
@@ -273,6 +277,10 @@ def test_an_error_in_the_recorder_ends_the_recording_only(tmp_path: Path, monkey
 
     monkeypatch.setattr(recording._Notes, "_head", failing)
     assert record(draw_recorded(1000), 1000, tmp_path / "ended") == expected
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "ended" / "summary.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)  # the engine does not wait for the writer
+    assert summary(tmp_path / "ended")["partial"]
     assert len(lines(tmp_path / "ended", "iterations")) < len(lines(tmp_path / "whole", "iterations"))
 
 
