@@ -158,6 +158,7 @@ DRAWS: dict[str, Draw] = {
     "schedule_conservativeness": sometimes(0.3, 0.1, 2.0),
     "max_prefill_tokens": sometimes(0.3, 20, 100),
     "prefill_max_requests": sometimes(0.2, 1, 2),
+    "scheduler_recv_interval": sometimes(0.3, 3, 10),
     "enable_mixed_chunk": on_or_off(0.3),
     "disable_overlap_schedule": on_or_off(0.3),
     "disable_radix_cache": on_or_off(0.2),
