@@ -22,9 +22,10 @@ class SglangState:
 
     arrived: requests that it has not received yet. queue: waiting requests. running: those that decode. last: those of
     the latest prefill batch, which have not joined `running`. chunked: the one whose prompt is computed in chunks.
-    is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest decision. has_finishing: the last output of some running
-    request may be in flight. limit_of_head: why the head of the queue waits. num_computed: prompt tokens that all
-    requests have computed so far. judged: tokens that waiting requests lacked when they were last judged, or ran.
+    is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest
+    decision. has_finishing: the last output of some running request may be in flight. limit_of_head: why the head of
+    the queue waits. num_computed: prompt tokens that all requests have computed so far. judged: tokens that waiting
+    requests lacked when they were last judged, or ran.
     """
 
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
