@@ -39,8 +39,8 @@ COMPILING_S = 72.0
 CLIENT_S = 0.02
 # Draft tokens: SGLang's `--speculative-num-steps`; TensorRT-LLM's `num_nextn_predict_layers`, and with attention DP.
 SGLANG_DRAFTS, TENSORRT_LLM_DRAFTS, DRAFTS_WITH_DP = 2, 3, 1
-# By engine, and whether outputs are longer than LONG_OUTPUT: fitted to TPOT of H200. A model answers random prompts, and
-# repeats itself the more the longer it does. What SGLang's drafts take and is not predicted is in its rate, too.
+# By engine, and whether outputs are longer than LONG_OUTPUT: fitted to TPOT of H200. A model answers random prompts
+# and repeats itself the more the longer it does. What SGLang's drafts take and is not predicted is in its rate, too.
 LONG_OUTPUT = 4096
 ACCEPTANCE = {
     ("tensorrt-llm", False): "0.63",
