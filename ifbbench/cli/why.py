@@ -226,6 +226,8 @@ def _replica_of(run: "RunData", request_id: str) -> Path:
     found = run.requests[run.requests["request_id"] == request_id]
     if found.empty:
         raise InputError(f"{run.path}: no request {request_id} has ended; requests.jsonl has the ids.")
+    if found["replica"].isna().any():
+        raise InputError(f"{run.path}: request {request_id} has failed: {found['error'].iloc[0]}.")
     return replica_directory(run.path, int(found["replica"].iloc[0]))
 
 

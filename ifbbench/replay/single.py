@@ -4,7 +4,7 @@ import gc
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ifbbench.build.engine import Engine, build_engine, loop_maker, warm_up
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.compressed import open_to_read
-from ifbbench.engine.interfaces import Delivery
+from ifbbench.engine.interfaces import Delivery, Observer
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.errors import RunFailed
 from ifbbench.files import lost, new_file, replace_file
@@ -127,7 +127,7 @@ def engine_for(
     """An engine that is ready for `trace`, until the end of the block."""
     progress.stage("loading model")
     beam_width = columns_of(trace.requests).max_beam_width
-    with leading(config, beam_width) as communicator:
+    with leading(config, beam_width) if config.num_ranks > 1 else nullcontext() as communicator:
         engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
         with closing(engine.executor):
             for refusal, count in expected_refusals(trace, engine.config, engine.limits):
@@ -241,7 +241,7 @@ def recorder_of(
     )
 
 
-def loop_of(engine: Engine, client: ReplayClient, recorder: SummaryRecorder, **more: Any) -> TokenGenerationLoop:
+def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: Any) -> TokenGenerationLoop:
     """The loop of a run. more: arguments of TokenGenerationLoop."""
     arguments = {"is_open_loop": client.is_open_loop} | more
     if isinstance(client, IterationClient):

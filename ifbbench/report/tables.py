@@ -1,6 +1,6 @@
 """The report of a run as text: throughput, latencies, limits, objectives, classes, profile and failures."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from ifbbench.rundir.figures import figures
 from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import find_lines
+from ifbbench.settings.fields import as_text
 
 LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
 STATISTICS = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "max": "max"}
@@ -54,6 +55,10 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
     if run.partial:
         covers = "" if run.summary else " Latencies and throughput cover the requests that completed."
         console.print(f"[yellow]Partial: the run did not reach its end.{covers}[/yellow]")
+    if imported := run.run.get("imported"):
+        lost = " ".join(imported["lost"])
+        text = f"Imported from {imported['file']} ({imported['format']}). Not in it: {lost}"
+        console.print(escape(text), style="yellow", highlight=False, soft_wrap=True)
     if run.recorded_every > 1:
         covers = "The figures are of all." if run.summary else "ITL and padding of this partial run are unknown."
         thinned = f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
@@ -243,7 +248,8 @@ def peak_blocks(known: dict[str, Any]) -> tuple[int | None, int | None, str]:
 def _throughput_table(known: dict[str, Any], words: Words, pairs: int = 2) -> Table:
     """pairs: of a name and a figure in each row."""
     requests, (peak, pool, of_window) = known["requests"], peak_blocks(known)
-    completed = f"{count(requests['completed'])} of {count(requests['total'])}"
+    are_known = known["request_throughput_per_s"] is not None  # else they are not in the log that was imported
+    completed = f"{count(requests['completed'])} of {count(requests['total'])}" if are_known else NOTHING
     if requests["failed"]:
         completed += f" ([red]{count(requests['failed'])} failed[/red])"
     table = Table.grid(padding=(0, 3))
@@ -254,7 +260,7 @@ def _throughput_table(known: dict[str, Any], words: Words, pairs: int = 2) -> Ta
         ("Duration", f"{significant(known['duration_s'])} s", words.pauses.capitalize(), count(known["pauses"])),
         (
             "Request throughput",
-            f"{significant(known['request_throughput_per_s'])} requests/s",
+            f"{significant(known['request_throughput_per_s'])} requests/s" if are_known else NOTHING,
             "Recomputed tokens",
             count(known["recomputed_tokens"]),
         ),
@@ -394,6 +400,8 @@ def _fleet_table(known: dict[str, Any]) -> Table | None:
     columns = {"Queue time p99": ("queue_time_s", "p99")} | dict(list(GROUP_COLUMNS.items())[:4])
     headings = ("requests", *(f"{heading}\n({unit})" for heading in columns), "output\ntokens/s", "hit rate", "KV peak")
     table = plain_table("Replica", numbers=headings)
+    if differ := any(one.get("settings") for one in replicas):
+        table.add_column("settings")
     for one in replicas:
         blocks, latencies = (
             one.get("kv_blocks") or {},
@@ -407,8 +415,16 @@ def _fleet_table(known: dict[str, Any]) -> Table | None:
             significant(one["output_throughput_tokens_per_s"]),
             percent(one.get("prefix_hit_rate")),
             percent(peak / pool) if peak is not None and pool else NOTHING,
+            *([_settings_text(one.get("settings") or {})] if differ else []),
         )
     return table
+
+
+def _settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings of a replica in a cell: a device by its name alone."""
+    device = str(settings.get("device", "")).removeprefix("sim:")
+    others = (f"{name} {as_text(value)}" for name, value in settings.items() if name != "device")
+    return escape(", ".join(filter(None, (device, *others))))
 
 
 def fleet_sentences(known: dict[str, Any]) -> list[str]:
@@ -419,7 +435,12 @@ def fleet_sentences(known: dict[str, Any]) -> list[str]:
     gpus = f"{count(fleet['gpus'])} GPU{'s' if fleet['gpus'] != 1 else ''}"
     number = len(fleet["replicas"])
     text = f"{number} replica{'s' if number > 1 else ''} behind {fleet['router']}: {gpus}, "
-    text += f"{significant(fleet['gpu_hours'])} GPU hours."
+    text += f"{significant(fleet['gpu_hours'])} GPU hours"
+    if (cost := fleet.get("cost")) is not None:
+        text += f", {significant(cost)} USD"
+        if per_million := fleet.get("cost_per_million_output_tokens"):
+            text += f" ({significant(per_million)} USD per million output tokens)"
+    text += "."
     if number == 1:
         return [text]
     more = {name: share for name, share in (fleet.get("imbalance") or {}).items() if share}

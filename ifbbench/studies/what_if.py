@@ -244,6 +244,8 @@ def why_not(run: RecordedRun, is_server_known: bool = False) -> str:
     is_server_known: the settings of the server at an endpoint are."""
     if run.data.endpoint:
         return "" if is_server_known else ENDPOINT_REASON.format(run=run.path)
+    if run.lacks_requests:
+        return "the log that it was imported from has no requests to replay"
     if run.config.get("device") == "null":
         return "the run was on device null, which computes nothing"
     return ""
