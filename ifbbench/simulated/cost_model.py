@@ -462,7 +462,7 @@ class CostModel:
         return self._product(name, layers * flops, layers * moved, self._flops_per_s[part], self._bytes_per_s)
 
     def _expert_product(self, name: str, rows: float, inputs: int, outputs: int, hit: float) -> OperationCost:
-        """The same of so many routed experts, which share the rows."""
+        """A product of all layers with experts: `hit` routed ones of each share the rows."""
         layers = self._counts[Mlp.EXPERTS]
         flops, moved = self._work_of_product(Mlp.EXPERTS, rows, inputs, outputs, hit)
         return self._product(name, layers * flops, layers * moved, self._expert_flops_per_s, self._expert_bytes_per_s)
