@@ -2,8 +2,21 @@
 
 `decode` is the deployment of an aggregated row, with `tp` GPUs: its throughput for each GPU is that of the clients by
 Little's law over so many, and `gpus` is the product of `tp` and `ep`. Requests have random lengths of SHORTEST to 1
-times those of the row, ten for each client. `itl_ms` is that of chunks, in which a server sends several tokens (its
+times those of the row, ROUNDS for each client. `itl_ms` is that of chunks, in which a server sends several tokens (its
 stream interval), so that it is not a time between tokens: it is left out, and `tpot_ms` is compared.
+
+Throughput is all output tokens over the time from the first request to the last answer, in which the last requests
+run by themselves.
+
+`settings` are those of the servers' own scripts (github.com/SemiAnalysisAI/InferenceX, benchmarks/single_node,
+`dsr1_*`), which change with time:
+
+- SGLang looks for requests in each 10th or 30th decode batch on Blackwell (`--scheduler-recv-interval`).
+- TensorRT-LLM's `max_num_tokens` is that of one prompt and the batch, so that one prompt runs in an iteration; from
+  WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part.
+- Before WARMED_UP the client sent no requests to warm the server up. SGLang on Blackwell then compiles kernels when it
+  first cuts a prompt into chunks: nothing runs for COMPILING_S, which the throughput has in it. (TTFT p99 has them
+  too. That this happens was found with all rows in view; how long it takes is fitted.)
 """
 
 from collections.abc import Mapping
@@ -12,18 +25,37 @@ from statistics import fmean
 from typing import Any
 
 SHORTEST = 0.8
+ROUNDS = 10
 # Pairs of lengths that requests take in turn.
 PAIRS = 1009
 GPUS = {"h100": "h100-sxm", "h200": "h200-sxm"}
 DTYPES = {"fp4": "nvfp4", "fp8": "fp8_block"}
 LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms")
+# The date of the commit that sends twice as many requests as there are clients before it measures.
+WARMED_UP = "2026-01-22"
+# Fitted: extra time of the SGLang rows of fit_rows.csv in which a prompt is cut.
+COMPILING_S = 72.0
+# The client's own part of a TTFT, from sending a request to reading the first chunk: fitted to rows of all engines.
+CLIENT_S = 0.02
+# Draft tokens: SGLang's `--speculative-num-steps`; TensorRT-LLM's `num_nextn_predict_layers`, and with attention DP.
+SGLANG_DRAFTS, TENSORRT_LLM_DRAFTS, DRAFTS_WITH_DP = 2, 3, 1
+# By engine, and whether outputs are longer than LONG_OUTPUT: fitted to TPOT of H200. A model answers random prompts
+# and repeats itself the more the longer it does. What SGLang's drafts take and is not predicted is in its rate, too.
+LONG_OUTPUT = 4096
+ACCEPTANCE = {
+    ("tensorrt-llm", False): "0.63",
+    ("tensorrt-llm", True): "0.79",
+    ("sglang", False): "0.38",
+    ("sglang", True): "0.38",
+}
+Row = Mapping[str, Any]
 
 
-def is_inferencex(row: Mapping[str, Any]) -> bool:
+def is_inferencex(row: Row) -> bool:
     return "decode" in row
 
 
-def standard_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def standard_row(row: Row) -> dict[str, Any]:
     """`row` in the form of serving_rows. disaggregated: it cannot be replayed as one deployment."""
     decode, lengths = row["decode"], Random(0)
     pairs = [
@@ -31,6 +63,9 @@ def standard_row(row: Mapping[str, Any]) -> dict[str, Any]:
         for _ in range(PAIRS)
     ]
     named = ("source", "engine", "model", "concurrency", "generation", "id", "drafts", "disaggregated", "date")
+    settings = _of_sglang(row) if row["engine"] == "sglang" else _of_tensorrt_llm(row)
+    is_cold = row["engine"] == "sglang" and _is_blackwell(row) and row.get("date", WARMED_UP) < WARMED_UP
+    prompts = row["concurrency"] * fmean(prompt_len for prompt_len, _ in pairs)
     return {
         **{name: row[name] for name in (*named, *LATENCIES, "version", "power_w_per_gpu") if name in row},
         "gpu": GPUS.get(row["gpu"], row["gpu"]),
@@ -41,7 +76,67 @@ def standard_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": DTYPES.get(row["dtype"], row["dtype"]),
         "input": round(fmean(prompt_len for prompt_len, _ in pairs)),
         "output": round(fmean(output_len for _, output_len in pairs)),
+        "lengths_of": f"{row['input']}/{row['output']}",
         "pairs": pairs,
-        "num_requests": 10 * row["concurrency"],
+        "num_requests": ROUNDS * row["concurrency"],
+        "num_drafts": _drafts(row) if row.get("drafts") else None,
+        "settings": settings | ({"acceptance_rate": acceptance_rate(row)} if row.get("drafts") else {}),
+        "client_s": CLIENT_S,
+        "waiting_s": COMPILING_S if is_cold and prompts > settings["max_num_tokens"] else 0.0,
         "output_tokens_per_s": row["output_tokens_per_s_per_gpu"] * decode["tp"],
+    }
+
+
+def _is_blackwell(row: Row) -> bool:
+    return "b200" in row["gpu"] or "b300" in row["gpu"]
+
+
+def _drafts(row: Row) -> int:
+    if row["engine"] == "sglang":
+        return SGLANG_DRAFTS
+    return DRAFTS_WITH_DP if row["decode"]["dp_attention"] else TENSORRT_LLM_DRAFTS
+
+
+def acceptance_rate(row: Row) -> str:
+    """How likely a draft is accepted, if those before it are: no row says. An assumption, see ACCEPTANCE."""
+    return ACCEPTANCE[row["engine"], row["output"] > LONG_OUTPUT]
+
+
+def _of_sglang(row: Row) -> dict[str, Any]:
+    """Settings of `dsr1_*_b200.sh`, `dsr1_fp8_h200.sh` and their `_mtp` forms."""
+    clients, drafts = row["concurrency"], bool(row.get("drafts"))
+    found: dict[str, Any] = {"disable_radix_cache": True, "gpu_memory_utilization": 0.82}
+    if not _is_blackwell(row):
+        is_short = row["input"] == row["output"] == 1024
+        return found | {
+            "max_num_tokens": 32_768,
+            "max_prefill_tokens": 32_768,
+            "max_batch_size": 512 if is_short else 256,
+        }
+    found |= {"kv_cache_dtype": "fp8", "scheduler_recv_interval": 30 if clients >= 16 else 10}
+    if row["dtype"] == "fp4":
+        return found | {
+            "gpu_memory_utilization": 0.85,
+            "max_num_tokens": 16_384,
+            "max_batch_size": 512 if drafts else 256,
+        }
+    chunk = 16_384 if drafts else 32_768
+    return found | {"max_num_tokens": chunk, "max_prefill_tokens": chunk, "max_batch_size": 512 if drafts else 128}
+
+
+def _of_tensorrt_llm(row: Row) -> dict[str, Any]:
+    """Settings of `dsr1_*_trt.sh` and their `_mtp` forms."""
+    decode, clients = row["decode"], row["concurrency"]
+    parts = decode["tp"] if decode["dp_attention"] else 1
+    batch = max(1, clients // parts) if row.get("drafts") else clients
+    tokens = batch * (1 + _drafts(row)) if row.get("drafts") else clients
+    tokens = (tokens + row["input"] + 64 + 63) // 64 * 64
+    if row.get("date", WARMED_UP) >= WARMED_UP and not row.get("drafts"):
+        tokens = max(tokens, 8192)
+    return {
+        "max_num_tokens": tokens * parts,
+        "max_batch_size": batch * parts if row.get("drafts") else 2048,
+        "enable_chunked_context": False,
+        "kv_cache_dtype": "fp8",
+        "kv_cache_free_gpu_mem_fraction": 0.8 if _is_blackwell(row) else 0.75,
     }

@@ -1,13 +1,13 @@
 """Predictions held against published measurements of servers: errors by source, engine, GPU, metric and regime.
 
-`python -m benchmarks.serving FILE` replays each row of FILE (JSON with `rows`, and `models` that are not built
-in; see serving_rows) and prints tables of errors, and one JSON object at the end. An error is predicted over
+`python -m benchmarks.serving FILE` replays each row of FILE, or of several (JSON with `rows`, and `models` that are not
+built in; see serving_rows) and prints tables of errors, and one JSON object at the end. An error is predicted over
 measured, less 1; `median` and `p90` are of its absolute values, `bias` is the median of the signed ones, and
 `within_20` the share of rows within 20 %.
 
 Constants may be fitted to the rows that fit_rows.csv lists; all others are judged. No figure is of both.
 
-- `--current` takes rows of today's engines only.
+- `--current` takes rows of today's engines only, `--judged` judged rows only.
 - `--plot DIR` draws predicted against measured by regime.
 - `--bands` writes ifbbench/simulated/expected_errors.json from the judged rows, and from what
   `python -m benchmarks.published > PUBLISHED` printed for runs without an engine overhead (`--published`).
@@ -164,8 +164,9 @@ def predictions(rows: Sequence[Row], models: Mapping[str, Any], jobs: int, cache
     for path in RUNNER:
         package.update(path.read_bytes())
     known = json.loads(cache.read_text()) if cache and cache.exists() else {}
-    keys = [hashlib.sha256(json.dumps([row, package.hexdigest()]).encode()).hexdigest() for row in rows]
-    missing = [index for index, key in enumerate(keys) if key not in known]
+    keys = [hashlib.sha256(json.dumps([_replayed(row), package.hexdigest()]).encode()).hexdigest() for row in rows]
+    first = {key: index for index, key in reversed(list(enumerate(keys)))}  # rows that repeat a measurement share one
+    missing = [index for key, index in first.items() if key not in known]
     with Pool(jobs) as pool:
         # Rows with more clients take longer: they come first, so that all processes end together.
         missing.sort(key=lambda index: -(rows[index].get("num_requests") or 0) * (rows[index].get("output") or 0))
@@ -174,6 +175,16 @@ def predictions(rows: Sequence[Row], models: Mapping[str, Any], jobs: int, cache
     if cache:
         cache.write_text(json.dumps({key: known[key] for key in keys}))
     return [known[key] for key in keys]
+
+
+def _replayed(row: Row) -> dict[str, Any]:
+    """What a prediction depends on: not the figures that were measured, but which of them there are."""
+    measured = ("id", "date", "output_tokens_per_s", POWER)
+    return {
+        name: sorted(key for key, figure in value.items() if figure is not None) if name.endswith("_ms") else value
+        for name, value in row.items()
+        if name not in measured
+    }
 
 
 def _predicted(row: Row, models: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,17 +203,21 @@ def _power_of(row: Row) -> dict[str, float]:
 def main() -> None:
     """Replay the rows, print the errors, and then the result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("files", type=Path, metavar="FILE", nargs="+")
     parser.add_argument("--current", action="store_true")
+    parser.add_argument("--judged", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="DIR")
     parser.add_argument("--bands", action="store_true")
     parser.add_argument("--published", type=Path, metavar="PUBLISHED")
     parser.add_argument("--cache", type=Path, metavar="FILE")
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
-    data = json.loads(asked.file.read_text(encoding="utf-8"))
-    rows = [row for row in rows_of(data) if is_current(row) or not asked.current]
-    predicted = predictions(rows, data.get("models", {}), asked.jobs, asked.cache)
+    read = [json.loads(file.read_text(encoding="utf-8")) for file in asked.files]
+    models = {name: shape for data in read for name, shape in data.get("models", {}).items()}
+    rows = [row for data in read for row in rows_of(data) if is_current(row) or not asked.current]
+    if asked.judged:
+        rows = [row for row in rows if part_of(row) == JUDGED]
+    predicted = predictions(rows, models, asked.jobs, asked.cache)
     comparisons = [
         Comparison(row, metric, measured, figures[metric])
         for row, figures in zip(rows, predicted, strict=True)

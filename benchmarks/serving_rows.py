@@ -215,6 +215,7 @@ def config_of(row: Row, model: str) -> RunConfig:
     elif engine == ONE_BY_ONE and concurrency and row.get("source") == AICONFIGURATOR:
         one_prompt = longest_prompt + concurrency
         values["max_num_tokens"] = min(one_prompt, values.get("max_num_tokens", one_prompt))
+    values |= row.get("settings", {})
     usual = engine_defaults(values)
     if values["dtype"] not in ("fp8", "fp8_block", "int4", "nvfp4"):
         usual.pop("kv_cache_dtype", None)
@@ -328,13 +329,29 @@ def figures_of(row: Row, requests: Iterable[Row], summary: Row) -> dict[str, flo
     if "energy" in summary:
         found["power_w_per_gpu"] = summary["energy"]["power_w_per_gpu"]
     if clients:
-        client_s = 0.0 if is_current(row) else CLIENT_S
+        client_s = row.get("client_s", 0.0 if is_current(row) else CLIENT_S)
         found["ttft"] += client_s
+        if "waiting_s" in row:
+            found["throughput"] = of_all_rounds(row, ordered)
+            return found
         found["throughput"] = replicas_of(row) * little(row, {"ttft": means["ttft"] + client_s, "itl": means["itl"]})
     elif not row.get("rate") or _are_all(row, len(ordered)):
         span_s = max(request["arrival_s"] + request["e2e_s"] for request in ordered)
         found["throughput"] = replicas_of(row) * sum(request["output_len"] for request in ordered) / span_s
     return found
+
+
+def of_all_rounds(row: Row, requests: Sequence[Row]) -> float:
+    """Output tokens/s from the first request to the last answer of all that the source sent, and `waiting_s` of the
+    row, in which nothing ran. Rounds that were not replayed take as long as the latest half of the others."""
+    clients, later = clients_of(row) or 1, requests[len(requests) // 2 :]
+    span_s = max(request["arrival_s"] + request["e2e_s"] for request in requests)
+    missing = row["num_requests"] - len(requests)
+    tokens = sum(request["output_len"] for request in requests)
+    if missing > 0:
+        span_s += missing / clients * fmean(request["e2e_s"] for request in later)
+        tokens += missing * fmean(request["output_len"] for request in later)
+    return float(tokens / (span_s + row["waiting_s"]))
 
 
 def _are_all(row: Row, count: int) -> bool:

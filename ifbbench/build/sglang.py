@@ -14,6 +14,8 @@ from ifbbench.settings.names import setting
 GIB, MIB = 1 << 30, 1 << 20
 HICACHE_UNIT_BYTES = 10**9
 DEFAULT_MAX_RUNNING, DEFAULT_MAX_PREFILL = 2048, 16_384
+# With draft tokens, unless --max-running-requests says otherwise.
+MAX_RUNNING_WITH_DRAFTS = 48
 
 
 class _OfMemory(NamedTuple):
@@ -56,11 +58,8 @@ NOT_IN_SGLANG: Mapping[str, str] = {
     "num_loras": "LoRA adapters are not built for this engine",
     "lora_dir": "LoRA adapters are not built for this engine",
     "lora_device_mem_fraction": "LoRA adapters are not built for this engine",
-    "draft_model": "draft tokens are not built for this engine",
-    "draft_len": "draft tokens are not built for this engine",
-    "draft_mtp": "draft tokens are not built for this engine",
-    "draft_ngram": "draft tokens are not built for this engine",
-    "acceptance_rate": "draft tokens are not built for this engine",
+    "draft_model": "draft models are not built for this engine; --draft_mtp is",
+    "draft_ngram": "draft tokens by look-up are not built for this engine; --draft_mtp is",
 }
 
 
@@ -70,7 +69,7 @@ def sglang_defaults(memory_bytes: int | None, values: Mapping[str, Any]) -> dict
     memory_bytes: None of a CPU. values: the settings that are given."""
     defaults: dict[str, Any] = {
         "max_num_tokens": CHUNK_WITHOUT_GPU,
-        "max_batch_size": DEFAULT_MAX_RUNNING,
+        "max_batch_size": MAX_RUNNING_WITH_DRAFTS if values.get("draft_mtp") else DEFAULT_MAX_RUNNING,
         "enable_chunked_context": True,
         "enable_kv_cache_reuse": True,
         "tokens_per_block": 1,
@@ -150,13 +149,14 @@ def sglang_rules(config: RunConfig) -> SglangRules:
         chunk_size=config.max_num_tokens if config.enable_chunked_context else None,
         max_prefill_tokens=config.max_prefill_tokens,
         prefill_max_requests=config.prefill_max_requests,
-        mixes_chunks=config.enable_mixed_chunk and bool(config.enable_chunked_context),
+        mixes_chunks=config.enable_mixed_chunk and bool(config.enable_chunked_context) and not config.has_drafts,
         eviction_policy=config.radix_eviction_policy,
         write_policy=config.hicache_write_policy,
         retracts_by_priority=config.retraction_policy == RETRACTION_POLICIES[1],
         is_priority=config.enable_priority_scheduling,
         preempts=config.enable_priority_scheduling and not config.disable_priority_preemption,
         preemption_threshold=config.priority_scheduling_preemption_threshold,
+        receive_interval=config.scheduler_recv_interval,
         ignores_eos=config.ignore_eos and not config.stop_at_end_token,
         seed=config.seed,
     )

@@ -738,6 +738,9 @@ class RunConfig:
     disable_overlap_schedule: bool = _sglang(
         False, "Schedule an iteration only when the tokens of the one before are known. Always so on a CPU."
     )
+    scheduler_recv_interval: int = _sglang(
+        1, "Receive requests after so many iterations, and after each one with prompts.", minimum=1, unit="iterations"
+    )
     disable_radix_cache: bool = _sglang(False, "Keep no prefixes for other requests.")
     radix_eviction_policy: str = _sglang(
         EVICTION_POLICIES[0], "Which prefix is evicted first.", choices=EVICTION_POLICIES

@@ -24,6 +24,7 @@ OPTIONS: Mapping[str, str] = {
     "disable_priority_preemption": "disable-priority-preemption",
     "priority_scheduling_preemption_threshold": "priority-scheduling-preemption-threshold",
     "disable_overlap_schedule": "disable-overlap-schedule",
+    "scheduler_recv_interval": "scheduler-recv-interval",
     "disable_radix_cache": "disable-radix-cache",
     "radix_eviction_policy": "radix-eviction-policy",
     "enable_hierarchical_cache": "enable-hierarchical-cache",

@@ -27,6 +27,9 @@ QUERY_KEY_NORM_KERNELS = 3
 EXPERT_KERNELS = 4
 # Gate and up, activation, down.
 SHARED_EXPERT_KERNELS = 3
+# With a scale for each block, activations are quantized before each product, by a kernel of its own. Those of dense
+# models are in `kernel_s`, which was fitted to such.
+LATENT_PRODUCTS, EXPERT_PRODUCTS = 4, 2
 # Embedding, last norm, output layer and sampling.
 KERNELS_OUTSIDE_LAYERS = 8
 # A logit is written in 16 bits, cast to 32 (read and written) and read to find the largest.
@@ -97,6 +100,7 @@ class CostModel:
         model, share = shard.model, hardware.constants
         self._output_flops_per_s = hardware.matmul_flops_per_s(shard.compute_dtype)
         self._bytes_per_s = share.memory * hardware.memory_bandwidth
+        self._expert_bytes_per_s = share.experts_memory * hardware.memory_bandwidth
         self.interconnect = Interconnect(hardware)
         self._experts = shard.experts if model.num_experts else None
         # By part of a layer: in how many layers it is, bytes of its weights, and FLOP/s of its products.
@@ -105,12 +109,16 @@ class CostModel:
         self._counts = {part: model.count(part) for part in parts}
         self._weight_bytes = {part: shard.weight_bytes_of(part) for part in parts}
         self._flops_per_s = {part: hardware.matmul_flops_per_s(shard.dtype_of(part)) for part in parts}
-        self._flops_per_s[Mlp.EXPERTS] *= share.experts
+        self._expert_flops_per_s = self._flops_per_s[Mlp.EXPERTS] * share.experts
         self._value_bytes = shard.input_bytes, shard.compute_bytes
-        self._kernels = self._kernels_of_layers() * (2 if self._two_batches else 1)
-        self._kernels += KERNELS_OUTSIDE_LAYERS * shard.pp_size
         self._context_ns = share.context_s * NANOSECONDS
-        self.launch_ns = share.launch_s * (self._kernels + self._all_reduce_count()) * NANOSECONDS
+        halves = 2 if self._two_batches else 1
+        of_experts = halves * self._kernels_of(Mlp.EXPERTS)
+        kernels = halves * self._kernels_of(Mlp.DENSE, Mlp.NONE) + KERNELS_OUTSIDE_LAYERS * shard.pp_size
+        self._kernel_starts_s = kernels * share.kernel_s + of_experts * share.expert_kernel_s
+        launch_s = share.launch_s * (kernels + of_experts + self._all_reduce_count())
+        launch_s += halves * self._counts[Mlp.EXPERTS] * share.expert_launch_s
+        self.launch_ns = launch_s * NANOSECONDS
 
         attention_layers, latent = len(model.attention_layers), model.latent
         self._kv_bytes_per_token = attention_layers * shard.kv_bytes_per_token_and_layer
@@ -142,18 +150,22 @@ class CostModel:
         self._network_ns = _Times(self._exchanges)
         self._outputs_ns = _Times(self.of_outputs)
 
-    def _kernels_of_layers(self) -> int:
-        """Kernels that start in all layers."""
-        model = self.shard.model
-        per_attention = MIXER_KERNELS + QUERY_KEY_NORM_KERNELS * model.query_key_norm
-        per_attention += LATENT_KERNELS * (model.latent is not None)
-        per_experts = MLP_KERNELS + EXPERT_KERNELS + SHARED_EXPERT_KERNELS * (model.shared_expert_size > 0)
-        per_experts += len(ALL_TO_ALL) * (self.shard.attention_dp_size > 1)
-        return (
-            self._counts[Mixer.ATTENTION] * per_attention
-            + self._counts[Mixer.RECURRENT] * RECURRENT_KERNELS
-            + self._counts[Mlp.DENSE] * MLP_KERNELS
-            + self._counts[Mlp.EXPERTS] * per_experts
+    def _kernels_of(self, *mlps: Mlp) -> int:
+        """Kernels that start in all layers with one of these MLPs."""
+        model, blocks = self.shard.model, self.shard.dtype == "fp8_block"
+        of_mixer = {
+            Mixer.NONE: 0,
+            Mixer.ATTENTION: MIXER_KERNELS + QUERY_KEY_NORM_KERNELS * model.query_key_norm,
+            Mixer.RECURRENT: RECURRENT_KERNELS,
+        }
+        of_mixer[Mixer.ATTENTION] += (LATENT_KERNELS + LATENT_PRODUCTS * blocks) * (model.latent is not None)
+        has_shared = model.shared_expert_size > 0
+        of_experts = MLP_KERNELS + EXPERT_KERNELS + SHARED_EXPERT_KERNELS * has_shared
+        of_experts += EXPERT_PRODUCTS * (1 + has_shared) * blocks
+        of_experts += len(ALL_TO_ALL) * (self.shard.attention_dp_size > 1)
+        of_mlp = {Mlp.NONE: 0, Mlp.DENSE: MLP_KERNELS, Mlp.EXPERTS: of_experts}
+        return sum(
+            [count * (of_mixer[kind.mixer] + of_mlp[kind.mlp]) for kind, count in self._kinds if kind.mlp in mlps]
         )
 
     def _all_reduce_count(self) -> int:
@@ -312,8 +324,7 @@ class CostModel:
             )
         else:
             *operations, _ = self._of_half(tokens)
-        kernel_starts_s = self._kernels * self.hardware.constants.kernel_s
-        return (*operations, OperationCost("kernel starts", 0, 0, kernel_starts_s, "latency"))
+        return (*operations, OperationCost("kernel starts", 0, 0, self._kernel_starts_s, "latency"))
 
     def _busy_with(self, tokens: int) -> tuple[OperationCost, ...]:
         """`of_tokens`, without what two-batch overlap hides."""
@@ -395,8 +406,8 @@ class CostModel:
         rows, hit, size = self._experts.rows(of_all), self._experts.hit(of_all), shard.expert_size
         found += [
             self._layer_product("router", Mlp.EXPERTS, tokens, hidden, model.num_experts),
-            self._layer_product("expert gate and up product", Mlp.EXPERTS, rows, hidden, model.up_products * size, hit),
-            self._layer_product("expert down product", Mlp.EXPERTS, rows, size, hidden, hit),
+            self._expert_product("expert gate and up product", rows, hidden, model.up_products * size, hit),
+            self._expert_product("expert down product", rows, size, hidden, hit),
         ]
         if size := shard.shared_expert_size:
             found += [
@@ -439,7 +450,9 @@ class CostModel:
         hidden, vocabulary = self.shard.model.hidden_size, self.shard.vocab_size
         moved = (hidden * vocabulary + outputs * (hidden + vocabulary)) * self.shard.compute_bytes
         return (
-            self._product("output layer", 2.0 * outputs * hidden * vocabulary, moved, self._output_flops_per_s),
+            self._product(
+                "output layer", 2.0 * outputs * hidden * vocabulary, moved, self._output_flops_per_s, self._bytes_per_s
+            ),
             self._moving("sampling", outputs * self.shard.model.vocab_size * SAMPLING_BYTES_PER_LOGIT),
         )
 
@@ -450,23 +463,33 @@ class CostModel:
         tokens: float,
         inputs: int,
         outputs: int,
-        matrices: float = 1.0,
         layers: int | None = None,
     ) -> OperationCost:
-        """[tokens, inputs] × [inputs, outputs] in every layer with `part`. matrices: number of them that share the
-        tokens."""
+        """[tokens, inputs] × [inputs, outputs] in every layer with `part`."""
         layers = self._counts[part] if layers is None else layers
+        flops, moved = self._work_of_product(part, tokens, inputs, outputs, 1.0)
+        return self._product(name, layers * flops, layers * moved, self._flops_per_s[part], self._bytes_per_s)
+
+    def _expert_product(self, name: str, rows: float, inputs: int, outputs: int, hit: float) -> OperationCost:
+        """A product of all layers with experts: `hit` routed ones of each share the rows."""
+        layers = self._counts[Mlp.EXPERTS]
+        flops, moved = self._work_of_product(Mlp.EXPERTS, rows, inputs, outputs, hit)
+        return self._product(name, layers * flops, layers * moved, self._expert_flops_per_s, self._expert_bytes_per_s)
+
+    def _work_of_product(
+        self, part: Mixer | Mlp, tokens: float, inputs: int, outputs: int, matrices: float
+    ) -> tuple[float, float]:
+        """FLOPs and bytes of a product in one layer. matrices: number of them that share the tokens."""
         input_bytes, output_bytes = self._value_bytes
         weights = matrices * inputs * outputs * self._weight_bytes[part]
         activations = tokens * (inputs * input_bytes + outputs * output_bytes)
-        flops = 2.0 * tokens * inputs * outputs
-        return self._product(name, layers * flops, layers * (weights + activations), self._flops_per_s[part])
+        return 2.0 * tokens * inputs * outputs, weights + activations
 
-    def _product(self, name: str, flops: float, moved: float, flops_per_s: float) -> OperationCost:
+    def _product(self, name: str, flops: float, moved: float, flops_per_s: float, bytes_per_s: float) -> OperationCost:
         """A matrix product; without rows it takes no time."""
         if not flops:
             return OperationCost(name, 0, 0, 0.0, "memory")
-        compute, memory = flops / flops_per_s, moved / self._bytes_per_s
+        compute, memory = flops / flops_per_s, moved / bytes_per_s
         limit = "compute" if compute > memory else "memory"
         return OperationCost(name, flops, moved, math.hypot(compute, memory), limit)
 

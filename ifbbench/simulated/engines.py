@@ -44,6 +44,7 @@ class EngineOverhead:
     factors: by which constants of an architecture are multiplied, because this engine's kernels differ.
     generation_attention: the share of memory bandwidth that attention in generation reaches, by architecture and data
         type of the KV cache, where it is not that of the architecture.
+    constants: by architecture, constants in place of its own, where this engine was measured on it.
     kv_share_of: what `kv_cache_free_gpu_mem_fraction` is a share of: memory that is `free` once the model is loaded, or
         the `total`, weights included.
     settings: those of `ifbbench run` that come closest to the engine's defaults.
@@ -61,6 +62,7 @@ class EngineOverhead:
     context_s: float
     factors: Mapping[str, float]
     generation_attention: Mapping[str, Mapping[str, float]]
+    constants: Mapping[str, Mapping[str, float]]
     kv_share_of: str
     settings: Mapping[str, Any]
 
@@ -77,6 +79,7 @@ class EngineOverhead:
             attention = self.generation_attention.get(hardware.architecture, {})
             if kv_cache_dtype in attention:
                 changed["generation_attention"] = attention[kv_cache_dtype]
+            changed |= self.constants.get(hardware.architecture, {})
         return dataclasses.replace(
             hardware,
             host_iteration_s=hardware.host_iteration_s if "host_iteration_s" in determined else self.iteration_s,
@@ -110,7 +113,7 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"cannot be read as TOML ({error}).") from error
-        known = (*TIMES, "factors", "title", "version", "generation_attention", "kv_share_of", "settings")
+        known = (*TIMES, "factors", "title", "version", "generation_attention", "constants", "kv_share_of", "settings")
         table(values, "the file", known)
         factors = table(values.get("factors", {}), "factors", CONSTANTS)
         shares = {
@@ -120,12 +123,20 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
             }
             for architecture, given in table(values.get("generation_attention", {}), "generation_attention").items()
         }
+        constants = {
+            architecture: {
+                name: number(value, f"constants.{architecture}.{name}", above=0)
+                for name, value in table(given, f"constants.{architecture}", CONSTANTS).items()
+            }
+            for architecture, given in table(values.get("constants", {}), "constants").items()
+        }
         return EngineOverhead(
             name=path.stem,
             title=text(values.get("title"), "title"),
             version=text(values.get("version"), "version"),
             factors={constant: number(factor, f"factors.{constant}", above=0) for constant, factor in factors.items()},
             generation_attention=shares,
+            constants=constants,
             kv_share_of=choice(values.get("kv_share_of"), "kv_share_of", KV_SHARES_OF),
             settings=table(values.get("settings", {}), "settings"),
             **{name: number(values.get(name, OPTIONAL_TIMES.get(name)), name, 0.0) for name in TIMES},

@@ -36,6 +36,8 @@ MAY_BE_ZERO = (
     "launch_s",
     "context_s",
     "all_to_all_s",
+    "expert_kernel_s",
+    "expert_launch_s",
 )
 # Comments in the files that write_profile writes, by key and by table.
 UNITS = {
@@ -66,6 +68,7 @@ class Constants:
     matmul, matmul_fp8: of peak FLOP/s, in large matrix products of 16 (or 32) bits and of 8.
     matmul_fp8_block, matmul_fp4: the same of 8 bits with a scale for each block, and of 4 bits in floating point.
     experts: of what large matrix products reach, in the grouped ones of experts.
+    experts_memory: of memory bandwidth, for the weights of experts.
     context_attention: of peak 16-bit FLOP/s, in context attention.
     latent_attention: of peak FLOP/s, in generation with latent attention in its absorbed form.
     memory: of memory bandwidth, for weights and activations.
@@ -76,7 +79,9 @@ class Constants:
     one_shot_s, one_shot_gpu_s: time of the smallest such all-reduce, and what each GPU adds to it.
     all_to_all: of link bandwidth, in the exchange of tokens between experts. all_to_all_s: time of the smallest one.
     kernel_s: time on the device from the end of one kernel to the full speed of the next.
+    expert_kernel_s: the same in layers with experts.
     launch_s: time of the host to launch one kernel without a CUDA graph.
+    expert_launch_s: time of the host to launch a layer with experts without a CUDA graph, beside that of its kernels.
     context_s: time that an iteration with context takes besides its operations.
     """
 
@@ -85,6 +90,7 @@ class Constants:
     matmul_fp8_block: float
     matmul_fp4: float
     experts: float
+    experts_memory: float
     context_attention: float
     latent_attention: float
     memory: float
@@ -97,7 +103,9 @@ class Constants:
     all_to_all: float
     all_to_all_s: float
     kernel_s: float
+    expert_kernel_s: float
     launch_s: float
+    expert_launch_s: float
     context_s: float
 
 

@@ -135,7 +135,7 @@ OTHER_VALUES: dict[str, Any] = {
     "scheduler_reserve_full_isl": False, "watermark": 0.1, "num_gpu_blocks_override": 900,
     "prefix_cache_retention_interval": 64,
     "skip_samples": 2, "schedule_policy": "lpm", "schedule_conservativeness": 0.3, "max_prefill_tokens": 900,
-    "prefill_max_requests": 2,
+    "prefill_max_requests": 2, "scheduler_recv_interval": 4,
     "enable_mixed_chunk": True, "disable_overlap_schedule": True, "disable_radix_cache": True,
     "radix_eviction_policy": "lfu", "enable_hierarchical_cache": True, "hicache_ratio": 3.0, "hicache_size": 1,
     "hicache_write_policy": "write_back", "retraction_policy": "priority", "enable_priority_scheduling": True,

@@ -63,7 +63,7 @@ def test_sglangs_own_names_are_taken() -> None:
         ("--overlap partitioned", "no micro batches"),
         ("--chunked_prefill_size 100 --page_size 16", "no multiple of the 16 tokens of a page"),
         ("--num_loras 2", "not built"),
-        ("--acceptance_rate 0.5", "not built"),
+        ("--draft_ngram 3", "draft tokens by look-up are not built"),
         ("--watermark 0.1", "is a setting of vLLM's scheduler"),
         ("--schedule_policy lpm --enable_priority_scheduling", "fcfs or lof only"),
         ("--schedule_policy shortest-prefill-first --disable_radix_cache", "needs the radix cache"),

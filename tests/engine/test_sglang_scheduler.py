@@ -11,7 +11,9 @@ import pytest
 from hypothesis import event
 from hypothesis import strategies as st
 
-from ifbbench.engine.batch import Batch, CopyKind
+from ifbbench.engine.batch import Batch, CopyKind, NullExecutor
+from ifbbench.engine.drafts import DraftSettings
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.schedulers.limits import BatchingConfig
@@ -37,6 +39,7 @@ rules = st.builds(
     retracts_by_priority=st.booleans(),
     is_priority=st.booleans(),
     preemption_threshold=st.sampled_from([0.0, 0.3]),
+    receive_interval=st.sampled_from([1, 1, 3, 10]),
     ignores_eos=st.booleans(),
 ).flatmap(
     lambda rules: st.builds(replace, st.just(rules), preempts=st.booleans() if rules.is_priority else st.just(False))
@@ -147,6 +150,7 @@ def test_pages_hold_what_requests_read(first: int) -> None:
                 is_priority=is_priority,
                 preempts=is_priority and draw.random() < 0.5,
                 preemption_threshold=0.1,
+                receive_interval=draw.choice([1, 1, 4]),
             ),
         )
         prompts: list[list[int]] = []
@@ -182,3 +186,88 @@ def test_pages_hold_what_requests_read(first: int) -> None:
     assert num_pauses
     assert num_reused
     assert num_loaded
+
+
+@pytest.mark.parametrize(("interval", "entered"), [(1, [0, 1, 4]), (3, [0, 1, 5]), (10, [0, 1, 12])])
+def test_requests_are_received_in_each_so_many_decode_batches(interval: int, entered: list[int]) -> None:
+    """Request 0 enters an idle engine, request 1 behind a prefill batch. Request 2 arrives before iteration 4;
+    iteration 2 is behind a prefill batch, and the first of the decode batches."""
+    config = BatchingConfig(
+        "max_utilization",
+        max_batch_size=4,
+        max_num_tokens=50,
+        max_seq_len=64,
+        max_input_len=63,
+        tokens_per_block=1,
+        num_blocks=400,
+        engine="sglang",
+        sglang=SglangRules(receive_interval=interval),
+    )
+    arrivals = [(step, Request(number, 4, 20, index=number)) for number, step in enumerate((0, 1, 4))]
+    loop = Loop(config, arrivals, NullExecutor()).run()
+    first = {request.request_id: record.iteration for record in loop.records for request in record.activated}
+    assert [first[number] for number in range(3)] == entered
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize(("rates", "per_step"), [((1.0,), 3), ((0.0,), 1), ((1.0, 0.0), 2)])
+def test_a_decode_step_with_drafts_yields_the_accepted_ones_and_one_more(
+    rates: tuple[float, ...], per_step: int, page: int
+) -> None:
+    config = BatchingConfig(
+        "max_utilization",
+        max_batch_size=4,
+        max_num_tokens=50,
+        max_seq_len=64,
+        max_input_len=63,
+        tokens_per_block=page,
+        num_blocks=400 // page,
+        reuse=ReuseRules(enabled=True),
+        engine="sglang",
+        sglang=SglangRules(),
+        drafts=DraftSettings(2, 0, rates),
+    )
+    loop = Loop(config, [(0, Request(0, 5, 13, index=0))], NullExecutor()).run()
+    decoded = [record for record in loop.records if record.num_generation]
+    assert sum(yielded(record) for record in loop.records) == 13
+    assert len(decoded) == -(-12 // per_step)
+    assert {record.num_generation_tokens for record in decoded} == {3}
+    cache = loop.manager.scheduler.cache_state()
+    assert (cache.used_blocks, cache.filled_tokens) == (0, 0)
+
+
+def test_caches_that_are_short_hold_requests_with_drafts() -> None:
+    num_pauses = 0
+    for seed in range(20):
+        draw = random.Random(seed)
+        size = draw.choice([1, 2, 4])
+        config = BatchingConfig(
+            "max_utilization",
+            max_batch_size=draw.randint(2, 6),
+            max_num_tokens=50,
+            max_seq_len=60,
+            max_input_len=59,
+            tokens_per_block=size,
+            num_blocks=draw.randint(70, 150) // size,
+            engine="sglang",
+            sglang=SglangRules(conservativeness=0.1, chunk_size=draw.choice([8, 32])),
+            drafts=DraftSettings(draw.randint(1, 3), 0, (draw.random(), draw.random()), seed),
+        )
+        lengths = [(draw.randint(1, 30), draw.randint(1, 30)) for _ in range(12)]
+        arrivals = [(draw.randint(0, 20), Request(number, *pair, index=number)) for number, pair in enumerate(lengths)]
+        loop = Loop(config, sorted(arrivals, key=lambda one: one[0]), NullExecutor()).run()
+        assert len(loop.completed) == len(lengths)
+        assert sum(yielded(record) for record in loop.records) == sum(outputs for _, outputs in lengths)
+        scheduler = loop.manager.scheduler
+        assert isinstance(scheduler, SglangScheduler)
+        cache = scheduler.cache_state()
+        assert (cache.used_blocks, cache.filled_tokens) == (0, 0)
+        scheduler.kv_cache.check_consistency()
+        num_pauses += sum(len(record.paused) for record in loop.records)
+    assert num_pauses
+
+
+def yielded(record: IterationRecord) -> int:
+    """Output tokens of an iteration."""
+    accepted = record.drafts.accepted if record.drafts is not None else 0
+    return record.num_generation + accepted + sum(chunk.is_last for chunk in record.context)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,16 @@ def test_attention_over_a_cache_of_8_bits_has_a_share_of_its_own():
 
     assert of["bf16"].generation_attention == hardware.constants.generation_attention
     assert of["fp8"].generation_attention == 0.72
+
+
+def test_constants_of_an_architecture_are_replaced(tmp_path):
+    path = Path(_overhead_file(tmp_path))
+    path.write_text(path.read_text() + "\n[factors]\nkernel_s = 2\n[constants.hopper]\nexperts_memory = 0.5\n")
+    hopper, ampere = load_hardware("h100-sxm"), load_hardware("a100-40gb")
+    of_hopper, of_ampere = (load_overhead(str(path)).applied_to(one, "bf16").constants for one in (hopper, ampere))
+
+    assert of_hopper == replace(hopper.constants, kernel_s=2 * hopper.constants.kernel_s, experts_memory=0.5)
+    assert of_ampere == replace(ampere.constants, kernel_s=2 * ampere.constants.kernel_s)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,29 @@ def test_the_time_is_the_sum_of_the_operations(case, two_batches):
     assert model.generation_ns(6, [6 * 700]) == [model.device_ns(generation)]
 
 
+def test_layers_with_experts_have_constants_of_their_own():
+    plain, hardware = cost_model("mla"), load_hardware("h200-sxm")
+    changes = {"experts_memory": 0.44, "expert_kernel_s": 5e-6, "expert_launch_s": 1e-3}
+    changed = CostModel(
+        plain.shard, dataclasses.replace(hardware, constants=dataclasses.replace(hardware.constants, **changes))
+    )
+    work = StepWork.of_lengths([], [1000] * 4)
+    before, after = ({one.name: one for one in model.operations(work)} for model in (plain, changed))
+    products = ("expert gate and up product", "expert down product")
+
+    # 58 of 61 layers. 5 kernels of attention and 4 of its latent form, 4 of an MLP, 4 and 3 of experts, and 8 that
+    # quantize.
+    more_s = (5e-6 - hardware.constants.kernel_s) * 58 * (5 + 4 + 4 + 4 + 3 + 8)
+    assert after["kernel starts"].seconds - before["kernel starts"].seconds == pytest.approx(more_s)
+    assert all(after[name].seconds == pytest.approx(2 * before[name].seconds, rel=0.01) for name in products)
+    assert all(after[name] == one for name, one in before.items() if name not in (*products, "kernel starts"))
+    assert changed.launch_ns - plain.launch_ns == pytest.approx(58e-3 * NANOSECONDS)
+    of_16_bits = cost_model("mla", dtype="bf16").operations(work)
+    quantizing_s = hardware.constants.kernel_s * (58 * 8 + 3 * 4)
+    kernel_starts = next(one for one in of_16_bits if one.name == "kernel starts")
+    assert before["kernel starts"].seconds - kernel_starts.seconds == pytest.approx(quantizing_s)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_time_is_below_that_of_the_least_work(case):
     model = cost_model(case)

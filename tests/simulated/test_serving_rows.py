@@ -193,6 +193,74 @@ def test_a_row_of_inferencex_has_medians_random_lengths_and_the_throughput_of_al
     assert 0.001 < found["tpot"] < 0.02
 
 
+def deepseek(**changes):
+    row = INFERENCEX | {"model": "deepseek-r1", "gpu": "b200", "dtype": "fp4", "input": 8192, "output": 1024}
+    row |= {"date": "2026-03-01", "decode": {"tp": 8, "ep": 8, "dp_attention": False}} | changes
+    (found,) = rows_of({"rows": [row]})
+    return found, config_of(found, found["model"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({"concurrency": 4}, {"scheduler_recv_interval": 10, "max_num_tokens": 16_384, "kv_cache_dtype": "fp8"}),
+        ({"concurrency": 16, "dtype": "fp8"}, {"scheduler_recv_interval": 30, "max_num_tokens": 32_768}),
+        (
+            {"gpu": "h200", "dtype": "fp8"},
+            {"scheduler_recv_interval": 1, "max_batch_size": 256, "kv_cache_dtype": "bf16"},
+        ),
+        ({"drafts": "mtp"}, {"draft_mtp": 2, "acceptance_rate": "0.38", "max_batch_size": 512}),
+        ({"engine": "tensorrt-llm", "concurrency": 16}, {"max_num_tokens": 8320, "enable_chunked_context": False}),
+        ({"engine": "tensorrt-llm", "input": 1024}, {"max_num_tokens": 8192}),
+        ({"engine": "tensorrt-llm", "input": 1024, "date": "2025-12-10"}, {"max_num_tokens": 1152}),
+        ({"engine": "tensorrt-llm", "drafts": "mtp", "output": 8192}, {"draft_mtp": 3, "acceptance_rate": "0.79"}),
+        (
+            {"engine": "tensorrt-llm", "drafts": "mtp", "decode": {"tp": 8, "ep": 8, "dp_attention": True}},
+            {"draft_mtp": 1, "max_batch_size": 8, "max_num_tokens": 8 * 8320, "attention_dp_size": 8},
+        ),
+    ],
+)
+def test_servers_of_inferencex_have_the_settings_of_their_scripts(changes, settings):
+    _, config = deepseek(**changes)
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({"date": "2025-12-10"}, True),
+        ({}, False),  # the client warms the server up
+        ({"date": "2025-12-10", "concurrency": 1}, False),  # no prompt is cut
+        ({"date": "2025-12-10", "gpu": "h200"}, False),
+        ({"date": "2025-12-10", "engine": "tensorrt-llm"}, False),
+    ],
+)
+def test_sglang_on_blackwell_compiles_where_nothing_has_warmed_it_up(changes, waits):
+    row, _ = deepseek(**changes)
+    requests = [
+        {"request_id": index, "ttft_s": 1.0, "tpot_s": 0.1, "arrival_s": 0.0, "e2e_s": 10.0, "output_len": 900}
+        for index in range(10 * row["concurrency"])
+    ]
+    seconds = 10 + 72 if waits else 10
+    assert figures_of(row, requests, {"itl_s": {"mean": 0.1}})["throughput"] == pytest.approx(
+        len(requests) * 900 / seconds
+    )
+
+
+def test_rounds_that_were_not_replayed_take_as_long_as_the_latest_ones():
+    row, _ = deepseek()
+    times = {"ttft_s": 1.0, "tpot_s": 0.1, "output_len": 900, "e2e_s": 10.0}
+    requests = [{"request_id": index, "arrival_s": 10.0 * (index // 4), **times} for index in range(8)]
+    assert figures_of(row, requests, {"itl_s": {"mean": 0.1}})["throughput"] == pytest.approx(4 * 900 / 10)
+
+
+def test_curves_of_a_source_are_fit_or_judged():
+    fit, _ = deepseek(input=1024)
+    assert part_of(fit) == "fit"
+    assert part_of(deepseek()[0]) == part_of(deepseek(input=1024, drafts="mtp")[0]) == "judged"
+    assert part_of(deepseek(input=1024, gpu="b300")[0]) == "judged"
+
+
 def test_medians_are_compared_with_medians():
     requests = [{"request_id": index, "ttft_s": one, "tpot_s": one} for index, one in enumerate((9.0, 1.0, 2.0, 3.0))]
     row = ROW | {"concurrency": 1, "ttft_ms": {"p50": 1.0}}

@@ -18,6 +18,7 @@ class SglangRules:
     retracts_by_priority: the lowest priority is retracted first; else the request with the fewest outputs.
     is_priority: the queue is ordered by priority. preempts: a waiting request may take the place of running ones whose
         priority is lower by more than `preemption_threshold`.
+    receive_interval: iterations without prompts after which requests that have arrived are received.
     ignores_eos: outputs of which the maximum length is the actual one have it for certain: no end token ends them.
     seed: of the random order.
     """
@@ -34,5 +35,6 @@ class SglangRules:
     is_priority: bool = False
     preempts: bool = False
     preemption_threshold: float = 10.0
+    receive_interval: int = 1
     ignores_eos: bool = False
     seed: int = 0

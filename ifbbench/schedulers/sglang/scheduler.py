@@ -21,6 +21,7 @@ from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.queueing import QueueingScheduler
 from ifbbench.schedulers.sglang.admission import NONE_RUNNING, Need, PrefillPass, Verdict
 from ifbbench.schedulers.sglang.decode import decide_decode
+from ifbbench.schedulers.sglang.drafts import Drafts
 from ifbbench.schedulers.sglang.in_flight import Scheduled
 from ifbbench.schedulers.sglang.order import max_outputs
 from ifbbench.schedulers.sglang.prefill import decide_prefill
@@ -36,7 +37,8 @@ class SglangScheduler(QueueingScheduler):
         if limits.sglang is None:
             raise ValueError("the limits have no rules of SGLang; resolve a configuration with the engine sglang")
         state = self.state = SglangState(limits, limits.sglang)
-        super().__init__("SGLang's scheduler", limits, state.table, is_predicted)
+        self.drafts = Drafts(limits.drafts, state.table) if limits.drafts.max_len else None
+        super().__init__("SGLang's scheduler", limits, state.table, is_predicted and self.drafts is None)
         self.rules, self.kv_cache = limits.sglang, state.kv_cache
         self.layout = BatchLayout((self.kv_cache.block_tables,), limits.tokens_per_block, limits.max_in_flight)
         self._source: RequestSource | None = None
@@ -47,14 +49,15 @@ class SglangScheduler(QueueingScheduler):
     @property
     def waiting(self) -> Sequence[Request]:
         """Requests that have not run yet."""
-        return [request for request in self.state.queue if request.table is None]
+        state = self.state
+        return [request for request in state.queue if request.table is None] + state.arrived.requests
 
     def admit(self, source: RequestSource) -> Sequence[Request]:
         self._source = source
         return super().admit(source)
 
     def _has_room_in_queue(self, max_queue_size: int) -> bool:
-        return len(self.state.queue) < max_queue_size
+        return len(self.state.queue) + len(self.state.arrived.requests) < max_queue_size
 
     def _never_fits(self, request: Request) -> str | None:
         """A request must be admitted when no other runs, also after a retraction, when its first tokens may take a page
@@ -62,16 +65,18 @@ class SglangScheduler(QueueingScheduler):
         cache = self.kv_cache
         pool, tree = cache.num_pages * cache.page_size, cache.tree is not None
         batch = PrefillPass(self.rules, cache.page_size, lambda: pool, NONE_RUNNING, 1.0, keeps_prefixes=tree)
-        longest = request.prompt_len + cache.page_size - 1
+        longest = request.prompt_len + cache.page_size - 1 + self.limits.drafts.max_len
         need = Need(longest, 0, max_outputs(request), 0, self.state.ignores_eos(request))
         if batch.judge(need)[0] is not Verdict.NO_TOKEN or batch.num_chosen:
             return None
         return f"needs more than the {pool} tokens of KV cache to start, outputs that it may have included (kv_blocks)"
 
     def _enqueue(self, request: Request) -> None:
-        if len(self._by_id) == 1:
-            self.state.ratio.reset()  # the engine was idle
-        self.state.enqueue(request)
+        arrived = self.state.arrived
+        if len(self._by_id) == 1:  # the engine was idle
+            self.state.ratio.reset()
+            arrived.prefilled()
+        arrived.requests.append(request)
 
     def remove(self, request: Request) -> None:
         state = self.state
@@ -81,6 +86,8 @@ class SglangScheduler(QueueingScheduler):
         state.leave_batches(request)
         if request in state.queue:
             state.queue.remove(request)
+        if request in state.arrived.requests:
+            state.arrived.requests.remove(request)
         if request.table is not None:
             if self.kv_cache.holds(request.slot):
                 state.release(request)
@@ -96,12 +103,17 @@ class SglangScheduler(QueueingScheduler):
     ) -> Plan:
         self._join()
         state, decision = self.state, Decision(in_flight)
+        for request in state.arrived.received():
+            state.enqueue(request)
         if not decide_prefill(state, decision):
             decide_decode(state, decision)
         if decision.aborted is not None:
             self._abort(decision.aborted)
         self._num_decided = 1
-        return self._plan(decision)
+        plan = self._plan(decision)
+        if plan.does_nothing:
+            state.arrived.passed(1)
+        return plan
 
     def _join(self) -> None:
         """The requests of the latest prefill batch decode from now on (The loop)."""
@@ -151,10 +163,14 @@ class SglangScheduler(QueueingScheduler):
         self._count_tokens(plan)
         host = self.kv_cache.host
         copies = () if host is None else host.take_copies()
-        return StepInputs(self.state.computed(plan.rows), copies, loaded_tokens=plan.loaded_tokens)
+        drafts = None
+        if self.drafts is not None:
+            drafts = self.drafts.inputs(len([chunk for chunk in plan.chunks if chunk.is_last]), plan.rows)
+        return StepInputs(self.state.computed(plan.rows), copies, drafts=drafts, loaded_tokens=plan.loaded_tokens)
 
     def _count_tokens(self, plan: Plan) -> None:
-        self.kv_cache.filled_tokens += sum([chunk.length for chunk in plan.chunks]) + len(plan.rows)
+        decoded = len(plan.rows) * (1 + self.limits.drafts.max_len)
+        self.kv_cache.filled_tokens += sum([chunk.length for chunk in plan.chunks]) + decoded
 
     def advance(self, plan: Plan, iteration: int) -> int:
         recomputed = 0
@@ -163,9 +179,17 @@ class SglangScheduler(QueueingScheduler):
             self.state.num_computed += chunk.length
             if chunk.is_last:
                 chunk.request.start_generation()
+        self._ran(plan, 1)
         self.table.generated[plan.rows] += 1
         self._submitted(Scheduled(plan.chunks, plan.output_rows()))
         return recomputed
+
+    def _ran(self, plan: Plan, count: int) -> None:
+        """So many iterations of `plan` run (Receiving)."""
+        if plan.chunks:
+            self.state.arrived.prefilled()
+        else:
+            self.state.arrived.passed(count)
 
     def _submitted(self, batch: Scheduled) -> None:
         """A batch is in flight. With overlap, requests whose last output is in it do not decode again (Overlap)."""
@@ -180,7 +204,15 @@ class SglangScheduler(QueueingScheduler):
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
         if iteration.is_repeated:
             return self.confirm(1)
-        return self._collected(1, confirm(iteration, outputs, self.table))
+        table, rows = self.table, iteration.output_rows
+        if self.drafts is None:
+            return self._collected(1, confirm(iteration, outputs, table))
+        generated = table.generated[rows]
+        done = confirm(iteration, outputs, table, self.drafts)
+        for batch in iteration.batches:
+            if batch.drafts is not None:  # what was rejected is not in the cache
+                self.kv_cache.filled_tokens -= int((generated - table.generated[rows] + batch.drafts.counts).sum())
+        return self._collected(1, done)
 
     def _collected(self, times: int, done: list[Request]) -> list[Request]:
         """So many of the oldest equal batches in flight were collected. Publishes the prompts that they computed, and
@@ -225,7 +257,8 @@ class SglangScheduler(QueueingScheduler):
         if plan.chunks or plan.paused or state.chunked is not None or is_tried:
             return 1
         plan.awaits_in_flight = any(batch.chunks for batch in state.in_flight)
-        return certain_steps(state, plan.rows)
+        steps, to_receiving = certain_steps(state, plan.rows), state.arrived.steps_to_receiving()
+        return steps if to_receiving is None else min(steps, to_receiving)
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
         computed = self.state.computed(plan.rows)
@@ -240,6 +273,7 @@ class SglangScheduler(QueueingScheduler):
             growth.recomputed = recomputed
             return growth
         growth = repeat(self.state, plan.rows, count, num_decided)
+        self._ran(plan, count)
         self.state.ratio.decay(count - num_decided)
         self._submitted(Scheduled((), plan.rows, count))
         return growth

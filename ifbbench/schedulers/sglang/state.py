@@ -13,6 +13,7 @@ from ifbbench.schedulers.sglang.host_pages import HostPages
 from ifbbench.schedulers.sglang.in_flight import Scheduled
 from ifbbench.schedulers.sglang.order import QueueOrder, max_outputs
 from ifbbench.schedulers.sglang.ratio import NewTokenRatio
+from ifbbench.schedulers.sglang.receiving import Receiver
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.sglang.running import RunningRequests
 
@@ -20,11 +21,12 @@ from ifbbench.schedulers.sglang.running import RunningRequests
 class SglangState:
     """The requests of the scheduler, waiting, running and in flight, and the pages that they hold.
 
-    queue: waiting requests. running: those that decode. last: those of the latest prefill batch, which have not joined
-    `running`. chunked: the one whose prompt is computed in chunks. is_full: no request is tried before one has left.
-    has_left: one has left `running` or `last` since the latest decision. has_finishing: the last output of some running
-    request may be in flight. limit_of_head: why the head of the queue waits. num_computed: prompt tokens that all
-    requests have computed so far. judged: tokens that waiting requests lacked when they were last judged, or ran.
+    arrived: requests that it has not received yet. queue: waiting requests. running: those that decode. last: those of
+    the latest prefill batch, which have not joined `running`. chunked: the one whose prompt is computed in chunks.
+    is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest
+    decision. has_finishing: the last output of some running request may be in flight. limit_of_head: why the head of
+    the queue waits. num_computed: prompt tokens that all requests have computed so far. judged: tokens that waiting
+    requests lacked when they were last judged, or ran.
     """
 
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
@@ -38,11 +40,12 @@ class SglangState:
             limits.num_blocks,
             limits.tokens_per_block,
             limits.num_slots,
-            limits.max_seq_len,
+            limits.max_seq_len + limits.drafts.max_len,
             limits.reuse.enabled,
             rules.eviction_policy,
             host,
         )
+        self.arrived = Receiver(rules.receive_interval)
         self.queue: list[Request] = []
         self.running = RunningRequests()
         self.last: list[Request] = []
