@@ -13,9 +13,9 @@ from ifbbench.models.lora_modules import lora_modules
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.settings.config import RunConfig
-from ifbbench.simulated.cost_model import CostModel
+from ifbbench.simulated.cost_model import HOST_LINK_SHARE, CostModel
 from ifbbench.simulated.hardware import load_hardware
-from ifbbench.simulated.lora_cost import HOST_LINK_SHARE, STORAGE_BYTES_PER_S, LoraCost
+from ifbbench.simulated.lora_cost import STORAGE_BYTES_PER_S, LoraCost
 from ifbbench.simulated.shard import Shard, plan_memory
 
 NO_ROWS = np.zeros(0, np.int32)
