@@ -20,7 +20,7 @@ from ifbbench.rundir.lines import Phase
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.spans import HEAD_OF_LINE
 from ifbbench.rundir.timeline import NO_REQUEST, Floats
-from ifbbench.settings.config import VLLM
+from ifbbench.settings.config import SGLANG, VLLM
 
 PAUSED = Phase.PAUSED
 # The limit that only the micro-batch scheduler has.
@@ -193,9 +193,9 @@ class HeadsOfLine:
 
 
 def is_in_queue(span: Span, spans: list[Span], run: RecordedRun) -> bool:
-    """Whether `span`, one of `spans` of a request, is its time in the queue. vLLM starts requests from its queue, and
-    their spans have the limit that held the head of the line last, not the one that held it at each time."""
-    return span is spans[0] and (span.cause == QUEUE or run.config.get("engine") == VLLM)
+    """Whether `span`, one of `spans` of a request, is its time in the queue. vLLM and SGLang start requests from their
+    queue, and such spans have the limit that held its head last, not the one that held it at each time."""
+    return span is spans[0] and (span.cause == QUEUE or run.config.get("engine") in (VLLM, SGLANG))
 
 
 def is_own_wait(span: Span, spans: list[Span], run: RecordedRun) -> bool:

@@ -19,7 +19,9 @@ SecondsOf = Callable[[Request], float]
 HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"
 _BATCH_SIZE: Final = Limit.BATCH_SIZE.value
 _IN_QUEUE: Final = f"{WAITING_FOR}{_BATCH_SIZE}"
-_IN_LINE: Final = frozenset((_IN_QUEUE, f"{WAITING_FOR}{HEAD_OF_LINE}"))
+# In a queue of which the scheduler names the head: all in it wait for the limit that holds the head.
+_BEHIND_NAMED_HEAD: Final = "queued"
+_IN_LINE: Final = frozenset((_IN_QUEUE, _BEHIND_NAMED_HEAD, f"{WAITING_FOR}{HEAD_OF_LINE}"))
 
 
 class Span:
@@ -27,7 +29,8 @@ class Span:
 
     cause, first_output: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these
     phases, 1 (with draft tokens, or more) once they have yielded output tokens that were not there before. extra: of
-    generation with draft tokens: iterations that yielded several tokens, and how many beyond one.
+    generation with draft tokens: iterations that yielded several tokens, and how many beyond one. is_queued: whether the
+    request waited in a queue of which the scheduler names the head.
     """
 
     def __init__(
@@ -41,6 +44,14 @@ class Span:
         self.phase, self.first, self.cause = phase, first, cause
         self.first_output, self.chunks, self.produced = first_output, chunks, 0
         self.extra: list[tuple[int, int]] | None = None
+        self.is_queued = False
+
+    @property
+    def name(self) -> str:
+        """What its time is called in attributions."""
+        if self.phase != Phase.WAITING:
+            return self.phase
+        return _BEHIND_NAMED_HEAD if self.is_queued else f"{WAITING_FOR}{self.cause}"
 
 
 def tokens_of(span: Span, last: int, every: int) -> int:
@@ -69,16 +80,23 @@ class RequestTimeline:
         "last_iteration",
         "open",
         "produced",
+        "queue_head",
         "request",
         "token_iterations",
     )
 
     def __init__(
-        self, request: Request, arrival_s: float, head: HeadOfLine, every: int = 1, is_written: bool = True
+        self,
+        request: Request,
+        arrival_s: float,
+        head: HeadOfLine,
+        queue_head: HeadOfLine,
+        every: int = 1,
+        is_written: bool = True,
     ) -> None:
         self.every, self.is_written = every, is_written
         self.request = request
-        self.head = head
+        self.head, self.queue_head = head, queue_head
         self.arrival_s = arrival_s
         self.open: Span | None = None
         self.closed: list[tuple[str, int]] = []
@@ -111,7 +129,7 @@ class RequestTimeline:
             else:
                 self.token_iterations += stretches_of(span.first, steps_of(span.first, last, span.extra), produced)
             self.produced += produced
-        self.closed.append((f"{WAITING_FOR}{span.cause}" if phase == Phase.WAITING else phase, span.first))
+        self.closed.append((span.name, span.first))
         self.last_iteration = last
         return self._line(span, last, produced) if self.is_written else None
 
@@ -152,8 +170,10 @@ class RequestTimeline:
             if name not in _IN_LINE:
                 seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
             elif until_s > begin_s:
-                for limit, part_s in self.head.split(begin_s, until_s).items():
-                    part = name if name == _IN_QUEUE and limit == Limit.BATCH_SIZE.value else f"{WAITING_BEHIND}{limit}"
+                is_named = name == _BEHIND_NAMED_HEAD
+                for limit, part_s in (self.queue_head if is_named else self.head).split(begin_s, until_s).items():
+                    is_slot = name == _IN_QUEUE and limit == Limit.BATCH_SIZE.value
+                    part = f"{WAITING_FOR if is_named or is_slot else WAITING_BEHIND}{limit}"
                     seconds[part] = seconds.get(part, 0.0) + part_s
             name, begin_s = next_name, until_s
         # The last span is one in which the request ran.
@@ -209,8 +229,8 @@ class SpanTracker:
         self._partial: defaultdict[int, dict[int, RequestTimeline]] = defaultdict(dict)
         self._held: dict[int, RequestTimeline] = {}
         self._blocked: dict[int, RequestTimeline] = {}
-        # What requests in the queue wait for: free batch slots, unless the scheduler names another limit for one.
-        self._queue_limit = _BATCH_SIZE
+        # Has a limit if the scheduler names what holds the head of the queue; others wait there for free batch slots.
+        self.queue_head = HeadOfLine()
 
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
         """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
@@ -274,7 +294,12 @@ class SpanTracker:
 
     def _activate(self, request: Request, iteration: int, starts: Sequence[float]) -> None:
         timeline = self._timelines[request.request_id] = RequestTimeline(
-            request, self._arrival_s(request), self.head, self._num_micro_batches, self.writer is not None
+            request,
+            self._arrival_s(request),
+            self.head,
+            self.queue_head,
+            self._num_micro_batches,
+            self.writer is not None,
         )
         held_until_s = self._held_until_s(request)
         if iteration and starts[iteration - 1] >= timeline.arrival_s:
@@ -282,7 +307,9 @@ class SpanTracker:
             if held_until_s > timeline.arrival_s and held_from < queued_from:
                 timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
             if queued_from < iteration:
-                self._begin(timeline, Span(Phase.WAITING, queued_from, self._queue_limit))
+                span = Span(Phase.WAITING, queued_from, self.queue_head.limit or _BATCH_SIZE)
+                span.is_queued = self.queue_head.limit is not None
+                self._begin(timeline, span)
         self._begin(timeline, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
 
     def _pause(self, record: IterationRecord) -> None:
@@ -345,7 +372,8 @@ class SpanTracker:
                 continue
             timeline = self._timelines.get(left_out.request.request_id)
             if timeline is None:  # it is in the queue
-                self._queue_limit = str(left_out.limit)
+                if left_out.limit != self.queue_head.limit:
+                    self.queue_head.change(str(left_out.limit), record.start_s)
             elif self._set_cause(timeline, left_out.limit, record.iteration):
                 blocked[left_out.request.request_id] = timeline
         for request_id, timeline in self._blocked.items():
