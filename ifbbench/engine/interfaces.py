@@ -127,6 +127,15 @@ class Scheduler(Protocol):
         """The KV cache now, as records hold it."""
         ...
 
+    def keep(self, request: Request) -> None:
+        """`request` is complete, and its keys and values are to be sent to another engine: it leaves the running set,
+        and holds its blocks until `remove`."""
+        raise NotImplementedError(f"{self.name} sends no keys and values")
+
+    def receive(self, requests: Sequence[Request]) -> None:
+        """The keys and values that these requests of `Plan.receiving` waited for are in their blocks."""
+        raise NotImplementedError(f"{self.name} receives no keys and values")
+
     def figures(self) -> dict[str, Any]:
         """Entries of `summary.json` that only this scheduler has."""
         return {}
@@ -134,6 +143,27 @@ class Scheduler(Protocol):
     def truncate(self, conversation: Request, num_tokens: int) -> None:
         """Release the reusable blocks of a conversation after its first `num_tokens` tokens."""
         return None
+
+
+class KvTransfers(Protocol):
+    """Where an engine sends the keys and values of prompts, and where they come from: the other engines of a fleet with
+    prefill and decode apart."""
+
+    def keeps(self, request: Request) -> bool:
+        """Whether the blocks of `request`, which is complete, are kept until they are sent."""
+        ...
+
+    def reserved(self, requests: Sequence[Request], now_s: float) -> None:
+        """These requests have blocks for what other engines send."""
+        ...
+
+    def take_sent(self) -> Sequence[Request]:
+        """Requests whose keys and values were sent since the last call: their blocks may be released."""
+        ...
+
+    def take_received(self) -> Sequence[Request]:
+        """Requests whose keys and values have come since the last call."""
+        ...
 
 
 class Executor(Protocol):

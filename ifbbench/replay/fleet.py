@@ -24,6 +24,7 @@ from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.fleet.prefix_index import PrefixIndex
 from ifbbench.fleet.router import STATE, Replica, RoutedRequest, Router, make_router
+from ifbbench.fleet.sides import check_no_sides
 from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.single import (
@@ -87,7 +88,7 @@ def run_fleet(
 ) -> RunResult:
     """`run_trace` of a fleet: a run directory, with those of the replicas in it."""
     trace = load_trace(source, config, progress)
-    router = _checked_router(config)
+    router = checked_router(config)
     run_directory.check_some(places(config, trace), config.overwrite)
     own = config.of_one_replica()
     with engine_for(trace, own, progress) as engine:
@@ -119,7 +120,7 @@ def summarise_fleet(
 ) -> dict[str, Any]:
     """`summarise_run` of a fleet. on_end: takes a recorder of all replicas together."""
     trace = load_trace(source, config, progress)
-    router = _checked_router(config)
+    router = checked_router(config)
     with engine_for(trace, config.of_one_replica(), progress) as engine:
         _, ended = _run(trace, config, router, None, progress)
         summary, recorder = _summary(trace, config, engine, ended)
@@ -127,8 +128,18 @@ def summarise_fleet(
     return summary
 
 
-def _checked_router(config: RunConfig) -> Router:
+def checked_router(config: RunConfig) -> Router:
     """The router. InputError for settings that a fleet cannot have."""
+    check_settings(config)
+    check_no_sides(config)
+    router = make_router(config.router or ROUTERS[0], config.replicas, config.seed)
+    if config.router_state_age and STATE not in router.looks_at:
+        raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")
+    return router
+
+
+def check_settings(config: RunConfig) -> None:
+    """InputError for settings that no fleet can have."""
     usual = RunConfig()
     for name, why in REFUSED.items():
         if getattr(config, name) != getattr(usual, name):
@@ -142,10 +153,6 @@ def _checked_router(config: RunConfig) -> Router:
             f"--replicas, --router: --device {config.device} runs one engine; a fleet needs a simulated device "
             "(--device sim:PROFILE), or null."
         )
-    router = make_router(config.router or ROUTERS[0], config.replicas, config.seed)
-    if config.router_state_age and STATE not in router.looks_at:
-        raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")
-    return router
 
 
 def _run(
@@ -207,7 +214,7 @@ def _run_independent(
         def take(recorder: SummaryRecorder) -> None:
             parts.append(recorder.parts())
 
-        with _unlogged():
+        with unlogged():
             if directory is None:
                 summary = summarise_loaded(share, own, shown, on_end=take)
             else:
@@ -245,7 +252,7 @@ def _run_stepped(
     with ExitStack() as stack:
         engines: list[Engine] = []
         for _ in range(config.replicas):
-            with _unlogged():
+            with unlogged():
                 engine = stack.enter_context(engine_for(trace, own))
             is_real_time = not isinstance(engine.clock, VirtualClock)
             engines.append(replace(engine, clock=VirtualClock()) if is_real_time else engine)
@@ -282,13 +289,11 @@ def _run_stepped(
         finally:
             gc.unfreeze()
             for number, one in enumerate(replicas):
-                ended.append(_closed(one, fleet, descriptions.get(number), directory))
+                ended.append(closed(one, not fleet.front.done, descriptions.get(number), directory))
     return Routes([one.members for one in replicas], fleet.offers_of), ended
 
 
-def _closed(
-    one: SteppedReplica, fleet: SteppedFleet, description: dict[str, Any] | None, directory: Path | None
-) -> Ended:
+def closed(one: SteppedReplica, is_partial: bool, description: dict[str, Any] | None, directory: Path | None) -> Ended:
     """End the recording of a replica."""
     count = len(one.members)
     one.recorder.metrics.total = count
@@ -297,7 +302,7 @@ def _closed(
         path = replica_directory(directory, one.view.number)
         write_trace(one.trace.requests, path / f"trace.{one.engine.config.recording_format}", overwrite=True)
     complete = partial(more_figures, one.engine, one.client, one.loop)
-    summary = one.recorder.close(partial=not fleet.front.done, complete=complete)
+    summary = one.recorder.close(partial=is_partial, complete=complete)
     return summary, one.recorder.parts()
 
 
@@ -350,7 +355,7 @@ class _Answered:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def unlogged() -> Iterator[None]:
     """Leave out the warnings of a replica: the fleet's own engine has given them."""
     logger = logging.getLogger("ifbbench")
     was_disabled, logger.disabled = logger.disabled, True

@@ -29,18 +29,28 @@ SHOWN_EVERY = 256
 
 
 class SteppedReplica:
-    """A replica in steps. members: the index in the whole trace of each of its requests."""
+    """A replica in steps. members: the index in the whole trace of each of its requests.
 
-    def __init__(self, number: int, engine: Engine, trace: Trace, make_recorder: MakeRecorder) -> None:
+    clients: the classes of its client, without and with a serving process. more: arguments of its loop."""
+
+    def __init__(
+        self,
+        number: int,
+        engine: Engine,
+        trace: Trace,
+        make_recorder: MakeRecorder,
+        clients: tuple[type[RoutedClient], type[RoutedServedClient]] = (RoutedClient, RoutedServedClient),
+        **more: Any,
+    ) -> None:
         self.engine = engine
         self.trace = replace(trace, requests=share_of(columns_of(trace.requests)))
-        client = client_of(self.trace, engine, RoutedClient, RoutedServedClient)
+        client = client_of(self.trace, engine, *clients)
         assert isinstance(client, Routed)
         self.client: Routed = client
         self._columns = columns_of(self.trace.requests)
         client.prepare(self._columns)
         self.recorder = make_recorder(number, self.trace, engine, client)
-        self.loop = loop_of(engine, client, self.recorder, is_open_loop=False, holds_ends=True)
+        self.loop = loop_of(engine, client, self.recorder, is_open_loop=False, holds_ends=True, **more)
         self.clock = engine.clock
         self.members = array("q")
         self.view = Replica(number, PrefixIndex(engine.config.max_tokens_in_paged_kvcache or 2**62))
@@ -124,7 +134,7 @@ class SteppedFleet:
         )
         self._clock = VirtualClock()
         # Only when requests arrive matters of this client.
-        self.front = make_client(config, trace, self._clock, _arriving)
+        self.front = make_client(config, trace, self._clock, arriving)
         self._age_ns, self._read_ns = round(config.router_state_age * NANOSECONDS), -1
         looks_at = router.looks_at
         self._has_state, self._has_prefixes = STATE in looks_at, PREFIXES in looks_at
@@ -211,7 +221,7 @@ class SteppedFleet:
         one.view.requests -= 1
         one.view.tokens -= self._columns.prompt_len[index]
         self._clock.wait_until(answered_s)
-        self.front.send_response(Response(_request(index), is_final=True))
+        self.front.send_response(final_response(index))
 
     def _run_in_turn(self, time_s: float) -> bool:
         """Where answers let requests arrive: no replica runs an iteration that starts later than another one may
@@ -269,9 +279,11 @@ class SteppedFleet:
             offers["kv_use"].extend([one.state.kv_use for one in views])
 
 
-def _request(index: int) -> Request:
+def arriving(index: int, row: TraceRequest) -> Request:
+    """A request of which only the arrival matters."""
     return Request(index, 1, 1, index=index)
 
 
-def _arriving(index: int, row: TraceRequest) -> Request:
-    return _request(index)
+def final_response(index: int) -> Response:
+    """The answer to it."""
+    return Response(Request(index, 1, 1, index=index), is_final=True)

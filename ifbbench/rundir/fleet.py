@@ -87,14 +87,19 @@ def fleet_figures(
         {"replica": number, "gpus": gpus[number], "up_s": up_s[number]} | {name: one[name] for name in REPLICA_FIGURES}
         for number, one in enumerate(summaries)
     ]
-    imbalance = {}
-    for name in BALANCED:
-        values = [one["requests"]["total"] if name == "requests" else one[name] for one in summaries]
-        imbalance[name] = max(values) * len(values) / sum(values) if sum(values) else 1.0
     return {
         "router": router,
         "gpus": sum(gpus),
         "gpu_hours": sum(count * seconds for count, seconds in zip(gpus, up_s, strict=True)) / 3600,
-        "imbalance": imbalance,
+        "imbalance": imbalance(summaries),
         "replicas": replicas,
     }
+
+
+def imbalance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What the replica with most requests, prompt tokens or output tokens has, over the mean of these replicas."""
+    found = {}
+    for name in BALANCED:
+        values = [one["requests"]["total"] if name == "requests" else one[name] for one in summaries]
+        found[name] = max(values) * len(values) / sum(values) if sum(values) else 1.0
+    return found

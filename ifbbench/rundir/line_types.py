@@ -375,7 +375,9 @@ class RequestLine(Struct, gc=False):
     what the router saw of each replica when the request arrived, [replicas], where it looked: requests and prompt
     tokens that were not answered, tokens of this prompt that were expected there (hit_tokens), and as the replica
     reported them, requests in its queue and the share of its KV cache in use; None of those that took no requests.
-    name: what a recorded engine calls the request.
+    name: what a recorded engine calls the request. prefill_replica, decode_replica: with prefill and decode apart, the
+    numbers of the replicas that computed the prompt and that generated, None where none did. transfer_tokens,
+    transfer_start_s, transfer_end_s: of the keys and values that went from one to the other, where they did.
     """
 
     request_id: int
@@ -405,3 +407,8 @@ class RequestLine(Struct, gc=False):
     replica: int | UnsetType = UNSET
     offers: dict[str, list[float | None]] | UnsetType = UNSET
     name: str | UnsetType = UNSET
+    prefill_replica: int | UnsetType | None = UNSET
+    decode_replica: int | UnsetType | None = UNSET
+    transfer_tokens: int | UnsetType = UNSET
+    transfer_start_s: float | UnsetType = UNSET
+    transfer_end_s: float | UnsetType = UNSET

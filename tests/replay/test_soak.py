@@ -39,6 +39,7 @@ from ifbbench.settings.config import (
     CHUNKING_POLICIES,
     EARLY_STOPPING,
     EVICTION_POLICIES,
+    FLEET_SETTINGS,
     OVERLAPS,
     POLICIES,
     RECORDING_FORMATS,
@@ -122,7 +123,7 @@ DRAWS: dict[str, Draw] = {
     "seed": lambda draw: draw.randrange(5),
     "slo": sometimes(0.2, "ttft=2ms", "tpot=50us,e2e=1s", "ttft=1ms,ttft.p99=10ms,itl.max=1s"),
     # Several engines: see tests/fleet.
-    **dict.fromkeys(("replicas", "router", "router_state_age"), sometimes(0.0)),
+    **dict.fromkeys(FLEET_SETTINGS, sometimes(0.0)),
     # A server that is not ours: see test_endpoint.py.
     **dict.fromkeys([one.name for one in settings() if one.group == "endpoint"], sometimes(0.0)),
     "engine": sometimes(0.4, "vllm", "sglang"),
