@@ -40,6 +40,7 @@ LIMITS = {
     "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora", "LoRA", "lora_device_mem_fraction"),
     "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam", "beams"),
     "in_flight": LimitText("its iteration in flight", "its iteration in flight", "sent"),
+    "decode_blocks": LimitText("decode blocks", "KV blocks of a decode replica", "decode"),
     "concurrency": LimitText("place under --concurrency", "a place under --concurrency", "conc"),
 }
 # What is always shown of iterations, `none` last; other reasons are shown where they bound one.

@@ -10,7 +10,9 @@ import pytest
 
 from ifbbench.errors import InputError
 from ifbbench.fleet.links import Links
+from ifbbench.replay import disaggregated
 from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.replay.stepped_sides import SteppedSides
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.settings.config import ROUTERS
 from ifbbench.simulated.hardware import load_hardware, write_profile
@@ -160,6 +162,23 @@ def check_times_and_blocks(path: Path, is_prefill: bool) -> None:
         assert not (is_prefill and row["Generation Requests"])
 
 
+class CheckedSides(SteppedSides):
+    """At the end no replica holds a block, and nothing is on its way."""
+
+    def run(self) -> None:
+        super().run()
+        for one in self.replicas:
+            cache: Any = one.loop.scheduler.kv_cache  # type: ignore[attr-defined]
+            cache.check_consistency()
+            assert cache.num_used == 0
+            assert cache.filled_tokens == 0
+            assert one.loop.scheduler.table.num_transferring == 0
+            assert not one.loop.scheduler.table.requests
+            assert not one.mail.kept
+            assert not one.mail.to_send
+            assert not one.mail.has_news
+
+
 def check_random_fleet(seed: int, path: Path) -> None:
     draw = Random(f"sides {seed}")
     trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
@@ -180,7 +199,9 @@ def check_random_fleet(seed: int, path: Path) -> None:
     for side in ("prefill", "decode"):
         tokens = draw.choice((3_200, 6_400, 64_000))
         values[side] = f"max_batch_size={draw.choice((1, 3, 64))},max_tokens_in_paged_kvcache={tokens}"
-    fleet_of(path / "fleet", trace, **values)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disaggregated, "SteppedSides", CheckedSides)
+        fleet_of(path / "fleet", trace, **values)
     check_nothing_is_lost(trace, path / "fleet", values["prefill_replicas"])
 
 
