@@ -10,6 +10,7 @@ import numpy as np
 from ifbbench.analysis.confidence import OF_BLOCKS, margins
 from ifbbench.analysis.figures import Figure, compared_figures
 from ifbbench.analysis.fleet import Parting, first_parting
+from ifbbench.analysis.number_texts import significant
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.waiting import HeadsOfLine
@@ -19,6 +20,7 @@ from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.timeline import Iterations
 from ifbbench.settings.config import ARRIVAL_SETTINGS, ENGINES, READ_SETTINGS, settings
+from ifbbench.settings.modes import Overlap
 
 # Policies and engines that keep no blocks for the output of a request that starts.
 NO_RESERVE = ("max_utilization", "vllm")
@@ -34,7 +36,7 @@ class Divergence:
 
     a, b: what each run did in it that the other did not, in words. a_start_s, b_start_s: when it began.
     states: of a and of b: what the run had in use, and which request it left out first. parted: of two engines, the
-    requests that ran in one run and not in the other, each with the reason.
+    requests that ran in one run and not in the other, each with the reason, and which run plans ahead.
     """
 
     iteration: int
@@ -170,6 +172,7 @@ class Comparison:
             parted = [
                 *_parted(runs, iteration, named, ("a", self.name)),
                 *_parted(runs[::-1], iteration, named, (self.name, "a")),
+                *_planned_ahead(runs, iteration, starts, ("a", self.name)),
             ]
         return Divergence(iteration, starts[0], starts[1], texts[0], texts[1], states, parted)
 
@@ -311,6 +314,22 @@ def _parted(
         some, more = ", ".join(found[:IDS_NAMED]), f" and {len(found) - IDS_NAMED:,} more" * (len(found) > IDS_NAMED)
         requests, pronoun = ("requests", "each") if len(found) > 1 else ("request", "it")
         yield f"{requests} {some}{more} ran in {names[0]} and not in {names[1]}, where {pronoun} {reason}"
+
+
+def _planned_ahead(
+    runs: tuple[RecordedRun, ...], iteration: int, starts: Sequence[float | None], names: tuple[str, str]
+) -> Iterator[str]:
+    """Which run decides an iteration while the one before runs, if only one does so and began this one earlier."""
+    ahead = [run.config.get("overlap") == Overlap.ASYNC for run in runs]
+    if iteration == 0 or ahead[0] == ahead[1]:
+        return
+    first = ahead.index(True)
+    earlier, later = starts[first], starts[1 - first]
+    if earlier is not None and later is not None and earlier < later:
+        yield (
+            f"in {names[first]} an iteration is decided while the one before it runs (asynchronous scheduling), here "
+            f"{significant(later - earlier)} s before {names[1 - first]}: it sees fewer arrivals"
+        )
 
 
 def _runs_in(spans: Sequence[Span], iteration: int) -> bool:

@@ -56,6 +56,21 @@ def test_the_first_iteration_in_which_they_part_is_explained(tmp_path: Path) -> 
     assert "was left out first, for the token budget" in text
 
 
+def test_a_decision_made_while_the_iteration_before_runs_sees_fewer_arrivals(tmp_path: Path) -> None:
+    simulated = "--device sim:h100-sxm --model llama-3.1-8b --max_num_samples 20 --request_rate 30 --json"
+    arguments = f"compare chat --engine trtllm,vllm {simulated} --output {tmp_path / 'both'}"
+    result = CliRunner().invoke(cli, arguments.split())
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["first_divergence"]
+    assert found["iteration"] == 1
+    earlier_s = found["a_start_s"] - found["b_start_s"]
+    assert found["parted"][0].endswith("ran in a and not in b, where each had not arrived")
+    assert found["parted"][1] == (
+        "in b an iteration is decided while the one before it runs (asynchronous scheduling), here "
+        f"{earlier_s:.4f} s before a: it sees fewer arrivals"
+    )
+
+
 @pytest.mark.parametrize("engines", ["trtllm,none", "vllm,vllm"])
 def test_other_engines_are_refused(engines: str) -> None:
     done = CliRunner().invoke(cli, ["compare", "--engine", engines, "chat", "--device", "null"])
