@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.analysis.fleet_changes import FleetChanges, at_router_s
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.fleet.prefix_index import PrefixIndex, prompt_pieces
 from ifbbench.rundir.checking import read_object
@@ -67,7 +68,9 @@ class FleetFindings:
     def waiting(self) -> list[ReplicaWaiting]:
         """The waiting of each replica."""
         done = self.run.completed
-        replicas, queue_s = done["replica"].to_numpy(dtype=int), done["queue_time_s"].to_numpy(dtype=float)
+        # A replica is not to blame for the time before a request was sent to it.
+        queue_s = done["queue_time_s"].to_numpy(dtype=float) - at_router_s(done)
+        replicas = done["replica"].to_numpy(dtype=int)
         ttft_s = done["ttft_s"].to_numpy(dtype=float)
         found, total_s = [], float(queue_s.sum()) or 1.0
         matters = self.num_replicas > 1 and total_s >= LEAST_SHARE_OF_E2E * float(done["e2e_s"].sum())
@@ -82,7 +85,18 @@ class FleetFindings:
 
     @property
     def num_replicas(self) -> int:
-        return int(self.run.config.get("replicas") or 1)
+        return len(self.replicas) or int(self.run.config.get("replicas") or 1)
+
+    @cached_property
+    def replicas(self) -> list[dict[str, Any]]:
+        """The figures of each replica; empty of a run that was killed."""
+        return ((self.run.summary or {}).get("fleet") or {}).get("replicas") or []
+
+    @cached_property
+    def changes(self) -> FleetChanges | None:
+        """What replicas that started and ended did; None of a fleet that stayed as it was."""
+        events = ((self.run.summary or {}).get("fleet") or {}).get("events")
+        return FleetChanges(self.run, events, self.replicas) if events else None
 
     @cached_property
     def hot(self) -> list[ReplicaWaiting]:
@@ -92,10 +106,14 @@ class FleetFindings:
     @cached_property
     def hits(self) -> Hits | None:
         """None if no prompts share prefixes, or the trace does not say which."""
-        requests = self.run.requests.sort_values(["arrival_s", "index"], kind="stable")
+        requests = self.run.requests[self.run.requests["replica"].notna()]
+        requests = requests.assign(sent_s=requests["arrival_s"] + at_router_s(requests))
+        requests = requests.sort_values(["sent_s", "index"], kind="stable")
         trace = read_source(self.run.path, RunConfig()).requests
-        indices, replicas = requests["index"].tolist(), requests["replica"].tolist()
+        indices, replicas = requests["index"].tolist(), requests["replica"].astype(int).tolist()
         expected = expected_hits([trace[index] for index in indices], replicas, self._capacities)
+        if self.changes is not None:
+            expected *= self.changes.takes_requests(requests["sent_s"].to_numpy(dtype=float))
         if not expected.any():
             return None
         chosen = expected[np.arange(len(replicas)), replicas]
@@ -145,6 +163,8 @@ class FleetFindings:
                 more = "fewer" if hits.less_load >= 0 else "more"
                 text += f"; it had {significant(abs(hits.less_load))} prompt tokens {more} before it on average"
             found.append(f"{text}.")
+        if self.changes is not None:
+            found += self.changes.sentences()
         worst = max(self.waiting, key=lambda one: one.waited_s)
         found.append(f"`ifbbench why {self.run.path}/replica={worst.replica}` says what bound the replica with most.")
         return found
@@ -156,6 +176,7 @@ class FleetFindings:
             "router": self.router,
             "replicas": list(map(vars, self.waiting)),
             "hits": None if self.hits is None else self.hits.as_dict(),
+            "changes": None if self.changes is None else self.changes.as_dict(),
             "text": " ".join(self.sentences()),
         }
 
@@ -187,8 +208,9 @@ def _less_load(
     differences = []
     for row in np.flatnonzero(is_lost).tolist():
         tokens = (offers[row] or {}).get("tokens")
-        if tokens is not None:
-            differences.append(tokens[int(expected[row].argmax())] - tokens[replicas[row]])
+        best = int(expected[row].argmax())
+        if tokens is not None and None not in (tokens[best], tokens[replicas[row]]):
+            differences.append(tokens[best] - tokens[replicas[row]])
     return float(np.mean(differences)) if differences else None
 
 
@@ -227,7 +249,11 @@ class Parting:
 
 def first_parting(a: RunData, b: RunData) -> Parting | None:
     """Where the routing of two fleets first differs; None if it does not, or they have other requests."""
-    tables = [run.requests.sort_values(["arrival_s", "index"], kind="stable").set_index("index") for run in (a, b)]
+    tables = [
+        run.requests[run.requests["replica"].notna()].sort_values(["arrival_s", "index"], kind="stable")
+        for run in (a, b)
+    ]
+    tables = [table.set_index("index") for table in tables]
     shared = tables[0].index.intersection(tables[1].index, sort=False)
     first, second = (table.loc[shared] for table in tables)
     is_different = (first["replica"].to_numpy() != second["replica"].to_numpy()).nonzero()[0]

@@ -19,7 +19,7 @@ from ifbbench.cli.options import (
 )
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
-from ifbbench.settings.config import profile_name
+from ifbbench.settings.config import RunConfig, profile_name
 from ifbbench.settings.names import from_mapping, usual_settings
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ class Prices(click.ParamType):  # type: ignore[type-arg]  # generic in some vers
 
 PRICES = Prices()
 # Settings of which --goal cost compares several values.
-COMPARED = ("device", "dtype", "tp_size", "pp_size")
+COMPARED = ("device", "dtype", "tp_size", "pp_size", "router")
+# Settings of a fleet that the command decides, or does not search over.
+NOT_TUNED = ("replicas", "replica_config", "replica_events", "autoscale")
 OF_DTYPES = " A data type may change answers; that is not measured here."
 GOAL_NAMES = ("goodput", "output_throughput", "max_rate", "cost", "energy")
 HELP = {
@@ -93,8 +95,8 @@ def tune(
 ) -> None:
     """Find the best settings for TRACE on a simulated device, under the objectives of --slo.
 
-    With --goal cost, --device, --dtype, --tp_size and --pp_size take several values with commas between them; the
-    deployments are then compared, the cheapest of each device first.
+    With --goal cost, --device, --dtype, --tp_size, --pp_size and --router take several values with commas between
+    them; the deployments are then compared, the cheapest of each device first.
 
     Searched are max_batch_size, max_num_tokens, policy, chunked context and its policy, tokens_per_block, reuse of
     blocks (if prompts share prefixes) and tp_size. A setting that is given is not searched.
@@ -106,7 +108,13 @@ def tune(
         config_file,
         {name: values[0] for name, values in choices.items()}
         | {name: value for name, value in options.items() if name not in choices},
+        runs_fleets=True,
     )
+    for name in NOT_TUNED:
+        if getattr(config, name) != getattr(RunConfig(), name):
+            raise InputError(
+                f"--{name}: tune finds the number of replicas, which are alike; leave it out. --router chooses theirs."
+            )
     from_file = read_config_file(config_file) if config_file else {}
     keys = read_command_keys(config_file, ("trace",), "tune")
     trace = keys.get("trace") if trace is None else trace
@@ -222,6 +230,8 @@ def commands_of(trace: str | None, tuning: "Tuning") -> list[list[str]]:
     words += option_words(settings_of_best(tuning), tuning.runs.base.engine)
     if (replicas := tuning.best.run.case.replicas) == 1:
         return [words]
+    if tuning.runs.base.router is not None:
+        return [[*words, "--replicas", str(replicas)]]
     return [[*words, "--replica", f"{number}/{replicas}"] for number in range(1, replicas + 1)]
 
 
@@ -299,7 +309,8 @@ def print_deployments(rows: list[dict[str, Any]], tuning: "Tuning", console: "Co
         f"\n[bold]{how}{of_rate} it needs {first['gpus']} {first['device']}: {first['price_per_hour']:,.2f} an hour."
         "[/bold]"
     )
-    table = plain_table("device", "dtype")
+    has_routers = any(row["router"] for row in rows)
+    table = plain_table("device", "dtype", *(("router",) if has_routers else ()))
     for heading in (
         "GPUs",
         "replicas\n× TP × PP",
@@ -317,6 +328,7 @@ def print_deployments(rows: list[dict[str, Any]], tuning: "Tuning", console: "Co
         table.add_row(
             row["device"],
             row["dtype"] or "",
+            *((row["router"] or "",) if has_routers else ()),
             str(row["gpus"]),
             f"{row['replicas']} × {row['tp_size']} × {row['pp_size']}",
             f"{row['price_per_hour']:,.2f}",
@@ -339,7 +351,7 @@ def print_deployments(rows: list[dict[str, Any]], tuning: "Tuning", console: "Co
     for row in rows:
         if row["gpus"] is None:
             tp = f"TP{row['tp_size']}" + (f" PP{row['pp_size']}" if row["pp_size"] > 1 else "")
-            words = " ".join(filter(None, (row["device"], row["dtype"], tp)))
+            words = " ".join(filter(None, (row["device"], row["dtype"], tp, row["router"])))
             needs = row["needs_gpus"]
             left_out[needs is not None].append(f"{words} ({needs})" if needs else f"{words}: {row['reason']}")
     if left_out[True]:

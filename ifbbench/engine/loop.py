@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
 
@@ -34,6 +35,17 @@ MAX_ITERATIONS_AT_ONCE = 1024
 NextChange = Callable[[float], float | None]
 """Takes the time and returns when more requests will have arrived, in seconds on the run's clock; None if only a
 response lets one arrive, or none will."""
+
+
+class HeldStretch(NamedTuple):
+    """Iterations of `plan` from `number` on, which began at `start_s` and ran at `times`: `turns` are the first records
+    of them."""
+
+    plan: Plan
+    turns: list[IterationRecord]
+    times: PredictedTimes
+    number: int
+    start_s: float
 
 
 class ExecutorFailed(IfbbenchError):
@@ -72,6 +84,7 @@ class TokenGenerationLoop:
         end; `take_in` does, before the next step. Who steps several loops learns so what arrives until then.
     transfers: of keys and values to and from other engines. Then `step` also returns False while requests wait for
         these only.
+    sees_first_tokens: with `holds_ends`, what is taken in at a time are not several iterations after a prompt.
     """
 
     def __init__(
@@ -90,6 +103,7 @@ class TokenGenerationLoop:
         is_open_loop: bool = False,
         holds_ends: bool = False,
         transfers: KvTransfers | None = None,
+        sees_first_tokens: bool = False,
     ) -> None:
         self.scheduler, self.iteration = scheduler, 0
         self._executor, self._clock = executor, clock
@@ -114,9 +128,10 @@ class TokenGenerationLoop:
         self._failure: ExecutorFailed | None = None
         # How many iterations the step leaves in flight, and what is left of it to do.
         self._stay_in_flight = 0
-        self._holds_ends = holds_ends
+        self._holds_ends, self._sees_first_tokens = holds_ends, sees_first_tokens
         self._held: Callable[[], None] | None = None
         self._transfers, self._only_transfers = transfers, False
+        self._held_stretch: HeldStretch | None = None
         # Until then no request arrives; a request that leaves may let one in.
         self._quiet_until_s, self._known_queued = -math.inf, 0
 
@@ -192,6 +207,14 @@ class TokenGenerationLoop:
     def wake(self) -> None:
         """Something has come that it was not asked for: a request, or keys and values."""
         self._only_transfers, self._quiet_until_s = False, -math.inf
+
+    def fail(self, time_s: float) -> None:
+        """The engine is lost at `time_s`: iterations that have not ended by then never do. Only with `holds_ends`; the
+        loop is of no use afterwards, and its requests have not ended."""
+        stretch, self._held, self._held_stretch = self._held_stretch, None, None
+        if stretch is not None:
+            self._complete_before(stretch, tick(time_s))
+        self._in_flight.clear()
 
     def stop(self, request_id: int, error: str | None = None) -> None:
         """End a waiting or active request now: its blocks are released, and its final response has the tokens generated
@@ -407,6 +430,8 @@ class TokenGenerationLoop:
         scheduler, in_flight, number = self.scheduler, self._in_flight, self.iteration
         if (plan.num_ending and not self._is_open_loop) or plan.receiving:
             count = 1
+        if self._sees_first_tokens and any(iteration.record.context for iteration in in_flight):
+            count = 1  # so that they are taken in when they are there
         change_s = self._next_change(start_s) if count > 1 and self._next_change is not None else None
         plans = scheduler.cycle(plan)[:count]
         turns = [self._record(one, NO_CACHE_STATE, start_s) for one in plans]
@@ -422,15 +447,32 @@ class TokenGenerationLoop:
             None if change_s is None else tick(change_s),
         )
         self.iteration += len(times.start_ns)
+        stretch = HeldStretch(plan, turns, times, number, start_s)
         if self._holds_ends:
-            self._held = lambda: self._complete_together(plan, turns, times, number, start_s)
+            self._held, self._held_stretch = lambda: self._complete_together(stretch), stretch
         else:
-            self._complete_together(plan, turns, times, number, start_s)
+            self._complete_together(stretch)
 
-    def _complete_together(
-        self, plan: Plan, turns: list[IterationRecord], times: PredictedTimes, number: int, start_s: float
-    ) -> None:
-        """Take in iterations of `plan` from `number` on, of which `turns` are the first records."""
+    def _complete_before(self, stretch: HeldStretch, time_ns: int) -> None:
+        """Take in those iterations of `stretch`, and in flight before it, that are collected before `time_ns`."""
+        times, in_flight = stretch.times, self._in_flight
+        collected = 0
+        while collected < len(times.collect_ns) and times.collect_ns[collected] < time_ns:
+            collected += 1
+        of_stretch = collected - len(in_flight)
+        if of_stretch > 0:
+            del times.start_ns[of_stretch:], times.submit_ns[of_stretch:], times.collect_ns[collected:]
+            self._complete_together(stretch)
+            return
+        for end_ns in times.collect_ns[:collected]:
+            iteration = in_flight.popleft()
+            end_s = iteration.record.submit_s if iteration.is_empty else to_seconds(end_ns)
+            self._complete(iteration, [NO_OUTPUTS] * iteration.num_submitted, end_s)
+
+    def _complete_together(self, stretch: HeldStretch) -> None:
+        """Take in the iterations of a stretch."""
+        plan, turns, times, number, start_s = stretch
+        self._held_stretch = None
         scheduler, in_flight = self.scheduler, self._in_flight
         starts = [to_seconds(time_ns) for time_ns in times.start_ns]
         starts[0] = start_s  # before what the decision had to wait for

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -61,6 +62,15 @@ class ReuseIdentity:
 NO_IDENTITY = ReuseIdentity()
 
 
+class EarlierAttempts(NamedTuple):
+    """What became of a request before a router sent it here: how often it had been sent to a replica that failed, when
+    it first arrived, in seconds, and how many of its tokens had been computed for nothing."""
+
+    retries: int
+    arrival_s: float
+    lost_tokens: int
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Request:
     """One request in the engine.
@@ -70,11 +80,12 @@ class Request:
     size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
     brings, until they are verified with the prompt's last chunk; those of generation steps are in the table. `name` is
     what a recorded engine calls the request. `remote_len`: tokens of the prompt that another engine computes, which
-    sends their keys and values; 0 for a request that is computed here.
+    sends their keys and values; 0 for a request that is computed here. `earlier`: of one that a
+    router sends again, or later than it arrived.
     """
 
     __slots__ = (
-        "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "index", "lora_task_id",
+        "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "earlier", "index", "lora_task_id",
         "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent", "numbers", "options", "order",
         "original_prompt_len", "output_len", "pauses", "position", "prepopulated", "priority", "prompt_len",
         "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention", "reuse", "reused_tokens",
@@ -103,6 +114,7 @@ class Request:
         self.request_id = request_id
         self.index = index
         self.name: str | None = None
+        self.earlier: EarlierAttempts | None = None
         self.original_prompt_len = self.prompt_len = self.chunk = prompt_len
         self.prompt_tokens = prompt_tokens
         self.max_new_tokens = max_new_tokens

@@ -9,12 +9,13 @@ from typing import NamedTuple
 from ifbbench.errors import InputError
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex
 from ifbbench.schedulers.plugins import find_plugin
-from ifbbench.settings.config import PREFIX_AFFINITY, ROUTERS
+from ifbbench.settings.config import ROUTERS, WEIGHTED_ROUTERS
 
 ENTRY_POINT_GROUP = "ifbbench.routers"
-# What a router may look at: its own counts of requests and tokens, the state that replicas report, expected hits.
-REQUESTS, STATE, PREFIXES = "requests", "state", "prefixes"
-EVERYTHING = frozenset((REQUESTS, STATE, PREFIXES))
+# What a router may look at: its own counts of requests and tokens, the state that replicas report, expected hits, and
+# prompts without a first token.
+REQUESTS, STATE, PREFIXES, PREFILLS = "requests", "state", "prefixes", "prefills"
+EVERYTHING = frozenset((REQUESTS, STATE, PREFIXES, PREFILLS))
 
 
 class RoutedRequest(NamedTuple):
@@ -47,13 +48,15 @@ class Replica:
     """A replica as the router sees it.
 
     requests, tokens: those sent there and not answered yet, and the tokens of their prompts: the router's own counts.
-    state: the latest report, at most `--router_state_age` old. index: of prompts that were sent there."""
+    prefill_tokens: of those without a first token, the prompt tokens that the replica was not expected to hold. state:
+    the latest report, at most `--router_state_age` old. prefixes: prompts that were sent there."""
 
     number: int
     prefixes: PrefixIndex
     requests: int = 0
     tokens: int = 0
     state: ReplicaState = IDLE
+    prefill_tokens: int = 0
 
     def expected_hit(self, request: RoutedRequest) -> int:
         """Prompt tokens that the replica is expected to hold."""
@@ -100,13 +103,29 @@ class RandomChoice(Router):
 
 
 class Session(Router):
-    """The replica of the session; sessions go to replicas in turn, and to the next one while theirs takes none."""
+    """The replica of the session. Sessions go to replicas in turn; those of one that takes no more requests are divided
+    among the others."""
 
     looks_at = frozenset[str]()
 
+    def __init__(self, num_replicas: int, seed: int) -> None:
+        super().__init__(num_replicas, seed)
+        # The latest session before replicas changed, and the replicas of sessions since then.
+        self._latest, self._has_changed = -1, False
+        self._of_session: dict[int, int] = {}
+
     def choose(self, request: RoutedRequest, replicas: Sequence[Replica]) -> Replica:
-        own = request.session % self._num_replicas
-        return min(replicas, key=lambda one: (one.number - own) % self._num_replicas)
+        session, count = request.session, self._num_replicas
+        self._has_changed |= len(replicas) != count or replicas[-1].number != count - 1
+        if not self._has_changed:
+            self._latest = max(self._latest, session)
+            return replicas[session % count]
+        known = self._of_session.get(session, session % count if session <= self._latest else None)
+        chosen = next((one for one in replicas if one.number == known), None)
+        if chosen is None:
+            chosen = replicas[session % len(replicas)]
+            self._of_session[session] = chosen.number
+        return chosen
 
 
 class LeastLoad(Router):
@@ -158,8 +177,7 @@ class LeastKv(LeastLoad):
 
 class PrefixAffinity(LeastLoad):
     """The replica with the least work for the request: prompt tokens that it does not hold, `weight` times, and the
-    prompt tokens of the requests before it that are not answered. (The cost that Dynamo's router minimises, in tokens
-    of prompts, which are all that is known here.)"""
+    prompt tokens of the requests before it that are not answered."""
 
     looks_at = frozenset((REQUESTS, PREFIXES))
 
@@ -171,16 +189,31 @@ class PrefixAffinity(LeastLoad):
         return self._weight * (request.prompt_len - replica.expected_hit(request)) + replica.tokens
 
 
+class Dynamo(PrefixAffinity):
+    """As PrefixAffinity, and the prompts before it without a first token count `weight` times, too, as far as the
+    replica does not hold them: the cost that Dynamo's KV router minimises (only read), in tokens of prompts in place of
+    blocks of prompts and outputs."""
+
+    looks_at = frozenset((REQUESTS, PREFIXES, PREFILLS))
+
+    def load(self, request: RoutedRequest, replica: Replica) -> float:
+        return super().load(request, replica) + self._weight * replica.prefill_tokens
+
+
 BUILT_IN: dict[str, Callable[..., Router]] = dict(
-    zip(ROUTERS, (RoundRobin, RandomChoice, LeastRequests, LeastTokens, LeastKv, Session, PrefixAffinity), strict=True)
+    zip(
+        ROUTERS,
+        (RoundRobin, RandomChoice, LeastRequests, LeastTokens, LeastKv, Session, PrefixAffinity, Dynamo),
+        strict=True,
+    )
 )
 
 
 def make_router(name: str, num_replicas: int, seed: int) -> Router:
     """The router of the setting `router`: built in, or `package.module:ClassName`. InputError if it cannot be made."""
     built_in, _, weight = name.partition(":")
-    if built_in == PREFIX_AFFINITY and weight:
-        return PrefixAffinity(num_replicas, seed, float(weight))
+    if built_in in WEIGHTED_ROUTERS and weight:
+        return BUILT_IN[built_in](num_replicas, seed, float(weight))
     if name in BUILT_IN:
         return BUILT_IN[name](num_replicas, seed)
     target = find_plugin("router", name, ENTRY_POINT_GROUP, ROUTERS)

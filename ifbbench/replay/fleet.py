@@ -1,7 +1,8 @@
 """A fleet: replicas of an engine behind a router, each a run of its own, and the figures of all requests together.
 
 A router that looks at nothing decides alike however quick replicas are: each replica is then an independent run of its
-share, in a process of its own. Otherwise the replicas are stepped together (`stepped_fleet`).
+share, in a process of its own. Otherwise, and where replicas start or end (`fleet_changes`), they are stepped together
+(`stepped_fleet`).
 """
 
 import gc
@@ -22,11 +23,15 @@ import numpy as np
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
+from ifbbench.fleet.events import ReplicaEvent, read_events
 from ifbbench.fleet.prefix_index import PrefixIndex
-from ifbbench.fleet.router import STATE, Replica, RoutedRequest, Router, make_router
+from ifbbench.fleet.router import PREFILLS, STATE, Replica, RoutedRequest, Router, make_router
 from ifbbench.fleet.sides import check_no_sides
 from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.replay.client import ReplayClient
+from ifbbench.replay.fleet_changes import Changes
+from ifbbench.replay.replica_configs import own_settings, replica_configs
+from ifbbench.replay.requests import request_maker
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
@@ -43,10 +48,14 @@ from ifbbench.replay.single import (
 )
 from ifbbench.replay.stepped_fleet import SteppedFleet, SteppedReplica
 from ifbbench.rundir import run_directory
-from ifbbench.rundir.fleet import OffersOf, fleet_figures, replica_directory, write_requests
+from ifbbench.rundir.fleet import Member, fleet_figures, replica_directory, write_requests
+from ifbbench.rundir.line_types import RequestLine
+from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
-from ifbbench.settings.config import BY_ITERATION, LOGGED_ENGINES, ROUTERS, SIDE_OUTPUTS, RunConfig
+from ifbbench.settings.autoscale import TTFT, AutoscaleRule, parse_autoscale
+from ifbbench.settings.config import BY_ITERATION, FLEET_SETTINGS, LOGGED_ENGINES, ROUTERS, SIDE_OUTPUTS, RunConfig
 from ifbbench.simulated.energy import energy_of_replicas
+from ifbbench.simulated.hardware import load_hardware
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import Source, chosen_requests, in_memory, load_trace, session_numbers
 from ifbbench.workload.trace import Trace, columns_of
@@ -70,12 +79,30 @@ Ended = tuple[dict[str, Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Routes:
-    """Which requests each replica had. members: the index in the whole trace of each of its requests, by replica.
-    offers_of: see `write_requests`."""
+class Plan:
+    """What the settings of a fleet ask for. configs: of the replicas that it begins with. events, rule: what changes
+    their number."""
 
+    configs: Sequence[RunConfig]
+    router: Router
+    events: Sequence[ReplicaEvent]
+    rule: AutoscaleRule | None
+
+    @property
+    def changes(self) -> bool:
+        """Whether replicas may start or end during the run."""
+        return bool(self.events) or self.rule is not None
+
+
+@dataclass(frozen=True)
+class FleetRun:
+    """A fleet that has run. ended: each replica. members: the index in the whole trace of each of its requests, by
+    replica. configs: the settings of each. stepped: of a fleet whose replicas were stepped together."""
+
+    ended: Sequence[Ended]
     members: Sequence[Sequence[int]]
-    offers_of: OffersOf = lambda index: None
+    configs: Sequence[RunConfig]
+    stepped: SteppedFleet | None = None
 
 
 def run_fleet(
@@ -88,14 +115,10 @@ def run_fleet(
 ) -> RunResult:
     """`run_trace` of a fleet: a run directory, with those of the replicas in it."""
     trace = load_trace(source, config, progress)
-    router = checked_router(config)
+    plan = _plan(config)
     run_directory.check_some(places(config, trace), config.overwrite)
-    own = config.of_one_replica()
-    with engine_for(trace, own, progress) as engine:
-        description = describe(trace, engine, own)
-        description["config"] |= {name: getattr(config, name) for name in ("replicas", "router_state_age")}
-        description["config"] |= {"router": config.router or ROUTERS[0]}
-        description["derived"] += ["router"] if config.router is None else []
+    with engine_for(trace, plan.configs[0], progress) as engine:
+        description = _describe(trace, engine, config, plan.configs)
 
         begin = beginning(trace, config, description, progress)
         with run_directory.begun(places(config, trace), config.overwrite, begin) as directory:
@@ -105,10 +128,10 @@ def run_fleet(
             with ExitStack() as outputs:
                 if on_recorded:
                     outputs.callback(on_recorded, directory)
-                routes, ended = _run(trace, config, router, directory, progress)
+                run = _run(trace, config, plan, directory, progress)
                 progress.stage("writing requests")
-                write_requests(directory, config.recording_format, routes.members, routes.offers_of)
-                summary, _ = _summary(trace, config, engine, ended)
+                summary, whole = _summary(trace, config, engine, run)
+                _write_requests(directory, config, run, whole.lost)
                 run_directory.write_json(directory / "summary.json", summary)
                 digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
                 run_directory.write_json(directory / run_directory.RUN, {**description, **digest})
@@ -120,19 +143,49 @@ def summarise_fleet(
 ) -> dict[str, Any]:
     """`summarise_run` of a fleet. on_end: takes a recorder of all replicas together."""
     trace = load_trace(source, config, progress)
-    router = checked_router(config)
-    with engine_for(trace, config.of_one_replica(), progress) as engine:
-        _, ended = _run(trace, config, router, None, progress)
-        summary, recorder = _summary(trace, config, engine, ended)
+    plan = _plan(config)
+    with engine_for(trace, plan.configs[0], progress) as engine:
+        run = _run(trace, config, plan, None, progress)
+        summary, recorder = _summary(trace, config, engine, run)
     on_end(recorder)
     return summary
 
 
-def checked_router(config: RunConfig) -> Router:
-    """The router. InputError for settings that a fleet cannot have."""
-    check_settings(config)
+def _describe(trace: Trace, engine: Engine, config: RunConfig, own: Sequence[RunConfig]) -> dict[str, Any]:
+    """The content of run.json. engine: of the first replica. own: the settings of each replica."""
+    description = describe(trace, engine, own[0])
+    fleet = config.of_one_replica()
+    differing = {name for one in own for name, value in one.as_dict().items() if value != getattr(fleet, name)}
+    description["config"] |= {name: getattr(fleet, name) for name in differing}
+    description["config"] |= {name: getattr(config, name) for name in FLEET_SETTINGS}
+    description["config"] |= {"replicas": len(own), "router": config.router or ROUTERS[0]}
+    description["derived"] += ["router"] if config.router is None else []
+    if differing:
+        description["replica_settings"] = own_settings(own)
+    return description
+
+
+def _plan(config: RunConfig) -> Plan:
+    """The plan of a fleet. InputError for settings that a fleet cannot have, and for files that do not fit."""
+    configs = replica_configs(config)
+    router = _checked_router(config, configs)
+    rule = None if config.autoscale is None else parse_autoscale(config.autoscale)
+    events = list[ReplicaEvent]()
+    if config.replica_events is not None:
+        events = read_events(Path(config.replica_events), len(configs), can_grow=rule is not None)
+    if rule is not None and len(configs) > rule.maximum:
+        raise InputError(f"--autoscale: max is {rule.maximum}, and the fleet begins with {len(configs)}; raise max.")
+    if not events and rule is None and config.replica_start_up:
+        raise InputError("--replica_start_up: no replica starts; add --replica_events or --autoscale, or leave it out.")
+    return Plan(configs, router, events, rule)
+
+
+def _checked_router(config: RunConfig, own: Sequence[RunConfig]) -> Router:
+    """The router. own: the settings of each replica. InputError for settings that a fleet cannot have."""
+    for one in own:
+        check_settings(config.with_values(device=one.device))
     check_no_sides(config)
-    router = make_router(config.router or ROUTERS[0], config.replicas, config.seed)
+    router = make_router(config.router or ROUTERS[0], len(own), config.seed)
     if config.router_state_age and STATE not in router.looks_at:
         raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")
     return router
@@ -156,20 +209,26 @@ def check_settings(config: RunConfig) -> None:
 
 
 def _run(
-    trace: Trace, config: RunConfig, router: Router, directory: Path | None, progress: Progress
-) -> tuple[Routes, list[Ended]]:
+    trace: Trace,
+    config: RunConfig,
+    plan: Plan,
+    directory: Path | None,
+    progress: Progress,
+) -> FleetRun:
     """Run all replicas, into their directories in that of the fleet, or without files."""
-    shares = _known_shares(trace, config, router)
+    shares = _known_shares(trace, config, plan)
     if shares is None:
-        return _run_stepped(trace, config, router, directory, progress)
-    return Routes(shares), _run_independent(trace, config, shares, directory, progress)
+        return _run_stepped(trace, config, plan, directory, progress)
+    return FleetRun(_run_independent(trace, config, plan.configs, shares, directory, progress), shares, plan.configs)
 
 
-def _known_shares(trace: Trace, config: RunConfig, router: Router) -> list["array[int]"] | None:
+def _known_shares(trace: Trace, config: RunConfig, plan: Plan) -> list["array[int]"] | None:
     """The indices of the requests of each replica, if they are known before the run and the replicas do not depend on
     each other; None if they are not, or a replica has none."""
-    columns, count = columns_of(trace.requests), config.replicas
-    if config.hardware is None:  # the null device takes no time on the one clock of a fleet
+    columns, count, router = columns_of(trace.requests), len(plan.configs), plan.router
+    if plan.changes:
+        return None
+    if any(one.hardware is None for one in plan.configs):  # the null device takes no time on the one clock of a fleet
         return None
     if count == 1:
         return [array("q", range(len(trace)))]
@@ -195,6 +254,7 @@ def _known_shares(trace: Trace, config: RunConfig, router: Router) -> list["arra
 def _run_independent(
     trace: Trace,
     config: RunConfig,
+    configs: Sequence[RunConfig],
     shares: Sequence["array[int]"],
     directory: Path | None,
     progress: Progress,
@@ -206,7 +266,7 @@ def _run_independent(
     in_turn = count > 1 and config.router in (None, ROUTERS[0], "session")
 
     def run(number: int, report: Callable[[int], None]) -> Ended:
-        own = config.of_one_replica(replica=f"{number + 1}/{count}" if in_turn else None)
+        own = configs[number].with_values(replica=f"{number + 1}/{count}" if in_turn else None)
         share = trace if count == 1 else replace(trace, requests=chosen_requests(columns, np.asarray(shares[number])))
         parts: list[tuple[Any, ...]] = []
         shown = _Answered(report) if count > 1 else progress
@@ -244,24 +304,32 @@ def _run_independent(
 
 
 def _run_stepped(
-    trace: Trace, config: RunConfig, router: Router, directory: Path | None, progress: Progress
-) -> tuple[Routes, list[Ended]]:
+    trace: Trace,
+    config: RunConfig,
+    plan: Plan,
+    directory: Path | None,
+    progress: Progress,
+) -> FleetRun:
     """Run all replicas together, in steps from one arrival to the next."""
-    own = config.of_one_replica(concurrency=None, duration=None, output=None, **NO_SIDE_OUTPUTS)
+    of_fleet = {"concurrency": None, "duration": None, "output": None, **NO_SIDE_OUTPUTS}
+    configs = [one.with_values(**of_fleet) for one in plan.configs]
     descriptions: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:
-        engines: list[Engine] = []
-        for _ in range(config.replicas):
+        of_replicas = list[RunConfig]()
+
+        def make_engine(own: RunConfig) -> Engine:
             with unlogged():
                 engine = stack.enter_context(engine_for(trace, own))
+            of_replicas.append(own)
             is_real_time = not isinstance(engine.clock, VirtualClock)
-            engines.append(replace(engine, clock=VirtualClock()) if is_real_time else engine)
+            return replace(engine, clock=VirtualClock()) if is_real_time else engine
 
         def make_recorder(number: int, share: Trace, engine: Engine, client: ReplayClient) -> SummaryRecorder:
             if directory is None:
                 return summary_recorder_of(share, engine, client)
             path = replica_directory(directory, number)
             own_config = engine.config.with_values(output=str(path))
+            own = of_replicas[number]
             description = descriptions[number] = describe(share, replace(engine, config=own_config), own)
             description["name"] = path.name
 
@@ -272,8 +340,14 @@ def _run_stepped(
             stack.enter_context(run_directory.begun([path], False, begin))
             return recorder_of(share, engine, client, path, description)
 
-        replicas = [SteppedReplica(number, engine, trace, make_recorder) for number, engine in enumerate(engines)]
-        fleet = SteppedFleet(trace, config, router, replicas, progress)
+        def make_replica(number: int, like: int) -> SteppedReplica:
+            sees_first_tokens = PREFILLS in plan.router.looks_at
+            sees_first_tokens |= plan.rule is not None and plan.rule.measure == TTFT
+            return SteppedReplica(number, make_engine(configs[like]), trace, make_recorder, sees_first_tokens)
+
+        replicas = [make_replica(number, number) for number in range(len(configs))]
+        changes = Changes(plan.events, plan.rule, config.replica_start_up, make_replica)
+        fleet = SteppedFleet(trace, config, plan.router, replicas, changes, progress)
         progress.stage(REPLAYING)
         gc.freeze()
         ended: list[Ended] = []
@@ -290,7 +364,7 @@ def _run_stepped(
             gc.unfreeze()
             for number, one in enumerate(replicas):
                 ended.append(closed(one, not fleet.front.done, descriptions.get(number), directory))
-    return Routes([one.members for one in replicas], fleet.offers_of), ended
+    return FleetRun(ended, [one.members for one in replicas], of_replicas, fleet)
 
 
 def closed(one: SteppedReplica, is_partial: bool, description: dict[str, Any] | None, directory: Path | None) -> Ended:
@@ -306,24 +380,55 @@ def closed(one: SteppedReplica, is_partial: bool, description: dict[str, Any] | 
     return summary, one.recorder.parts()
 
 
-def _summary(
-    trace: Trace, config: RunConfig, engine: Engine, ended: Sequence[Ended]
-) -> tuple[dict[str, Any], SummaryRecorder]:
+def _write_requests(directory: Path, config: RunConfig, run: FleetRun, lost: Sequence[bytes]) -> None:
+    """Write the requests of all replicas. lost: the lines of those that no replica took."""
+    stepped = run.stepped
+    if stepped is None:
+        write_requests(directory, config.recording_format, run.members)
+        return
+    replica_of = stepped.replica_of
+    write_requests(
+        directory,
+        config.recording_format,
+        run.members,
+        stepped.offers_of,
+        lambda index, number: replica_of[index] == number,
+        lost,
+    )
+
+
+class _FleetRecorder(SummaryRecorder):
+    """A recorder of all replicas together. lost: the lines of requests that no replica took."""
+
+    lost: list[bytes]
+
+    def _write_request(self, line: RequestLine) -> None:
+        self.lost.append(encode(line))
+
+
+def _summary(trace: Trace, config: RunConfig, engine: Engine, run: FleetRun) -> tuple[dict[str, Any], _FleetRecorder]:
     """The summary of all requests of all replicas: percentiles over all of them, rates over the time from the first
     arrival to the last end; and its recorder.
 
     A fleet is overloaded if one of its replicas is. The expected error is that of the one with most requests at a
     time."""
-    whole = SummaryRecorder(
+    ended, own, lost = run.ended, run.configs, {} if run.stepped is None else run.stepped.lost
+    whole = _FleetRecorder(
         engine.config.as_dict() | {"concurrency": config.concurrency},
         0,
-        lambda request: 0.0,
+        lambda request: lost[request.index][0],
         class_of=columns_of(trace.requests).class_at,
     )
+    whole.lost = []
     for _, parts in ended:
         whole.add_server(parts)
+    make_request = request_maker(engine)
+    for index, (_, error) in lost.items():
+        whole.left(make_request(index, trace.requests[index]), error)
+    if run.stepped is not None:
+        whole.metrics.total = run.stepped.front.submitted if run.stepped.front.done else len(trace)
     summaries = [summary for summary, _ in ended]
-    if len(ended) == 1:
+    if len(ended) == 1 and not lost:
         summary = dict(summaries[0])
     else:
         digest = hashlib.sha256(" ".join(one["schedule_digest"] for one in summaries).encode()).hexdigest()
@@ -334,10 +439,23 @@ def _summary(
         busiest = max(summaries, key=lambda one: one["request_throughput_per_s"] * (one["e2e_s"]["mean"] or 0.0))
         if "expected_error" in busiest:
             summary |= {"expected_error": busiest["expected_error"]}
-        summary |= energy_of_replicas(summaries, summary, config.hardware)
-    gpus = [config.tp_size * config.pp_size] * len(ended)
-    up_s = [whole.metrics.last_end_s] * len(ended)
-    return summary | {"fleet": fleet_figures(config.router or ROUTERS[0], summaries, gpus, up_s)}, whole
+    services: list[tuple[float, float, dict[str, Any]]] = [(0.0, whole.metrics.last_end_s, {})] * len(own)
+    figures: dict[str, Any] = {}
+    if run.stepped is not None:
+        services, figures = run.stepped.services(whole.metrics.last_end_s), run.stepped.changes.figures()
+    if len(ended) > 1:
+        up_s = [end_s - begin_s if figures else summary["duration_s"] for begin_s, end_s, _ in services]
+        summary |= energy_of_replicas(summaries, summary, [one.hardware for one in own], up_s)
+    members = [
+        Member(settings, one.tp_size * one.pp_size, _price_of(one), *service)
+        for one, settings, service in zip(own, own_settings(own), services, strict=True)
+    ]
+    return summary | {"fleet": fleet_figures(config.router or ROUTERS[0], summaries, members) | figures}, whole
+
+
+def _price_of(config: RunConfig) -> float | None:
+    """The price of a GPU hour of a replica, where its profile has one."""
+    return None if config.hardware is None else load_hardware(config.hardware).price_per_hour
 
 
 class _Answered:

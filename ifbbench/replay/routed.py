@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from msgspec import structs
 
+from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.engine.responses import Response
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.priority_queue import PriorityQueue
@@ -43,25 +44,46 @@ def append(share: RequestColumns, columns: RequestColumns, index: int, arrival_s
 class _Routed:
     """What the two clients have in common. horizon_s: a request may arrive then that is not routed yet.
 
-    answers: when each answer reached the router, and the index of its request, in order of time."""
+    answers: when each answer reached the router, and the index of its request, in order of time. open: the requests
+    that are not answered, in order. earlier: see Request."""
 
     horizon_s: float
     answers: deque[tuple[float, int]]
+    open: dict[int, None]
+    earlier: dict[int, EarlierAttempts]
 
     def prepare(self, share: RequestColumns) -> None:
         """Take requests as they come. Called once, on a client made with an empty share."""
         client: Any = self
         self.horizon_s, self.answers = inf, deque()
+        self.open, self.earlier = {}, {}
         client._places, client._first = UNLIMITED, list[int]()
         if share.priority is not None:
             client._queue = _GrowingQueue(share.priority)
 
-    def offer(self: Any, arrival_s: float) -> None:
+    def offer(self: Any, arrival_s: float, earlier: EarlierAttempts | None = None) -> None:
         """The share has one more request, which arrives then, not before the others."""
+        self.open[len(self._arrivals)] = None
+        if earlier is not None:
+            self.earlier[len(self._arrivals)] = earlier
         self._first.append(len(self._arrivals))
         self._arrivals.append(arrival_s)
         self._num_first += 1
         self._find_due()
+
+    def get_requests(self: Any, max_requests: int) -> list[Request]:
+        """Up to `max_requests` that are due; a negative number means no limit."""
+        requests: list[Request] = super().get_requests(max_requests)  # type: ignore[misc]
+        if self.earlier:
+            for request in requests:
+                request.earlier = self.earlier.get(request.index)
+        return requests
+
+    def not_fetched(self: Any, index: int) -> Request:
+        """The request at `index`, which the engine did not fetch."""
+        request: Request = self._make_request(index, self._trace.requests[index])
+        request.earlier = self.earlier.get(index)
+        return request
 
     def next_arrival_s(self: Any, now_s: float) -> float | None:
         """When a request may arrive; None if none will."""
@@ -75,6 +97,7 @@ class _Routed:
         # No place is needed, and a request may yet come that arrives before an answer which is delivered late.
         self._room_s = 0.0
         if response.is_final:
+            del self.open[response.request.index]
             self.answers.append((self._answered_s(), response.request.index))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ifbbench.build.engine import Engine, build_engine, loop_maker, warm_up
 from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
 from ifbbench.compressed import open_to_read
-from ifbbench.engine.interfaces import Delivery
+from ifbbench.engine.interfaces import Delivery, Observer
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.errors import RunFailed
 from ifbbench.files import lost, new_file, replace_file
@@ -241,7 +241,7 @@ def recorder_of(
     )
 
 
-def loop_of(engine: Engine, client: ReplayClient, recorder: SummaryRecorder, **more: Any) -> TokenGenerationLoop:
+def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: Any) -> TokenGenerationLoop:
     """The loop of a run. more: arguments of TokenGenerationLoop."""
     arguments = {"is_open_loop": client.is_open_loop} | more
     if isinstance(client, IterationClient):

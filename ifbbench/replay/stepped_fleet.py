@@ -1,6 +1,7 @@
 """A fleet whose router looks at replicas: their loops are stepped on one clock, from one arrival to the next."""
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -9,12 +10,15 @@ from typing import Any
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, Progress, VirtualClock
 from ifbbench.engine.interfaces import NO_LIMIT
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.engine.responses import Response
 from ifbbench.errors import RunFailed
+from ifbbench.fleet.events import FAIL
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex, prompt_pieces
-from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, ReplicaState, RoutedRequest, Router
+from ifbbench.fleet.router import PREFILLS, PREFIXES, REQUESTS, STATE, Replica, ReplicaState, RoutedRequest, Router
 from ifbbench.replay.client import ReplayClient, make_client
+from ifbbench.replay.first_tokens import FirstTokens
+from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.routed import Routed, RoutedClient, RoutedServedClient, append, share_of
 from ifbbench.replay.single import client_of, loop_of
 from ifbbench.rundir.recorder import SummaryRecorder
@@ -40,6 +44,7 @@ class SteppedReplica:
         trace: Trace,
         make_recorder: MakeRecorder,
         clients: tuple[type[RoutedClient], type[RoutedServedClient]] = (RoutedClient, RoutedServedClient),
+        sees_first_tokens: bool = False,
         **more: Any,
     ) -> None:
         self.engine = engine
@@ -50,16 +55,28 @@ class SteppedReplica:
         self._columns = columns_of(self.trace.requests)
         client.prepare(self._columns)
         self.recorder = make_recorder(number, self.trace, engine, client)
-        self.loop = loop_of(engine, client, self.recorder, is_open_loop=False, holds_ends=True, **more)
+        self._first_tokens = FirstTokens(self.recorder) if sees_first_tokens else None
+        observer = self._first_tokens or self.recorder
+        self.loop = loop_of(
+            engine, client, observer, is_open_loop=False, holds_ends=True, sees_first_tokens=sees_first_tokens, **more
+        )
         self.clock = engine.clock
         self.members = array("q")
         self.view = Replica(number, PrefixIndex(engine.config.max_tokens_in_paged_kvcache or 2**62))
         self._idle_at: tuple[int, int] | None = None
+        self.failed_s = inf
+        # The times to first tokens, and the prompt tokens that a request without one is expected to compute.
+        self._ttfts, self.prefills = list[float](), dict[int, int]()
+        self.latest_answer_s = 0.0
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has requests that are not answered."""
-        return self.client.answered < len(self.members)
+        """Whether it has requests that it will answer."""
+        return self.client.answered < len(self.members) and not self.has_failed
+
+    @property
+    def has_failed(self) -> bool:
+        return self.failed_s < inf
 
     @property
     def next_time_s(self) -> float:
@@ -69,16 +86,20 @@ class SteppedReplica:
         event_s = self.client.next_event_s
         return inf if event_s is None else max(event_s, self.clock.now())
 
-    def offer(self, columns: RequestColumns, index: int, arrival_s: float) -> None:
-        """The request at `index` of the whole trace was sent to it."""
+    def offer(
+        self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None
+    ) -> None:
+        """The request at `index` of the whole trace was sent to it. earlier: see Request."""
         append(self._columns, columns, index, arrival_s)
         self.members.append(index)
-        self.client.offer(arrival_s)
+        self.client.offer(arrival_s, earlier)
 
     def run_until(self, time_s: float) -> None:
         """Run everything before `time_s`: iterations that start before it, and of those the ends before it. All
         requests that arrive before it must have been offered."""
         clock = self.clock
+        if self.has_failed:
+            return
         self.client.horizon_s = time_s
         while self.advance() and clock.now() < time_s:
             pass
@@ -101,6 +122,36 @@ class SteppedReplica:
             self._idle_at = counts
         return True
 
+    def fail(self, time_s: float, error_of: Callable[[int], str | None]) -> list[tuple[int, int]]:
+        """It is lost at `time_s`: returns its requests that are not answered, by their index in the whole trace, each
+        with the tokens that had been computed for it. Answers that have left the engine still arrive.
+
+        error_of(index): why the request has failed; None if it is sent again."""
+        self.loop.fail(time_s)
+        self.failed_s, lost = time_s, list[tuple[int, int]]()
+        for own in self.client.open:
+            index = self.members[own]
+            request = self.loop.scheduler.find(self._columns.request_id[own]) or self.client.not_fetched(own)
+            tokens = 0 if request.table is None else computed_tokens(request)
+            self.recorder.left(request, error_of(index))
+            lost.append((index, tokens))
+        return lost
+
+    def take_first_tokens(self, before_s: float) -> None:
+        """Take in the first tokens that came before `before_s`."""
+        times = deque[tuple[float, int]]() if self._first_tokens is None else self._first_tokens.times
+        while times and times[0][0] < before_s:
+            at_s, own = times.popleft()
+            self.view.prefill_tokens -= self.prefills.pop(own, 0)
+            earlier = self.client.earlier.get(own)
+            self._ttfts.append(at_s - (self._columns.arrival_s[own] if earlier is None else earlier.arrival_s))
+
+    def ttfts(self, before_s: float) -> list[float]:
+        """The times to the first tokens that came before `before_s`, and were not returned before."""
+        self.take_first_tokens(before_s)
+        found, self._ttfts = self._ttfts, []
+        return found
+
     def state(self) -> ReplicaState:
         """What it reports now."""
         scheduler = self.loop.scheduler
@@ -115,70 +166,151 @@ class SteppedFleet:
 
     A router sees what happened before the request arrives, not what happens at the same time.
 
-    replica_of: of each request of the trace, the number of its replica, -1 before it is routed. offers: what the router
-    looked at, each [requests routed × replicas], and `position` of a request among those routed."""
+    replica_of: of each request of the trace, the number of its latest replica, -1 before it is routed. lost: requests
+    that no replica took: when they arrived, and why. offers: what the router looked at, for each request that was
+    routed as many values as there were replicas, from its `position` on; -1 of those that took no requests."""
 
     def __init__(
         self,
         trace: Trace,
         config: RunConfig,
         router: Router,
-        replicas: Sequence[SteppedReplica],
+        replicas: list[SteppedReplica],
+        changes: Changes,
         progress: Progress,
     ) -> None:
-        self._columns, self._router, self.replicas, self._progress = (
-            columns_of(trace.requests),
-            router,
-            replicas,
-            progress,
-        )
+        self._columns, self._router, self._progress = columns_of(trace.requests), router, progress
+        self.replicas = replicas
         self._clock = VirtualClock()
         # Only when requests arrive matters of this client.
         self.front = make_client(config, trace, self._clock, arriving)
         self._age_ns, self._read_ns = round(config.router_state_age * NANOSECONDS), -1
         looks_at = router.looks_at
         self._has_state, self._has_prefixes = STATE in looks_at, PREFIXES in looks_at
-        self._has_requests = REQUESTS in looks_at
+        self._has_requests, self._has_prefills = REQUESTS in looks_at, PREFILLS in looks_at
         self._sessions = session_numbers(self._columns)
         self._beginnings: dict[object, int] = {}
-        self.replica_of, self._position = array("i", [-1]) * len(trace), array("i", [-1]) * len(trace)
+        self.replica_of, self._position = array("i", [-1]) * len(trace), array("q", [-1]) * len(trace)
         self._offers: dict[str, array[Any]] = {
             name: array(SECONDS if name == "kv_use" else ID) for name in self._looked_at()
         }
-        self._routed, self._views = 0, [one.view for one in replicas]
+        # How many replicas there were when each request was routed.
+        self._width = array("i", [0]) * len(trace)
+        # What routers see of the replicas that take requests; requests while there is none, and attempts so far.
+        self._routed, self.views = 0, [one.view for one in replicas]
+        self.waiting: list[int] = []
+        self._earlier: dict[int, EarlierAttempts] = {}
+        self.lost: dict[int, tuple[float, str]] = {}
+        self._retries = config.request_retries
+        self.changes = changes
+        changes.begin(self)
 
     def run(self) -> None:
         """Run until each request is answered."""
         front, total, shown = self.front, len(self._columns), 0
         while not front.done:
-            event_s = front.next_event_s
-            if not self._advance_until(inf if event_s is None else event_s):
+            event_s, change_s = front.next_event_s, self.changes.next_s
+            if not self._advance_until(min(inf if event_s is None else event_s, change_s)):
+                continue
+            if front.done:
+                break
+            if event_s is None and not any(one.is_busy or one.client.answers for one in self.replicas):
+                self._lose_waiting()
+            elif change_s < inf and (event_s is None or change_s <= event_s):
+                self._clock.wait_until(change_s)
+                self.changes.apply(change_s)
                 continue
             if event_s is None:
-                if not front.done:
-                    raise RunFailed("no progress: no replica is busy, and no request arrives.")
-                break
+                continue
             self._clock.wait_until(event_s)
             for request in front.get_requests(NO_LIMIT):
-                self._route(request, front.arrival_s(request))
+                arrival_s, held_until_s = front.arrival_s(request), front.held_until_s(request)
+                self._route(request, max(arrival_s, held_until_s), is_later=held_until_s > arrival_s)
             if self._routed >= shown + SHOWN_EVERY:
                 shown = self._routed
                 self._progress.update(front.answered, total, f"{len(self.replicas)} replicas")
         for one in self.replicas:
             one.client.horizon_s = inf
-            while one.loop.is_held or one.loop.step():  # iterations in flight of no outstanding request
+            # Iterations may be in flight of no outstanding request.
+            while not one.has_failed and (one.loop.is_held or one.loop.step()):
                 one.loop.take_in()
 
     def offers_of(self, index: int) -> Mapping[str, Sequence[float]] | None:
-        """What the router saw of each replica when the request at `index` arrived; None if it looks at nothing."""
-        first, count = self._position[index] * len(self.replicas), len(self.replicas)
+        """What the router saw of each replica when the request at `index` was sent, None of those that took no
+        requests; None if it looks at nothing."""
+        first, count = self._position[index], self._width[index]
         if not self._offers or first < 0:
             return None
-        return {name: values[first : first + count].tolist() for name, values in self._offers.items()}
+        seen = {name: values[first : first + count].tolist() for name, values in self._offers.items()}
+        return {name: [None if value < 0 else value for value in values] for name, values in seen.items()}
+
+    def fail(self, one: SteppedReplica, time_s: float) -> dict[str, int]:
+        """The replica is lost: its requests are sent to others, or have failed if that was done too often. Returns how
+        many were, and the tokens that were computed for nothing."""
+        attempts = self._earlier
+
+        def error_of(index: int) -> str | None:
+            retries = attempts[index].retries if index in attempts else 0
+            if retries < self._retries:
+                return None
+            return f"replica {one.view.number} failed at {time_s:g} s" + (f", after {retries} retries" * bool(retries))
+
+        lost = one.fail(time_s, error_of)
+        again = [index for index, _ in lost if error_of(index) is None]
+        errors = {index: error for index, _ in lost if (error := error_of(index)) is not None}
+        for index, tokens in lost:
+            before = attempts.get(index, EarlierAttempts(0, self._arrival_s(index), 0))
+            attempts[index] = EarlierAttempts(before.retries + 1, before.arrival_s, before.lost_tokens + tokens)
+        for index, error in errors.items():
+            self.front.send_response(final_response(index, error))
+        for index in again:
+            self.replica_of[index] = -1
+            self._route(arriving(index), time_s, is_later=True)
+        return {"retried": len(again), "lost": len(errors), "lost_tokens": sum(tokens for _, tokens in lost)}
+
+    def services(self, end_s: float) -> list[tuple[float, float, dict[str, Any]]]:
+        """Of each replica, from when to when its GPUs were taken, and in a fleet that changed, when it took requests
+        and why it ended. end_s: of the run."""
+        found = list[tuple[float, float, dict[str, Any]]]()
+        for one, service in zip(self.replicas, self.changes.services, strict=True):
+            ended_s = end_s
+            if service.ended_by == FAIL:
+                ended_s = one.failed_s
+            elif service.ended_by:
+                ended_s = max(service.stopped_s, one.latest_answer_s)
+            facts: dict[str, Any] = {}
+            if self.changes.log:
+                facts = {"started_s": service.started_s, "ready_s": service.ready_s, "ended_s": ended_s}
+                facts |= {"ended_by": service.ended_by or None}
+            found.append((service.started_s, ended_s, facts))
+        return found
+
+    def route_waiting(self, time_s: float) -> None:
+        """A replica takes requests: send those that waited for one."""
+        waiting, self.waiting = self.waiting, []
+        for index in waiting:
+            self._route(arriving(index), time_s, is_later=True)
+
+    def _lose_waiting(self) -> None:
+        """No replica is busy, and no request arrives: what waits for a replica has failed if none will start."""
+        if not self.waiting:
+            raise RunFailed("no progress: no replica is busy, and no request arrives.")
+        if self.changes.may_start:
+            self._clock.wait_until(self.changes.next_s)
+            self.changes.apply(self.changes.next_s)
+            return
+        waiting, self.waiting = self.waiting, []
+        for index in waiting:
+            self.lost[index] = self._arrival_s(index), "no replica takes requests"
+            self.front.send_response(final_response(index, self.lost[index][1]))
+
+    def _arrival_s(self, index: int) -> float:
+        """When the request arrived first."""
+        return self.front.arrival_s(arriving(index))
 
     def _looked_at(self) -> list[str]:
         names = {"requests": self._has_requests, "tokens": self._has_requests, "hit_tokens": self._has_prefixes}
-        names |= {"queued": self._has_state, "kv_use": self._has_state}
+        names |= {"prefill_tokens": self._has_prefills, "queued": self._has_state, "kv_use": self._has_state}
         return [name for name, is_there in names.items() if is_there]
 
     def _advance_until(self, time_s: float) -> bool:
@@ -220,6 +352,7 @@ class SteppedFleet:
         index = one.members[own]
         one.view.requests -= 1
         one.view.tokens -= self._columns.prompt_len[index]
+        one.latest_answer_s = answered_s
         self._clock.wait_until(answered_s)
         self.front.send_response(final_response(index))
 
@@ -245,8 +378,12 @@ class SteppedFleet:
                 one.client.horizon_s = min(time_s, answered_s)
                 one.advance()
 
-    def _route(self, request: Request, arrival_s: float) -> None:
+    def _route(self, request: Request, arrival_s: float, is_later: bool = False) -> None:
+        """Send a request to a replica at `arrival_s`. is_later: it had arrived before."""
         index, columns = request.index, self._columns
+        if not self.views:
+            self.waiting.append(index)
+            return
         pieces: Pieces = ()
         if self._has_prefixes:
             pieces = prompt_pieces(columns[index], self._beginnings)
@@ -254,36 +391,58 @@ class SteppedFleet:
         routed = RoutedRequest(
             self._routed, columns.request_id[index], arrival_s, prompt_len, int(self._sessions[index]), pieces
         )
+        if self._has_prefills:
+            for one in self.replicas:
+                one.take_first_tokens(arrival_s)
         self._note(index, routed)
-        chosen = self._router.choose(routed, self._views)
+        chosen = self._router.choose(routed, self.views)
         one = self.replicas[chosen.number]
         self.replica_of[index] = chosen.number
         chosen.requests += 1
         chosen.tokens += prompt_len
+        if self._has_prefills:
+            one.prefills[len(one.members)] = expected = prompt_len - chosen.expected_hit(routed)
+            chosen.prefill_tokens += expected
         if pieces:
             chosen.prefixes.add(pieces)
-        one.offer(columns, index, arrival_s)
+        earlier = self._earlier.get(index)
+        if is_later and earlier is None:
+            earlier = EarlierAttempts(0, self._arrival_s(index), 0)
+        one.offer(columns, index, arrival_s, earlier)
         self._routed += 1
 
     def _note(self, index: int, routed: RoutedRequest) -> None:
         """Keep what the router sees."""
-        offers, views = self._offers, self._views
-        self._position[index] = self._routed
-        if self._has_requests:
-            offers["requests"].extend([one.requests for one in views])
-            offers["tokens"].extend([one.tokens for one in views])
-        if self._has_prefixes:
-            offers["hit_tokens"].extend([one.expected_hit(routed) for one in views])
-        if self._has_state:
-            offers["queued"].extend([one.state.queued for one in views])
-            offers["kv_use"].extend([one.state.kv_use for one in views])
+        offers, count = self._offers, len(self.replicas)
+        if not offers:
+            return
+        self._position[index], self._width[index] = len(next(iter(offers.values()))), count
+        seen: dict[str, list[float]] = {name: [-1] * count for name in offers}
+        for one in self.views:
+            number = one.number
+            if self._has_requests:
+                seen["requests"][number], seen["tokens"][number] = one.requests, one.tokens
+            if self._has_prefixes:
+                seen["hit_tokens"][number] = one.expected_hit(routed)
+            if self._has_prefills:
+                seen["prefill_tokens"][number] = one.prefill_tokens
+            if self._has_state:
+                seen["queued"][number], seen["kv_use"][number] = one.state.queued, one.state.kv_use
+        for name, values in seen.items():
+            offers[name].extend(values)
 
 
-def arriving(index: int, row: TraceRequest) -> Request:
+def computed_tokens(request: Request) -> int:
+    """Tokens of the prompt that an engine has computed for a request, and of its output."""
+    prompt = request.position if request.in_context else request.original_prompt_len
+    return max(prompt - request.reused_tokens, 0) + request.num_outputs
+
+
+def arriving(index: int, row: TraceRequest | None = None) -> Request:
     """A request of which only the arrival matters."""
     return Request(index, 1, 1, index=index)
 
 
-def final_response(index: int) -> Response:
+def final_response(index: int, error: str | None = None) -> Response:
     """The answer to it."""
-    return Response(Request(index, 1, 1, index=index), is_final=True)
+    return Response(arriving(index), is_final=True, error=error)

@@ -1,29 +1,43 @@
-"""The chart of a fleet: a lane for each replica, with its KV cache and its queue over time."""
+"""The chart of a fleet: a lane for each replica, with its KV cache and its queue over time, and the number of replicas
+of a fleet that changes."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ifbbench.analysis.fleet import FleetFindings
+from ifbbench.analysis.fleet_changes import FleetChanges
 from ifbbench.analysis.number_texts import time_unit
+from ifbbench.fleet.events import FAIL
 from ifbbench.report.colours import LIMIT_COLOURS, PAUSE
 from ifbbench.report.style import MAX_BINS, WIDTH, heading, in_percent, round_ticks, steps
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.reader import Floats, RunData, load_run
 
 LANE_HEIGHT, OTHER_HEIGHT = 0.8, 1.4
+GREY = "0.5"
 KV_COLOUR, QUEUE_COLOUR, TRANSFER_COLOUR = LIMIT_COLOURS["kv_blocks"], PAUSE, LIMIT_COLOURS["batch_size"]
 
 
 def draw_replicas(run: RunData) -> Figure:
-    """The share of the KV cache in use and the requests that wait, of each replica, on one axis of time."""
+    """The share of the KV cache in use and the requests that wait, of each replica, on one axis of time; above them, of
+    a fleet that changes, how many replicas take requests. While a replica is not there, its lane is grey."""
+    changes = FleetFindings(run).changes
     replicas = [_lane(load_run(path)) for path in replica_directories(run.path)]
+    if changes is not None:
+        replicas = [_until(lane, one["ended_s"]) for lane, one in zip(replicas, changes.replicas, strict=True)]
     end_s = max((float(times[-1]) for times, _, _ in replicas if len(times)), default=1e-3)
     edges_s = np.linspace(0.0, max(end_s, 1e-3), MAX_BINS + 1)
     unit, scale = time_unit([end_s])
     count, names = len(replicas), _names(run, len(replicas))
     extra = int(run.is_disaggregated)
-    figure = Figure(figsize=(WIDTH, LANE_HEIGHT * (count + extra) + OTHER_HEIGHT))
-    lanes = np.atleast_1d(figure.subplots(count + extra, 1, sharex=True))
+    more = changes is not None
+    figure = Figure(figsize=(WIDTH, LANE_HEIGHT * (count + more + extra) + OTHER_HEIGHT))
+    axes_of = list(np.atleast_1d(figure.subplots(count + more + extra, 1, sharex=True)))
+    top, *lanes = ([] if more else [None]) + axes_of
     most = max((float(waiting.max()) for _, _, waiting in replicas if len(waiting)), default=1.0)
     for number, (axes, (times, used, waiting)) in enumerate(zip(lanes[:count], replicas, strict=True)):
         steps(
@@ -31,6 +45,8 @@ def draw_replicas(run: RunData) -> Figure:
             label="KV cache in use",
         )  # fmt: skip
         axes.set(ylim=(0, 1.05), ylabel=names[number])
+        if changes is not None:
+            _shade_absence(axes, changes.replicas[number], float(edges_s[-1]), scale)
         queue = axes.twinx()
         steps(
             queue, _at(edges_s, times, waiting), edges_s * scale, baseline=None, color=QUEUE_COLOUR, linewidth=1,
@@ -51,7 +67,9 @@ def draw_replicas(run: RunData) -> Figure:
     if extra:
         _draw_transfers(lanes[-1], run, edges_s, scale)
     lanes[-1].set_xlabel(f"time ({unit})")
-    heading(lanes[0], f"Replicas behind {run.config.get('router')}", run, legend=True)
+    if changes is not None:
+        _draw_sizes(top, changes, edges_s, scale)
+    heading(lanes[0] if top is None else top, f"Replicas behind {run.config.get('router')}", run, legend=True)
     return figure
 
 
@@ -78,6 +96,29 @@ def _draw_transfers(axes: Axes, run: RunData, edges_s: Floats, scale: float) -> 
     round_ticks(axes.yaxis, 2, whole=True)
 
 
+def _shade_absence(axes: Axes, replica: Mapping[str, Any], end_s: float, scale: float) -> None:
+    """Grey where a replica is not there, and lighter grey while it starts; a line at a failure."""
+    started_s, ended_s, ready_s = replica["started_s"], replica["ended_s"], replica["ready_s"]
+    for since_s, until_s, alpha in (
+        (0.0, started_s, 0.35),
+        (started_s, ended_s if ready_s is None else ready_s, 0.15),
+        (ended_s, end_s, 0.35),
+    ):
+        if until_s > since_s:
+            axes.axvspan(since_s * scale, until_s * scale, color=GREY, alpha=alpha, linewidth=0)
+    if replica["ended_by"] == FAIL:
+        axes.axvline(ended_s * scale, color=QUEUE_COLOUR, linewidth=1.5)
+
+
+def _draw_sizes(axes: Axes, changes: FleetChanges, edges_s: Floats, scale: float) -> None:
+    """How many replicas take requests over time."""
+    times, sizes = changes.sizes
+    where = np.searchsorted(times, edges_s[:-1], side="right") - 1
+    steps(axes, np.where(where < 0, 0.0, sizes[where]), edges_s * scale, fill=True, color=GREY, alpha=0.6, linewidth=0)
+    most = max(int(sizes.max()), 1)
+    axes.set(ylim=(0, most * 1.1), ylabel="replicas", yticks=(0, most))
+
+
 def _lane(run: RunData) -> tuple[Floats, Floats, Floats]:
     """The starts of the iterations of a replica in seconds, the share of the KV cache in use, the requests waiting."""
     if not (run.summary or {}).get("iterations", 1):
@@ -86,6 +127,12 @@ def _lane(run: RunData) -> tuple[Floats, Floats, Floats]:
     used, pool, _ = run.blocks_of_fullest()
     times = table["start_s"].to_numpy(dtype=float)
     return times, np.nan_to_num(used) / max(pool, 1), table["waiting"].to_numpy(dtype=float)
+
+
+def _until(lane: tuple[Floats, Floats, Floats], end_s: float) -> tuple[Floats, Floats, Floats]:
+    """A lane that holds nothing from `end_s` on."""
+    times, used, waiting = lane
+    return np.append(times, end_s), np.append(used, 0.0), np.append(waiting, 0.0)
 
 
 def _at(edges_s: Floats, times: Floats, values: Floats) -> Floats:

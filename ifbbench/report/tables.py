@@ -1,6 +1,6 @@
 """The report of a run as text: throughput, latencies, limits, objectives, classes, profile and failures."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from ifbbench.rundir.figures import figures
 from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import find_lines
-from ifbbench.settings.fields import memory_size
+from ifbbench.settings.fields import as_text, memory_size
 
 LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
 STATISTICS = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "max": "max"}
@@ -397,6 +397,8 @@ def _fleet_table(known: dict[str, Any]) -> Table | None:
     columns = {"Queue time p99": ("queue_time_s", "p99")} | dict(list(GROUP_COLUMNS.items())[:4])
     headings = ("requests", *(f"{heading}\n({unit})" for heading in columns), "output\ntokens/s", "hit rate", "KV peak")
     table = plain_table("Replica", numbers=headings)
+    if differ := any(one.get("settings") for one in replicas):
+        table.add_column("settings")
     for one in replicas:
         blocks, latencies = (
             one.get("kv_blocks") or {},
@@ -410,8 +412,16 @@ def _fleet_table(known: dict[str, Any]) -> Table | None:
             significant(one["output_throughput_tokens_per_s"]),
             percent(one.get("prefix_hit_rate")),
             percent(peak / pool) if peak is not None and pool else NOTHING,
+            *([_settings_text(one.get("settings") or {})] if differ else []),
         )
     return table
+
+
+def _settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings of a replica in a cell: a device by its name alone."""
+    device = str(settings.get("device", "")).removeprefix("sim:")
+    others = (f"{name} {as_text(value)}" for name, value in settings.items() if name != "device")
+    return escape(", ".join(filter(None, (device, *others))))
 
 
 def fleet_sentences(known: dict[str, Any]) -> list[str]:
@@ -422,7 +432,12 @@ def fleet_sentences(known: dict[str, Any]) -> list[str]:
     gpus = f"{count(fleet['gpus'])} GPU{'s' if fleet['gpus'] != 1 else ''}"
     number = len(fleet["replicas"])
     text = f"{number} replica{'s' if number > 1 else ''} behind {fleet['router']}: {gpus}, "
-    text += f"{significant(fleet['gpu_hours'])} GPU hours."
+    text += f"{significant(fleet['gpu_hours'])} GPU hours"
+    if (cost := fleet.get("cost")) is not None:
+        text += f", {significant(cost)} USD"
+        if per_million := fleet.get("cost_per_million_output_tokens"):
+            text += f" ({significant(per_million)} USD per million output tokens)"
+    text += "."
     if number == 1:
         return [text]
     transfers = fleet.get("transfers") or {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,27 @@ def replica_directories(directory: Path) -> list[Path]:
 
 
 def write_requests(
-    directory: Path, recording_format: str, members: Sequence[Sequence[int]], offers_of: OffersOf
+    directory: Path,
+    recording_format: str,
+    members: Sequence[Sequence[int]],
+    offers_of: OffersOf = lambda index: None,
+    ended_in: Callable[[int, int], bool] = lambda index, number: True,
+    lost: Sequence[bytes] = (),
 ) -> None:
     """Write the fleet's `requests.jsonl`: the lines of all replicas in the order in which requests ended, each with its
     index in the whole trace and `replica`, and what the router saw of the replicas.
 
     members: of each replica, the index in the whole trace of each of its requests. offers_of(index): see RequestLine;
-    None if the router looked at nothing."""
+    None if the router looked at nothing. ended_in(index, number): whether the request ended in this replica; else it
+    was sent to another one. lost: the lines of requests that no replica took, which end with the last ones."""
     lines: list[tuple[float, int, bytes, int]] = []
     for number, indices in enumerate(members):
         ended_s = 0.0
         for one, line in _lines(replica_directory(directory, number)):
             ended_s = max(ended_s, one.arrival_s if one.end_s is None else one.end_s)
             index = indices[one.index]
+            if not ended_in(index, number):
+                continue
             whole = line.replace(b'"index":%d' % one.index, b'"index":%d' % index, 1)
             lines.append((ended_s, number, whole, index))
     lines.sort(key=lambda one: one[:2])  # stable: those of a replica stay in their order
@@ -68,6 +77,7 @@ def write_requests(
             offers = offers_of(index)
             more = b"" if offers is None else b',"offers":' + encode(offers)
             writer.write([line[:-1] + b',"replica":%d' % number + more + b"}"])
+        writer.write(lost)
 
 
 def _lines(directory: Path) -> Iterator[tuple[_EndedRequest, bytes]]:
@@ -79,18 +89,39 @@ def _lines(directory: Path) -> Iterator[tuple[_EndedRequest, bytes]]:
             yield _decode(line), line.rstrip(b"\n")
 
 
-def fleet_figures(
-    router: str, summaries: Sequence[Mapping[str, Any]], gpus: Sequence[int], up_s: Sequence[float]
-) -> dict[str, Any]:
-    """The entry `fleet` of `summary.json`. summaries: of each replica. gpus, up_s: its GPUs, and how long it was up."""
-    replicas = [
-        {"replica": number, "gpus": gpus[number], "up_s": up_s[number]} | {name: one[name] for name in REPLICA_FIGURES}
-        for number, one in enumerate(summaries)
-    ]
+@dataclass(frozen=True)
+class Member:
+    """A replica of a fleet. settings: those that not all replicas have in common. price: of a GPU hour; None if it is
+    not known. started_s, ended_s: its GPUs were taken in between. service: more about that, in fleets that change."""
+
+    settings: Mapping[str, Any]
+    gpus: int
+    price: float | None
+    started_s: float
+    ended_s: float
+    service: Mapping[str, Any]
+
+    @property
+    def up_s(self) -> float:
+        return max(self.ended_s - self.started_s, 0.0)
+
+
+def fleet_figures(router: str, summaries: Sequence[Mapping[str, Any]], members: Sequence[Member]) -> dict[str, Any]:
+    """The entry `fleet` of `summary.json`. summaries: of each replica."""
+    replicas = []
+    for number, (one, member) in enumerate(zip(summaries, members, strict=True)):
+        own = {"settings": dict(member.settings)} if member.settings else {}
+        replicas.append(
+            {"replica": number, "gpus": member.gpus, "up_s": member.up_s}
+            | member.service
+            | own
+            | {name: one[name] for name in REPLICA_FIGURES}
+        )
     return {
         "router": router,
-        "gpus": sum(gpus),
-        "gpu_hours": sum(count * seconds for count, seconds in zip(gpus, up_s, strict=True)) / 3600,
+        "gpus": _gpus_at_a_time(members),
+        "gpu_hours": sum(member.gpus * member.up_s for member in members) / 3600,
+        **_cost(members, sum(one["output_tokens"] for one in summaries)),
         "imbalance": imbalance(summaries),
         "replicas": replicas,
     }
@@ -103,3 +134,23 @@ def imbalance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         values = [one["requests"]["total"] if name == "requests" else one[name] for one in summaries]
         found[name] = max(values) * len(values) / sum(values) if sum(values) else 1.0
     return found
+
+
+def _gpus_at_a_time(members: Sequence[Member]) -> int:
+    """The largest number of GPUs that were taken at a time."""
+
+    def at(time_s: float) -> int:
+        return sum(one.gpus for one in members if one.started_s == time_s or one.started_s < time_s < one.ended_s)
+
+    return max(at(member.started_s) for member in members)
+
+
+def _cost(members: Sequence[Member], output_tokens: int) -> dict[str, float | None]:
+    """What the GPUs cost; nothing if the price of one is not known."""
+    cost = 0.0
+    for member in members:
+        if member.price is None:
+            return {}
+        cost += member.price * member.gpus * member.up_s / 3600
+    per_million = cost / output_tokens * 1e6 if output_tokens else None
+    return {"cost": cost, "cost_per_million_output_tokens": per_million}

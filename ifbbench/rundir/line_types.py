@@ -373,9 +373,12 @@ class RequestLine(Struct, gc=False):
     met every objective of each request, where there are any. draft_tokens, accepted_draft_tokens: those verified, and
     those that became output, of requests with any. replica: in a fleet, the number of the replica that ran it. offers:
     what the router saw of each replica when the request arrived, [replicas], where it looked: requests and prompt
-    tokens that were not answered, tokens of this prompt that were expected there (hit_tokens), and as the replica
-    reported them, requests in its queue and the share of its KV cache in use; None of those that took no requests.
-    name: what a recorded engine calls the request. prefill_replica, decode_replica: with prefill and decode apart, the
+    tokens that were not answered, tokens of this prompt that were expected there (hit_tokens), tokens of prompts
+    without a first token that were not (prefill_tokens), and as the replica reported them, requests in its queue and
+    the share of its KV cache in use; None of those that took no requests. name: what a recorded engine calls the
+    request. retries, lost_tokens: how often it was sent again because its
+    replica had failed, and its tokens that had been computed there for nothing; where there were any.
+    prefill_replica, decode_replica: with prefill and decode apart, the
     numbers of the replicas that computed the prompt and that generated, None where none did. transfer_tokens,
     transfer_start_s, transfer_end_s: of the keys and values that went from one to the other, where they did.
     """
@@ -407,6 +410,8 @@ class RequestLine(Struct, gc=False):
     replica: int | UnsetType = UNSET
     offers: dict[str, list[float | None]] | UnsetType = UNSET
     name: str | UnsetType = UNSET
+    retries: int | UnsetType = UNSET
+    lost_tokens: int | UnsetType = UNSET
     prefill_replica: int | UnsetType | None = UNSET
     decode_replica: int | UnsetType | None = UNSET
     transfer_tokens: int | UnsetType = UNSET

@@ -228,6 +228,10 @@ class SummaryRecorder:
         summary = self.metrics.summary(self.totals.figures(self._starts, self._ends), self._ends)
         return summary | self.totals.draft_figures() | {"schedule_digest": digest, "partial": partial}
 
+    def end_s_of(self, position: int) -> float:
+        """When the tokens of an iteration reached their clients: of the latest one (1), or of one before it."""
+        return self._ends[-position]
+
     def parts(self) -> tuple[Any, ...]:
         """All that figures are made of, as what another process can be sent."""
         return self.metrics.parts(), self.totals.parts(), self._starts, self._ends

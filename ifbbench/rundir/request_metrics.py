@@ -17,6 +17,8 @@ from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.objectives import meets_all, parse_objectives
 
 ClassOf = Callable[[int], str | None]
+# A part of an attribution: at the router, and in attempts at replicas that failed.
+ROUTER = "router"
 
 
 class RequestMetrics:
@@ -42,6 +44,10 @@ class RequestMetrics:
     def add_request(self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float]) -> RequestLine:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
+        attribution = timeline.attribution(starts, ends[timeline.last_iteration])
+        if request.earlier is not None:
+            attribution = {ROUTER: arrival_s - request.earlier.arrival_s} | attribution
+            arrival_s = request.earlier.arrival_s
         output_len, first_scheduled_s = timeline.produced, starts[timeline.first_run]
         first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
         # Later than the last token where a static batch held the request back.
@@ -60,7 +66,7 @@ class RequestMetrics:
         if end_s > self.last_end_s:
             self.last_end_s = end_s
         attribution_s = dict[str, Any]()
-        for part, seconds in timeline.attribution(starts, end_s).items():
+        for part, seconds in attribution.items():
             attribution_s[part] = number(seconds)
             if seconds and (limit := limit_waited_for(part)) is not None:
                 self._waited_s[limit] = self._waited_s.get(limit, 0.0) + seconds
@@ -113,6 +119,8 @@ class RequestMetrics:
         """Take in a request that was refused, failed, or was stopped by its client (`error` None); returns its line of
         `requests.jsonl`."""
         name = self._class_of(request.index)
+        if request.earlier is not None:
+            arrival_s = request.earlier.arrival_s
         self._populations[name, request.priority].failed += error is not None
         self.first_arrival_s = min(self.first_arrival_s, arrival_s)
         # An error that quotes a file name may have characters that UTF-8 has not.
@@ -124,13 +132,15 @@ class RequestMetrics:
         return self._with_group(line, name, request)
 
     def _with_group(self, line: RequestLine, request_class: str | None, request: Request) -> RequestLine:
-        """The line, with the request's class, priority and name where it has them."""
+        """The line, with the request's class, priority, name and earlier attempts where it has them."""
         if request_class is not None:
             line.request_class = request_class
         if request.priority != DEFAULT_PRIORITY:
             line.priority = number(request.priority)
         if request.name is not None:
             line.name = request.name
+        if request.earlier is not None and request.earlier.retries:
+            line.retries, line.lost_tokens = request.earlier.retries, request.earlier.lost_tokens
         return line
 
     def parts(self) -> tuple[Any, ...]:

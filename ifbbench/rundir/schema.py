@@ -102,12 +102,14 @@ class KvCacheCapacity(Struct):
 
 class RunFile(Struct):
     """What was run, and where. derived: settings that were not given, and were decided by model, device and the other
-    settings; left out by older versions. schedule_digest: sha256 of all decisions without times; None until the run has
+    settings; left out by older versions. replica_settings: of each replica, those that not all have in common, where
+    replicas differ. schedule_digest: sha256 of all decisions without times; None until the run has
     ended. wall_s: real time from the start of the recording to its end."""
 
     name: str
     config: dict[str, Any]
     derived: list[str] | UnsetType
+    replica_settings: list[dict[str, Any]] | UnsetType
     num_kv_blocks: int | None
     kv_cache_capacity: KvCacheCapacity | UnsetType
     seed: int

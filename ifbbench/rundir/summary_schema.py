@@ -1,5 +1,7 @@
 """The types of `summary.json`, from which its JSON schema is made. A field that may be UNSET need not be there."""
 
+from typing import Any
+
 from msgspec import Struct, UnsetType
 
 
@@ -210,11 +212,19 @@ class DeliveryLag(Struct):
 
 
 class ReplicaFigures(Struct):
-    """The figures of a replica of a fleet. up_s: how long it took requests, or completed those that it had."""
+    """The figures of a replica of a fleet. up_s: how long its GPUs were taken. started_s, ready_s, ended_s: where
+    replicas start or end, when its GPUs were taken, when it took requests (None: never), and when it ended.
+    ended_by: fail or drain; None if it was there to the end. settings: those that not all replicas have in common,
+    where replicas differ."""
 
     replica: int
     gpus: int
     up_s: float
+    started_s: float | UnsetType
+    ready_s: float | UnsetType | None
+    ended_s: float | UnsetType
+    ended_by: str | UnsetType | None
+    settings: dict[str, Any] | UnsetType
     requests: RequestCounts
     prompt_tokens: int
     output_tokens: int
@@ -242,15 +252,34 @@ class TransferFigures(Struct):
     decode_wait_s: Distribution
 
 
+class FleetEvent(Struct):
+    """What happened to a replica of a fleet: start, ready, drain or fail. Of a failure: requests that were sent again,
+    that were lost, and tokens that had been computed for them. Of the autoscaler: how many replicas it wanted, and what
+    it had measured."""
+
+    at_s: float
+    event: str
+    replica: int
+    retried: int | UnsetType
+    lost: int | UnsetType
+    lost_tokens: int | UnsetType
+    wanted: int | UnsetType
+    measured: str | UnsetType
+
+
 class FleetFigures(Struct):
-    """The replicas of a fleet. gpu_hours: of all of them, while they were up. imbalance: what the replica with most of
+    """The replicas of a fleet. gpu_hours: of all of them, while they were up. cost: of these hours, in USD, where the
+    hardware profiles have prices. imbalance: what the replica with most of
     it has, over the mean: requests, tokens of their prompts and outputs."""
 
     router: str
     gpus: int
     gpu_hours: float
+    cost: float | UnsetType
+    cost_per_million_output_tokens: float | UnsetType | None
     imbalance: dict[str, float]
     replicas: list[ReplicaFigures]
+    events: list[FleetEvent] | UnsetType
     transfers: TransferFigures | UnsetType
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
+from ifbbench.settings.autoscale import parse_autoscale
 from ifbbench.settings.fields import Setting, declare, located, number, settings_of, table, unexpected
 from ifbbench.settings.objectives import parse_objectives
 
@@ -112,7 +113,17 @@ SIDE_SETTINGS = (
     "transfer_bandwidth",
     "transfer_latency",
 )
-FLEET_SETTINGS = ("replicas", "router", "router_state_age", *SIDE_SETTINGS)
+FLEET_SETTINGS = (
+    "replicas",
+    "replica_config",
+    "router",
+    "router_state_age",
+    "replica_events",
+    "request_retries",
+    "autoscale",
+    "replica_start_up",
+    *SIDE_SETTINGS,
+)
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_KV_FRACTION = 0.9
@@ -123,9 +134,10 @@ DEVICE_FAMILIES = {"a100": "a100-80gb-sxm", "gh200": "gh200-96gb", "h100": "h100
 MAX_BEAMS, MAX_BATCH, MAX_GPUS, MAX_WAIT_MS = 1024, 1_000_000, 1024, 86_400_000
 MAX_LORAS = 100_000
 MAX_REPLICAS = 1024
-# Routers of a fleet; prefix_affinity may have a weight.
+# Routers of a fleet; the last ones may have a weight.
 PREFIX_AFFINITY = "prefix_affinity"
-ROUTERS = ("round_robin", "random", "least_requests", "least_tokens", "least_kv", "session", PREFIX_AFFINITY)
+WEIGHTED_ROUTERS = (PREFIX_AFFINITY, "dynamo")
+ROUTERS = ("round_robin", "random", "least_requests", "least_tokens", "least_kv", "session", *WEIGHTED_ROUTERS)
 MAX_SPAN_S = 100 * 365.25 * 86_400  # of all arrivals: later times would lose the precision of latencies
 
 
@@ -188,10 +200,17 @@ def _replica(value: Any) -> Any:
 
 
 def _router(value: Any) -> Any:
-    """The name of a router; the weight of prefix_affinity checked."""
+    """The name of a router; its weight checked."""
     name, colon, weight = value.partition(":") if isinstance(value, str) else (value, "", "")
-    if colon and name.lower().replace("-", "_") == PREFIX_AFFINITY:
-        return f"{PREFIX_AFFINITY}:{number(weight, '--router prefix_affinity: the weight', 0.0, from_text=True):g}"
+    if colon and (router := name.lower().replace("-", "_")) in WEIGHTED_ROUTERS:
+        return f"{router}:{number(weight, f'--router {router}: the weight', 0.0, from_text=True):g}"
+    return value
+
+
+def _autoscale(value: Any) -> Any:
+    """The rule of an autoscaler, checked."""
+    if isinstance(value, str):
+        parse_autoscale(value)
     return value
 
 
@@ -404,15 +423,22 @@ class RunConfig:
         maximum=MAX_REPLICAS,
         elsewhere="num_replicas data_parallel_size dp_size",
     )
+    replica_config: str | None = _fleet(
+        None,
+        "Replicas that differ: a YAML or JSON file with a list of them, each with the settings in which it differs, "
+        "and `count` for several alike.",
+        elsewhere="worker_config",
+    )
     router: str | None = _fleet(
         None,
         "Which replica gets a request: each in turn; a random one; the one with the fewest requests, or tokens of "
         "prompts, that are not answered; the one that uses the smallest share of its KV cache; that of its session; or "
         "the one with the least work for it, prefix_affinity:WEIGHT, where each prompt token that it does not hold "
-        "counts as WEIGHT tokens of other requests. Default with several replicas: round_robin.",
+        "counts as WEIGHT tokens of other requests; dynamo:WEIGHT, where those of others without a first token do, "
+        "too. Default with several replicas: round_robin.",
         choices=ROUTERS,
         other_texts=".+:.+",
-        others="prefix_affinity:WEIGHT, or package.module:ClassName",
+        others="prefix_affinity:WEIGHT, dynamo:WEIGHT, or package.module:ClassName",
         convert=_router,
         elsewhere="routing_logic load_balancing_method routing_policy",
     )
@@ -420,6 +446,33 @@ class RunConfig:
         0.0,
         "The router reads the queues and KV caches of replicas in such intervals; 0 is before each request.",
         minimum=0.0,
+        unit="s",
+    )
+    replica_events: str | None = _fleet(
+        None,
+        "Replicas that fail, drain or start: a YAML or JSON file with a list of events, each with the time `at` in "
+        "seconds, and one of `fail: K`, `drain: K`, `start: COUNT` and `replicas: N`.",
+    )
+    request_retries: int = _fleet(
+        5,
+        "How often a request is sent to another replica when its own has failed; 0: it is lost with its replica.",
+        minimum=0,
+        maximum=MAX_REPLICAS,
+        elsewhere="retry_max_retries",
+    )
+    autoscale: str | None = _fleet(
+        None,
+        "Start and drain replicas by a rule, MEASURE=TARGET,max=N, with min=1, every=15s, cool_down=300s and "
+        "tolerance=0.1 unless given: queue (waiting requests), requests (not answered) or kv_use (share of the KV "
+        "cache) of a replica, or the mean ttft.",
+        convert=_autoscale,
+        elsewhere="autoscaling_config",
+    )
+    replica_start_up: float = _fleet(
+        0.0,
+        "From the start of a replica by --replica_events or --autoscale until it takes requests; its GPUs are taken.",
+        minimum=0.0,
+        maximum=MAX_SPAN_S,
         unit="s",
     )
     prefill_replicas: int = _fleet(
@@ -1168,7 +1221,9 @@ class RunConfig:
     @property
     def is_fleet(self) -> bool:
         """Whether a router distributes the requests to replicas, of which there may be only one."""
-        return self.replicas > 1 or self.router is not None or self.is_disaggregated
+        others = (self.router, self.replica_config, self.replica_events, self.autoscale)
+        is_other = self.is_disaggregated or any(given is not None for given in others)
+        return self.replicas > 1 or is_other
 
     @property
     def is_disaggregated(self) -> bool:

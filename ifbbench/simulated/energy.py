@@ -26,18 +26,26 @@ def energy_figures(executor: SimulatedExecutor, summary: Mapping[str, Any]) -> d
 
 
 def energy_of_replicas(
-    parts: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], hardware: str | None
+    parts: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    hardware: Sequence[str | None],
+    up_s: Sequence[float],
 ) -> dict[str, Any]:
-    """The `energy` of several servers with the summaries `parts`, which are idle from their own end to that of all."""
-    if hardware is None or not all("energy" in part for part in parts):
+    """The `energy` of several servers with the summaries `parts`, which are idle while none of their requests is there.
+
+    hardware: the profile of each. up_s: how long each is there. Nothing if the energy of one is not known."""
+    if not all("energy" in part for part in parts):
         return {}
-    watts, joules, gpus = load_hardware(hardware).watts, 0.0, 0
-    assert watts is not None
-    for part in parts:
-        idle_s = max(0.0, summary["duration_s"] - part["duration_s"])
+    joules, gpus, gpu_s = 0.0, 0, 0.0
+    for part, profile, there_s in zip(parts, hardware, up_s, strict=True):
+        assert profile is not None
+        watts = load_hardware(profile).watts
+        assert watts is not None
+        idle_s = max(0.0, there_s - part["duration_s"])
         joules += part["energy"]["joules"] + watts.idle * part["energy"]["gpus"] * idle_s
         gpus += part["energy"]["gpus"]
-    return {"energy": figures_of(joules, gpus, summary)}
+        gpu_s += part["energy"]["gpus"] * there_s
+    return {"energy": figures_of(joules, gpus, summary) | {"power_w_per_gpu": joules / gpu_s}}
 
 
 def figures_of(joules: float, gpus: int, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Deployments side by side: how many GPUs of which kind serve a trace under its objectives, and at what cost.
 
-Each combination of device, data type, and tensor and pipeline parallelism gets the fewest replicas that meet the
+Each combination of device, data type, tensor and pipeline parallelism and router gets the fewest replicas that meet the
 objectives with the settings that users have without a search; only the cheapest combination of each device is then
 searched. A combination that needs many more GPUs than the cheapest one of its device is left out with the reason.
 """
@@ -19,7 +19,7 @@ from ifbbench.studies.tune_candidates import Candidate, Goal
 from ifbbench.workload.load import in_memory, read_source
 
 # The settings that say what a deployment is, in the order of their names in a row.
-DEPLOYED = ("device", "dtype", "tp_size", "pp_size")
+DEPLOYED = ("device", "dtype", "tp_size", "pp_size", "router")
 HOURS_A_MONTH = 730.0
 
 
@@ -132,7 +132,8 @@ def _order(one: Deployment) -> tuple[float, float]:
 def text_of(values: Mapping[str, Any]) -> str:
     """A deployment in words: `h100-sxm fp8 TP2`."""
     words = [str(values["device"]).removeprefix("sim:"), values["dtype"] or "", f"TP{values['tp_size']}"]
-    return " ".join([*filter(None, words), *([f"PP{values['pp_size']}"] if values["pp_size"] > 1 else [])])
+    words += [f"PP{values['pp_size']}" if values["pp_size"] > 1 else "", values["router"] or ""]
+    return " ".join(filter(None, words))
 
 
 def nearest_objective(one: Candidate, goal: Goal) -> tuple[str, float] | None:

@@ -18,6 +18,8 @@ from ifbbench.studies.equal_schedules import EqualSchedules
 from ifbbench.workload.load import Source, in_memory, load_trace, read_source
 from ifbbench.workload.trace import Trace, columns_of
 
+# The router that shares requests and sessions as `--replica` does.
+SHARES = "session"
 # What settings that do not work, or memory that is not enough, raise; torch runs out of memory with a RuntimeError.
 FAILURES = (IfbbenchError, MemoryError, RuntimeError)
 
@@ -94,10 +96,11 @@ def summarise(
 def summarise_replicas(
     trace: Trace, config: RunConfig, progress: Progress, *, replicas: int
 ) -> tuple[dict[str, Any], int | None]:
-    """A RunPoint of `replicas` servers that share the requests as `--replica` says; see `summarise_fleet`."""
-    return summarise(
-        trace, config if replicas == 1 else config.with_values(replicas=replicas, router="session"), progress
-    )
+    """A RunPoint of `replicas` servers behind the router of `config`; without one they share the requests as
+    `--replica` says. See `summarise_fleet`."""
+    if replicas == 1:
+        return summarise(trace, config.of_one_replica(), progress)
+    return summarise(trace, config.with_values(replicas=replicas, router=config.router or SHARES), progress)
 
 
 def outcome(run_point: RunPoint, trace: Trace, config: RunConfig, report: Report) -> PointResult:

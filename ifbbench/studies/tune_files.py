@@ -23,9 +23,11 @@ from ifbbench.report.style import LIMIT_DASHES, round_ticks, save, styled, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 from ifbbench.rundir import run_directory
+from ifbbench.rundir.fleet import replica_directories
 from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, RunConfig
 from ifbbench.settings.names import usual_settings
 from ifbbench.settings.servers import SERVERS, write_line
+from ifbbench.studies.points import SHARES
 from ifbbench.studies.sweep import check_free
 from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import Candidate, Goal, misses_text
@@ -300,11 +302,16 @@ def check(directory: Path, overwrite: bool) -> None:
 
 def record_best(tuning: Tuning, directory: Path, overwrite: bool) -> list[Path]:
     """Run the best candidate again into `directory`/run, with everything recorded; of several replicas the first one
-    there, and the K-th into run-K. InputError if there is a run and `overwrite` is off."""
+    there, and the K-th into run-K; behind a router that was given, the fleet. Returns the runs of all replicas.
+    InputError if there is a run and `overwrite` is off."""
     assert tuning.best is not None
     case, runs = tuning.best.run.case, tuning.runs
     runs.work += len(runs.trace_of(case)) if case.requests is None else case.requests
     recorded = []
+    if case.replicas > 1 and runs.base.router is not None:
+        fleet = runs.config(case).with_values(replicas=case.replicas, output=str(directory / RUN), overwrite=overwrite)
+        run_trace(runs.trace_of(case), fleet)
+        return replica_directories(directory / RUN)
     for number in range(1, case.replicas + 1):
         path = directory / (RUN if number == 1 else f"{RUN}-{number}")
         share: dict[str, Any] = {} if case.replicas == 1 else {"replica": f"{number}/{case.replicas}"}
@@ -330,6 +337,8 @@ def settings_of_best(tuning: Tuning) -> dict[str, Any]:
         values["request_rate"] = asked.request_rate * best.run.case.rate
     elif best.run.case.rate != 1.0:
         values["time_scale"] = asked.time_scale / best.run.case.rate
+    if best.run.case.replicas == 1:
+        values.pop("router", None)
     return values
 
 
@@ -342,7 +351,7 @@ def write_run_config(tuning: Tuning, trace: str | None, directory: Path) -> Path
     head: dict[str, Any] = {} if trace in (None, STANDARD_INPUT) else {"trace": trace}
     use = "# ifbbench run --config run.yaml\n"
     if replicas > 1:
-        head |= {"replicas": replicas, "router": "session"}
+        head |= {"replicas": replicas} | ({} if tuning.runs.base.router else {"router": SHARES})
     text = use + yaml.safe_dump(head | settings_of_best(tuning), sort_keys=False)
     replace_file(directory / RUN_CONFIG, text)
     return directory / RUN_CONFIG

@@ -106,7 +106,8 @@ def test_the_schema_takes_config_files_and_refuses_others() -> None:
 OTHER_VALUES: dict[str, Any] = {
     "max_num_samples": 5, "time_scale": 0.5, "request_rate": 90.0, "enable_exp_delays": True, "burstiness": 0.5,
     "arrival": "all_at_once", "rate_schedule": "rates.csv", "duration": 0.2, "replica": "2/3",
-    "replicas": 3, "router": "random", "router_state_age": 0.5,
+    "replicas": 3, "router": "random", "router_state_age": 0.5, "replica_config": "replicas.yaml",
+    "replica_events": "events.yaml", "request_retries": 1, "autoscale": "queue=4,max=3", "replica_start_up": 0.5,
     "prefill_replicas": 2, "decode_replicas": 2, "prefill": "max_batch_size=3", "decode": "max_batch_size=5",
     "decode_router": "random", "disaggregate_from": 200, "transfer_bandwidth": 1e9, "transfer_latency": 0.5,
     "reserve": "factor:1.5",
@@ -153,6 +154,9 @@ NEEDS: dict[str, dict[str, Any]] = {
     "enable_exp_delays": {"request_rate": 90.0},
     "burstiness": {"request_rate": 90.0},
     "router_state_age": {"router": "least_kv", "replicas": 2},
+    "replica_events": {"replicas": 2},
+    "request_retries": {"replicas": 2},
+    "replica_start_up": {"autoscale": "queue=4,max=3"},
     **{name: {"engine": "vllm", "prefill_replicas": 1, "decode_replicas": 1} for name in SIDE_SETTINGS},
     "prefill_replicas": {"engine": "vllm", "decode_replicas": 1},
     "decode_replicas": {"engine": "vllm", "prefill_replicas": 1},
@@ -195,6 +199,8 @@ def test_every_setting_has_another_value_below() -> None:
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_a_run_with_this_setting_is_the_config_file_of_the_same_run(name: str) -> None:
     Path("rates.csv").write_text("start_s,rate\n0,50\n0.2,0\n0.4,200\n")
+    Path("replicas.yaml").write_text("- {}\n- {max_batch_size: 2}\n")
+    Path("events.yaml").write_text("- {at: 0.01, fail: 0}\n")
     given = {"model": "llama-3.1-8b", "max_num_samples": 8, name: OTHER_VALUES[name], **NEEDS.get(name, {})}
     options = [
         f"--{'' if value else 'no_'}{one}" if isinstance(value, bool) else f"--{one}={value}"

@@ -12,8 +12,12 @@ from ifbbench.workload.trace import PREFIX_BLOCK
 from tests.fleet.test_fleet import config_of, lines, write_rows
 
 
-def brute_force(rows: list[dict[str, Any]], count: int, weight: float, capacity: int) -> list[tuple[int, list[int]]]:
+def brute_force(
+    rows: list[dict[str, Any]], count: int, weight: float, capacity: int, counts_prefills: bool = False
+) -> list[tuple[int, list[int]]]:
     """The replica of each request, and the tokens of its prompt that each replica was expected to hold.
+
+    counts_prefills: what requests without a first token are expected to compute counts, too.
 
     rows: the requests of `requests.jsonl` in the order of arrival, with their `prefix_ids`. A replica holds the blocks
     of the prompts that were sent there, those of a prompt from the last to the first, as long as they fit; the ones
@@ -39,8 +43,14 @@ def brute_force(rows: list[dict[str, Any]], count: int, weight: float, capacity:
                 for before in range(number)
                 if answers[before][0] == replica and rows[before]["end_s"] >= row["arrival_s"]
             ]
+            prefills = [
+                rows[before]["prompt_len"] - answers[before][1][replica]
+                for before in range(number)
+                if answers[before][0] == replica and rows[before]["first_token_s"] >= row["arrival_s"]
+            ]
             hits.append(hit)
-            costs.append(weight * (row["prompt_len"] - hit) + sum(outstanding))
+            pending = sum(prefills) if counts_prefills else 0
+            costs.append(weight * (row["prompt_len"] - hit + pending) + sum(outstanding))
         in_turn = [(latest + 1 + step) % count for step in range(count)]
         latest = min(in_turn, key=lambda replica: costs[replica])
         answers.append((latest, hits))
@@ -60,7 +70,8 @@ def check(trace: Path, fleet: Path, **asked: Any) -> None:
     rows = [row | {"prefix_ids": prefixes[row["request_id"]]} for row in rows]
     config = json.loads((fleet / "replica=0" / "run.json").read_text())["config"]
     weight = float(str(asked["router"]).partition(":")[2] or 1)
-    expected = brute_force(rows, asked["replicas"], weight, config["max_tokens_in_paged_kvcache"])
+    counts_prefills = str(asked["router"]).startswith("dynamo")
+    expected = brute_force(rows, asked["replicas"], weight, config["max_tokens_in_paged_kvcache"], counts_prefills)
     assert [(row["replica"], row["offers"]["hit_tokens"]) for row in rows] == expected
 
 
@@ -69,6 +80,18 @@ def test_the_router_decides_as_one_that_is_written_literally(weight: str, capaci
     trace = write_rows(tmp_path / "trace.jsonl", Random(f"{weight} {capacity}"), 60)
     asked: dict[str, Any] = {"replicas": 3, "router": f"prefix_affinity{weight}", "enable_kv_cache_reuse": True}
     check(trace, tmp_path / "fleet", **asked, max_tokens_in_paged_kvcache=capacity)
+
+
+@pytest.mark.parametrize(("engine", "weight"), [("vllm", ""), ("trtllm", ":0.5"), ("sglang", ":3")])
+def test_prompts_without_a_first_token_count_for_dynamo(engine: str, weight: str, tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(f"dynamo {engine}"), 60)
+    asked: dict[str, Any] = {
+        "replicas": 3,
+        "router": f"dynamo{weight}",
+        "engine": engine,
+        "enable_kv_cache_reuse": True,
+    }
+    check(trace, tmp_path / "fleet", **asked, max_num_tokens=512, enable_chunked_context=True)
 
 
 def test_without_weight_it_is_the_router_by_tokens(tmp_path: Path) -> None:
