@@ -68,7 +68,9 @@ class Passage:
                 parts += [self._between(), last.attribution_s]
             line.attribution_s = _added(*parts)
         line.prefill_replica, line.decode_replica = self.prefill, self.decode
-        line.replica = self.prefill if self.decode is None else self.decode
+        ended_at = self.prefill if self.decode is None else self.decode
+        assert ended_at is not None
+        line.replica = ended_at
         return line
 
     def _between(self) -> dict[str, float]:
