@@ -31,6 +31,11 @@ if not Path("/dev/nvidiactl").exists():
 # The processes of pytest-xdist share the cores. Threads of their own would spend the time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests start hundreds of processes of this package. Without bytecode each of them would compile it again, and each
+# process of pytest-xdist the tests.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    sys.dont_write_bytecode = False
+
 # A shell without job control ignores Ctrl-C for its background jobs, and what they start inherits that: commands that
 # tests interrupt would go on.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -51,8 +51,12 @@ class CacheState:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the held positions that have no token. Beams share tokens, so that it is at least 0."""
-        return max(0.0, 1.0 - self.filled_tokens / self.held_tokens) if self.held_tokens else 0.0
+        return fragmentation(self.filled_tokens, self.held_tokens)
+
+
+def fragmentation(filled: int, held: int) -> float:
+    """Share of the held positions that have no token. Beams share tokens, so that it is at least 0."""
+    return max(0.0, 1.0 - filled / held) if held else 0.0
 
 
 # The cache of a record that is not complete yet.

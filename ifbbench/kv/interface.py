@@ -1,7 +1,6 @@
 """The interface of a KV cache: what schedulers ask, and what the token generation loop changes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
@@ -76,11 +75,6 @@ class KvCache(ABC):
     @abstractmethod
     def blocks_to_completion(self, request: Request) -> BlockCount:
         """Blocks that a context request may still take until all its reserved tokens are generated."""
-
-    def fitting(self, requests: Sequence[Request], available: BlockCount) -> tuple[int, BlockCount]:
-        """How many of the first `requests`, all in their context phase, fit into `available` blocks until they are
-        complete, and the blocks that they take. May be fewer than do fit."""
-        return 0, 0
 
     @abstractmethod
     def reserved_blocks(self, rows: Rows) -> BlockCount:

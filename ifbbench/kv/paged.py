@@ -1,7 +1,6 @@
 """The paged KV cache of one attention window: how many blocks sequences hold, take with each step, and still need."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Any
@@ -143,20 +142,6 @@ class PagedCache(KvCache):
             blocks += self._more_for_beams(request)
             self._of_waiting[request.slot] = request, blocks
         return blocks
-
-    def fitting(self, requests: Iterable[Request], available: int) -> tuple[int, int]:
-        window, count, taken = self.attention_window, 0, 0
-        size, bubble, kept = window.tokens_per_block, window.bubble, window.kept_tokens
-        for request in requests:
-            tokens = request.prompt_len + request.max_new_tokens
-            if tokens > kept or request.beam_width > 1 or not request.is_first_chunk:
-                needed = self.blocks_to_completion(request)
-            else:  # the usual case, and needed for every waiting request
-                needed = -(-(tokens + bubble) // size)
-            if taken + needed > available:
-                break
-            count, taken = count + 1, taken + needed
-        return count, taken
 
     def reserved_blocks(self, rows: Rows) -> int:
         if len(rows) == self.count:

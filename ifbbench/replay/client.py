@@ -19,7 +19,7 @@ from ifbbench.replay.priority_queue import PriorityQueue
 from ifbbench.rundir.metrics import distribution
 from ifbbench.schedulers.vllm.planner import TOGETHER
 from ifbbench.settings.config import RunConfig
-from ifbbench.workload.arrivals import predecessors, session_starts
+from ifbbench.workload.arrivals import predecessors, session_starts, waited_for
 from ifbbench.workload.trace import NO_ITERATION, NO_REQUEST, RequestColumns, Trace, TraceRequest, columns_of
 
 MILLISECONDS = 1000
@@ -53,7 +53,8 @@ class ReplayClient:
     keeps_outputs: the tokens of each request are kept in `outputs`, by its id.
     wait_sleep_s: `wait` looks for requests at such intervals instead of exactly when the next one arrives.
 
-    The turn of a session arrives `think_s` after the final response to the turn before, whatever that is.
+    The turn of a session arrives `think_s` after the final responses to the turn before, and to others that it waits
+    for, whatever they are.
     Requests are numbered in the order of submission; without sessions, that is their order in the trace.
 
     is_open_loop: no response lets a request arrive.
@@ -88,6 +89,7 @@ class ReplayClient:
         size = columns.arrival_s.itemsize * len(trace)
         self._arrivals = array("d", columns.arrival_s if self._keeps_arrivals else bytes(size))
         self._turns: dict[int, list[int]] = {}
+        self._num_unanswered: dict[int, int] = {}
         self._think_s = columns.think_s
         self._order: array[int] | None = None if columns.after is None else array("q")
         # Requests that come after no other, in order of arrival; the later turns with a known arrival, as a heap.
@@ -179,7 +181,10 @@ class ReplayClient:
             self.answered += 1
             self._room_s = now
             for index in self._turns.pop(response.request.index, ()):
-                self._begin_thinking(index, now)
+                self._num_unanswered[index] -= 1
+                if not self._num_unanswered[index]:
+                    del self._num_unanswered[index]
+                    self._begin_thinking(index, now)
             if not self._keeps_arrivals and now > self._duration_s:
                 self._num_first = self._next_first
             self._find_due()
@@ -239,12 +244,14 @@ class ReplayClient:
         """Note the turns that follow each request; returns the requests that follow no other."""
         before = predecessors(columns)
         session_starts(before)
-        for index in np.flatnonzero(before != NO_REQUEST).tolist():
-            self._turns.setdefault(int(before[index]), []).append(index)
+        for index, others in waited_for(columns, before).items():
+            self._num_unanswered[index] = len(others)
+            for other in others:
+                self._turns.setdefault(other, []).append(index)
         return array("q", np.flatnonzero(before == NO_REQUEST).tobytes())
 
     def _begin_thinking(self, index: int, now: float) -> None:
-        """The turn before this one has ended: its arrival is known."""
+        """All that this turn waits for has ended: its arrival is known."""
         assert self._think_s is not None
         arrival_s = self._arrivals[index] = now + self._think_s[index]
         if arrival_s <= self._duration_s:

@@ -25,12 +25,12 @@ def share_of(columns: RequestColumns) -> RequestColumns:
     recall = columns.recall
 
     def without_session(origin: int) -> TraceRequest:
-        return structs.replace(recall(origin), after=None, think_s=0.0)
+        return structs.replace(recall(origin), after=None, think_s=0.0, also_after=())
 
     empty: dict[str, Any] = {
         name: array(value.typecode) for name, value in vars(columns).items() if isinstance(value, array)
     }
-    return replace(columns, **empty | {"after": None, "think_s": None}, recall=without_session)
+    return replace(columns, **empty | {"after": None, "think_s": None, "also_after": {}}, recall=without_session)
 
 
 def append(share: RequestColumns, columns: RequestColumns, index: int, arrival_s: float) -> None:

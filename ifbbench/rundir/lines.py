@@ -15,7 +15,7 @@ from msgspec import UNSET, Raw
 from msgspec.json import Encoder, decode
 
 from ifbbench.compressed import open_to_write
-from ifbbench.engine.records import CacheState, IterationRecord
+from ifbbench.engine.records import CacheState, IterationRecord, fragmentation
 from ifbbench.engine.request import Request
 from ifbbench.engine.step_profile import StepProfile
 from ifbbench.engine.stretch import Stretch
@@ -252,9 +252,7 @@ class IterationLines:
                 continue
             line = lines[index % len(lines)]
             details = line.ifbbench
-            submit_s, end_s = stretch.submit_s[index], stretch.end_s[index]
             more, tokens = growth.more_blocks[index], growth.more_tokens[index]
-            line.timestamp = self._format_timestamp(stretch.epoch_s + start_s)
             line.iteration_counter = iteration
             if stretch.max_in_flight > 1 and isinstance(line, InflightLine):
                 line.microbatch_id = (first.micro_batch + index) % stretch.max_in_flight
@@ -264,12 +262,8 @@ class IterationLines:
             line.allocated_new_kv_cache_blocks = new + growth.more_new[index]
             if has_windows:
                 details.kv_cache_iteration_stats = _of_windows(growth.cache(index))
-            details.start_s, details.latency_ms = number(start_s), number((end_s - start_s) * 1000)
-            details.host_ms = number((submit_s - start_s) * 1000)
-            details.device_ms = number((end_s - submit_s) * 1000)
-            if self._delivered_s is not None:
-                details.delivery_ms = number((self._delivered_s[iteration] - end_s) * 1000)
-            details.kv_fragmentation = share_of(max(0.0, 1.0 - (filled + tokens) / (held + more * size)))
+            self._set_times(line, stretch.epoch_s + start_s, start_s, stretch.submit_s[index], stretch.end_s[index])
+            details.kv_fragmentation = share_of(fragmentation(filled + tokens, held + more * size))
             if self._as_executor:
                 completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
                 writer.add(executor_line(line, completed))
@@ -295,7 +289,7 @@ class IterationLines:
         # In each step of a static batch, a member generates a token or leaves its slot empty.
         scheduled = chunks + record.num_generation + record.idle if record.steps is None else chunks
         common = (
-            self._format_timestamp(record.timestamp),
+            "",  # see `_set_times`
             record.iteration,
             record.active,
             self._max_requests,
@@ -310,11 +304,25 @@ class IterationLines:
             chunks,
         )
         details = self._details(record, scheduled)
-        if self._is_static:
-            generated = chunks + record.num_generation
-            return StaticLine(*common, generated, record.num_context_tokens, record.idle, details)
         generation, tokens = record.num_generation, record.num_context_tokens
-        return InflightLine(*common, generation, tokens, record.micro_batch, len(record.paused), details)
+        line: InflightLine | StaticLine
+        if self._is_static:
+            line = StaticLine(*common, chunks + generation, tokens, record.idle, details)
+        else:
+            line = InflightLine(*common, generation, tokens, record.micro_batch, len(record.paused), details)
+        self._set_times(line, record.timestamp, record.start_s, record.submit_s, record.end_s)
+        return line
+
+    def _set_times(
+        self, line: InflightLine | StaticLine, timestamp: float, start_s: float, submit_s: float, end_s: float
+    ) -> None:
+        """Set all fields of times but those of passes and of a profile."""
+        details, delivered_s = line.ifbbench, self._delivered_s
+        line.timestamp = self._format_timestamp(timestamp)
+        details.start_s, details.latency_ms = number(start_s), number((end_s - start_s) * 1000)
+        details.host_ms, details.device_ms = number((submit_s - start_s) * 1000), number((end_s - submit_s) * 1000)
+        if delivered_s is not None and details.first_step is UNSET:
+            details.delivery_ms = number((delivered_s[line.iteration_counter] - end_s) * 1000)
 
     def _format_timestamp(self, timestamp: float) -> str:
         """Month-day-year hour:minute:second of seconds since the Unix epoch, in UTC. Formatted once a second."""
@@ -327,10 +335,10 @@ class IterationLines:
         start_s, submit_s, end_s, left_out = record.start_s, record.submit_s, record.end_s, record.left_out
         cache = record.cache
         details = IterationDetails(
-            number(start_s),
-            number((end_s - start_s) * 1000),
-            number((submit_s - start_s) * 1000),
-            number((end_s - submit_s) * 1000),
+            0.0,  # the times: see `_set_times`
+            0.0,
+            0.0,
+            0.0,
             UNSET,
             UNSET,
             UNSET,
@@ -358,8 +366,6 @@ class IterationLines:
         if record.steps is not None:
             details.first_step, details.last_step = record.steps
             return details
-        if self._delivered_s is not None:
-            details.delivery_ms = number((self._delivered_s[record.iteration] - end_s) * 1000)
         if record.loads:
             details.lora_loads = [load.task_id for load in record.loads]
         if (drafts := record.drafts) is not None:

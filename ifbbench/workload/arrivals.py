@@ -1,5 +1,6 @@
-"""Arrivals in sessions: a later turn arrives after the answer to the turn before."""
+"""Arrivals in sessions: a later turn arrives after the answer to the turn before, and to others that it waits for."""
 
+from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
 import numpy as np
@@ -29,3 +30,24 @@ def session_starts(before: Indices) -> Indices:
     if (before[first] != NO_REQUEST).any():
         raise InputError("sessions: requests come after each other in a circle (`after`); expected a first one.")
     return first
+
+
+def waited_for(columns: RequestColumns, before: Indices) -> dict[int, list[int]]:
+    """The positions of all requests that each later turn waits for, from `predecessors`; InputError if requests wait
+    for each other."""
+    found = {index: [int(before[index])] for index in np.flatnonzero(before != NO_REQUEST).tolist()}
+    if columns.also_after:
+        position = {request_id: index for index, request_id in enumerate(columns.request_id)}
+        for request_id, others in columns.also_after.items():
+            index = position.get(request_id, NO_REQUEST)
+            if index in found:
+                known = {position[other] for other in others if other in position}
+                found[index] += sorted(known.difference(found[index]))
+        try:
+            TopologicalSorter(found).prepare()
+        except CycleError as error:
+            circle = ", ".join(str(columns.request_id[index]) for index in error.args[1])
+            raise InputError(
+                f"sessions: requests {circle} wait for each other (`after`, `also_after`); expected a first one."
+            ) from error
+    return found

@@ -37,6 +37,10 @@ class Stream(IntEnum):
     REQUEST_CLASS = 10
     TASK_ID = 11
     SAMPLE = 12
+    SUB_REQUEST_SHARE = 13
+    SUB_REQUEST_COUNT = 14
+    SUB_REQUEST_INPUT_LENGTH = 15
+    SUB_REQUEST_OUTPUT_LENGTH = 16
 
 
 def generator(seed: int, stream: Stream, *key: int) -> Generator:

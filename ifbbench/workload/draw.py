@@ -17,6 +17,7 @@ from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.workload.distributions import Generator, Lengths, Stream, Times, generator
 from ifbbench.workload.prompts import runs_of, with_prefix
 from ifbbench.workload.spec import FROM_ANSWER, RequestClass, SharedPrefix, WorkloadSpec
+from ifbbench.workload.sub_requests import sub_requests_of, with_sub_requests
 from ifbbench.workload.trace import (
     NO_ORIGIN,
     NO_REQUEST,
@@ -41,7 +42,8 @@ MAX_NAMED_TOKENS = 2**24
 
 def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int | None = None) -> Trace:
     """The first `max_num_samples` requests drawn from `spec` (default: all), by arrival; a pure function of (spec,
-    seed). Conversations are drawn one after another, each with all its turns; the last may be cut off."""
+    seed). Conversations are drawn one after another, each with all its turns, and after each turn its sub-requests; the
+    last conversation may be cut off."""
     count = min(spec.num_requests, max_num_samples or spec.num_requests)
     classes = spec.request_classes()
     turns = draw_turns(classes, seed, count)
@@ -50,9 +52,9 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
     prompt_len, reserved, output_len = (np.empty(count, dtype=np.int64) for _ in range(3))
     origin = np.arange(count)
     drawn, position = [], np.empty(count, dtype=np.int64)
+    all_streams = [_Streams.of_class(seed, number, kind) for number, kind in enumerate(classes)]
     first_id = 0
-    for number, kind in enumerate(classes):
-        streams = _Streams.of_class(seed, number, kind)
+    for number, (kind, streams) in enumerate(zip(classes, all_streams, strict=True)):
         members = np.flatnonzero(turns.class_of == number)
         part = draw_class(kind, streams, turns.session_of[members], first_id)
         first_id = part.next_id
@@ -104,9 +106,16 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
         after=identifiers(np.where(follows, np.arange(count) - 1, NO_REQUEST)) if follows.any() else None,
         think_s=seconds(think_s) if follows.any() else None,
         class_names=tuple(kind.name for kind in classes if kind.name is not None),
-    ).by_arrival()
+    )
+    if follows.any() and any(map(sub_requests_of, classes)):
+
+        def system_prompt(index: int) -> list[PrefixRun]:
+            return drawn[class_of[index]].system_prompt(int(position[index]))
+
+        of_classes = [streams.of for streams in all_streams]
+        requests = with_sub_requests(requests, class_of, turns.turn_of, classes, of_classes, system_prompt)
     sha256 = hashlib.sha256(spec.canonical_text(seed).encode()).hexdigest()
-    return Trace(spec.name, requests, sha256, source)
+    return Trace(spec.name, requests.by_arrival(), sha256, source)
 
 
 class _Streams(NamedTuple):
@@ -190,9 +199,13 @@ class DrawnClass:
     task_ids: Indices | None
     next_id: int
 
+    def system_prompt(self, place: int) -> list[PrefixRun]:
+        """The shared prefix that the conversation begins with."""
+        return self.pools[self.pool_of[place]]
+
     def named_tokens(self, place: int) -> list[PrefixRun]:
         """The tokens of the prompt that other requests may have too."""
-        runs = self.pools[self.pool_of[place]]
+        runs = self.system_prompt(place)
         if self.tokens is None or self.first_ids is None:
             return runs
         length, first_id = int(self.tokens[place]), int(self.first_ids[place])

@@ -128,8 +128,8 @@ class IfbbenchFormat(TraceFormat):
 
     Either of the last two stands in for the other. If the first rows have no `arrival_s`, all requests arrive at once.
     Optional: `request_id` (default: the row's number, from 0), `priority`, `beam_width`, `lora_task_id`, `stop_ids`,
-    `class`, `after` with `think_s`, `added_in`, `added_with`, `stopped_in`; beside `prompt_len`, `prefix_ids` and
-    `prefix_lens`. Other keys are ignored.
+    `class`, `after` with `think_s` and `also_after`, `added_in`, `added_with`, `stopped_in`; beside `prompt_len`,
+    `prefix_ids` and `prefix_lens`. Other keys are ignored.
     `write_trace` is the inverse.
     """
 
@@ -183,8 +183,18 @@ class IfbbenchFormat(TraceFormat):
                 added_in=None if added_in is None else integer(added_in, "added_in", 0, MAX_ID),
                 added_with=0 if (given := get("added_with")) is None else integer(given, "added_with", 0, MAX_LENGTH),
                 stopped_in=None if stopped_in is None else integer(stopped_in, "stopped_in", 0, MAX_ID),
+                also_after=_also_after(row),
             ),
         )
+
+
+def _also_after(row: Row) -> tuple[int, ...]:
+    """`also_after` of a row in ifbbench's format."""
+    if row.get("also_after") is None:
+        return ()
+    if row.get("after") is None:
+        raise InputError("also_after is given without after; expected both, or `after` alone.")
+    return integers(row["also_after"], "also_after", "request id", 0, MAX_ID)
 
 
 def token_ids(row: Row, name: str) -> tuple[int, ...]:
@@ -273,6 +283,8 @@ def _line(request: TraceRequest) -> str:
         record["class"] = request.request_class
     if request.after is not None:
         record |= {"after": request.after, "think_s": request.think_s}
+    if request.also_after:
+        record["also_after"] = request.also_after
     for name in ("added_in", "added_with", "stopped_in"):
         if (value := getattr(request, name)) is not None and (name, value) != ("added_with", 0):
             record[name] = value

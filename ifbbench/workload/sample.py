@@ -84,4 +84,5 @@ class Sample:
                 arrival_s=round((request.arrival_s - start_s) * self._factor, ARRIVAL_DECIMALS),
                 after=None if is_first else request.after,
                 think_s=0.0 if is_first else request.think_s,
+                also_after=() if is_first else tuple(other for other in request.also_after if other in self._ids),
             )

@@ -37,6 +37,7 @@ KIND_NAMES: dict[Any, str] = {kind: name for kinds in (LENGTHS, DURATIONS, ARRIV
 MAX_POOLS = 10_000_000
 MAX_REQUESTS = 1_000_000_000
 FROM_ARRIVAL, FROM_ANSWER = "arrival", "answer"
+SYSTEM_PROMPT, CONVERSATION = "system_prompt", "conversation"
 ALL_AT_ONCE = AllAtOnce()
 
 
@@ -54,16 +55,34 @@ class SharedPrefix(Limited):
 
 
 @dataclass(frozen=True)
+class SubRequests(Limited):
+    """Requests that a turn of an agent's conversation starts at once when it is answered; the next turn waits for them.
+
+    count: how many; share: of the turns that start any, the last turn of a conversation starts none.
+    prompt_len: what each adds to the context that it begins with. context: None, the system prompt alone; or
+        CONVERSATION, the whole prompt of the turn.
+    """
+
+    count: LengthDistribution
+    prompt_len: LengthDistribution
+    output_len: LengthDistribution
+    share: Annotated[float, {"minimum": 0, "maximum": 1}] = 1.0
+    context: str | None = None
+
+
+@dataclass(frozen=True)
 class Sessions:
     """Conversations of `turns` turns, `think_time` seconds apart.
 
     think_from: what the think time of a turn follows: None, the arrival of the turn before it, answered or not; or
         FROM_ANSWER, the end of its answer, which only the replay knows (`after` and `think_s` of TraceRequest).
+    sub_requests: with FROM_ANSWER only.
     """
 
     turns: LengthDistribution
     think_time: DurationDistribution
     think_from: str | None = None
+    sub_requests: SubRequests | None = None
 
 
 @dataclass(frozen=True)
@@ -227,7 +246,21 @@ def _sessions(value: Any) -> Sessions:
         _chosen(values["think_time"], DURATIONS, "sessions.think_time"),
         # As None, the default stays out of the canonical text.
         None if start == FROM_ARRIVAL else start,
+        _sub_requests(values["sub_requests"], start) if "sub_requests" in values else None,
     )
+
+
+def _sub_requests(value: Any, think_from: str) -> SubRequests:
+    name = "sessions.sub_requests"
+    values = _arguments(SubRequests, value, name)
+    if think_from != FROM_ANSWER:
+        raise InputError(f"{name}: the next turn waits for their answers; expected sessions.think_from {FROM_ANSWER}.")
+    context = fields.choice(values.get("context", SYSTEM_PROMPT), f"{name}.context", (SYSTEM_PROMPT, CONVERSATION))
+    lengths = {key: _chosen(values[key], LENGTHS, f"{name}.{key}") for key in ("count", "prompt_len", "output_len")}
+    with located(name):
+        return SubRequests(
+            **lengths, share=values.get("share", 1.0), context=None if context == SYSTEM_PROMPT else context
+        )
 
 
 def _task_ids(value: Any) -> TaskIds:

@@ -1,7 +1,7 @@
 """A trace: the requests of a workload, stored as columns of numbers (36 bytes a request), and what they reserve."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
@@ -39,6 +39,8 @@ class TraceRequest(Struct, frozen=True, gc=False):
     stop_ids: token ids that end the request if it makes one before `output_len`.
     request_class: the class of requests that figures are also given for, such as `chat`; None if there are no classes.
     after: the request_id of the turn before in the session; the request arrives `think_s` seconds after its end.
+    also_after: the request_ids of others whose ends it waits for, such as those of sub-agents; `think_s` counts from
+        the last of all ends. Empty without `after`.
     added_in, stopped_in: of a recorded engine, the iteration before which the request entered its queue, and the one
         before which its client stopped it; None where that is not known, or it was not stopped.
     added_with: iterations that were in flight when the request entered the queue.
@@ -62,6 +64,7 @@ class TraceRequest(Struct, frozen=True, gc=False):
     added_in: int | None = None
     added_with: int = 0
     stopped_in: int | None = None
+    also_after: tuple[int, ...] = ()
 
     @property
     def has_only_numbers(self) -> bool:
@@ -190,6 +193,7 @@ class RequestColumns(Sequence[TraceRequest]):
     priority: None if every request has the default.
     class_of: the position of each request's class in `class_names`, NO_CLASS if it has none; None if none has one.
     after: NO_REQUEST for a request that follows no other; with `think_s`, None if there are no sessions.
+    also_after: by request_id, of the requests that wait for more than one.
     added_in, stopped_in: NO_ITERATION where a request has none; with `added_with`, None if no request has one.
     """
 
@@ -211,6 +215,7 @@ class RequestColumns(Sequence[TraceRequest]):
     added_in: "Integers | None" = None
     added_with: "Integers | None" = None
     stopped_in: "Integers | None" = None
+    also_after: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -278,6 +283,7 @@ class ColumnsBuilder:
         self._classes: dict[str, int] = {}
         self._after: Integers | None = None
         self._think_s: Floats = array(SECONDS)
+        self._also_after: dict[int, tuple[int, ...]] = {}
         self._added_in: Integers | None = None
         self._stopped_in: Integers = array(ID)
         self._added_with: Integers = array(LENGTH)
@@ -308,6 +314,8 @@ class ColumnsBuilder:
         if self._after is not None:
             self._after.append(NO_REQUEST if request.after is None else request.after)
             self._think_s.append(request.think_s)
+        if request.also_after:
+            self._also_after[request.request_id] = request.also_after
         if self._added_in is None and request.added_in is not None:
             self._added_in, self._stopped_in = (identifiers([NO_ITERATION]) * (len(columns) - 1) for _ in range(2))
             self._added_with = integers([0]) * (len(columns) - 1)
@@ -336,6 +344,7 @@ class ColumnsBuilder:
             class_names=tuple(self._classes),
             after=self._after,
             think_s=None if self._after is None else self._think_s,
+            also_after=self._also_after,
             added_in=self._added_in,
             stopped_in=None if self._added_in is None else self._stopped_in,
             added_with=None if self._added_in is None else self._added_with,

@@ -311,7 +311,7 @@ def test_a_silent_server_is_a_timeout(tmp_path: Path) -> None:
         await asyncio.sleep(30)
 
     with fake_endpoint(answer) as server:
-        summary = replay(server, tmp_path, count=1, endpoint_timeout=0.1)
+        summary = replay(server, tmp_path, count=1, endpoint_timeout=1.0)
     assert summary["endpoint"]["errors"] == {"timeout": 1}
 
 

@@ -104,7 +104,8 @@ async def endless_comments(_: Received, writer: Writer) -> None:
 )
 def test_an_answer_without_end_ends(answer: Answer, kind: str, tmp_path: Path) -> None:
     with fake_endpoint(answer) as server:
-        summary = replay(server, tmp_path, count=3, endpoint_max_time=1.0)
+        # What has a limit of its own reaches it first, also on a busy machine.
+        summary = replay(server, tmp_path, count=3, endpoint_max_time=1.0 if kind == "too_long" else 300.0)
     assert summary["requests"] == {"total": 3, "completed": 0, "failed": 3}
     assert summary["endpoint"]["errors"] == {kind: 3}
     result = CliRunner().invoke(main, ["report", str(tmp_path / "run")])

@@ -10,7 +10,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
+import transformers
 
 from ifbbench.engine.beam_search import BeamSearch
 from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams, StopConditions
@@ -37,7 +37,7 @@ def one_thread():
 def model():
     """A random model whose distributions are sharp enough for beams to differ and end tokens to come up."""
     torch.manual_seed(3)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
@@ -49,7 +49,7 @@ def model():
         eos_token_id=None,
         pad_token_id=None,
     )
-    return LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 @cache
@@ -115,7 +115,7 @@ def ends_with(prompt_len, sequences):
 
 def generate(prompt, width, sampling, stop):
     """What `transformers` makes of it: tokens, beam indices and scores of each beam, and how many steps it took."""
-    config = GenerationConfig(
+    config = transformers.GenerationConfig(
         num_beams=width,
         num_return_sequences=width,
         do_sample=False,
@@ -127,7 +127,7 @@ def generate(prompt, width, sampling, stop):
         return_dict_in_generate=True,
         output_scores=True,
     )
-    criteria = StoppingCriteriaList([ends_with(len(prompt), stop.stop_sequences)])
+    criteria = transformers.StoppingCriteriaList([ends_with(len(prompt), stop.stop_sequences)])
     inputs = torch.tensor([prompt])
     out = model().generate(inputs, config, None, criteria, attention_mask=torch.ones_like(inputs))
     lengths = (out.beam_indices >= 0).sum(dim=1).tolist()

@@ -26,7 +26,7 @@ def test_ends_are_those_of_the_counters(overlap: Overlap | None) -> None:
         running = [request for request in table.requests.values() if request.in_generation]
         if running:
             rows = np.array([request.slot for request in running], np.int64)
-            assert ends.steps_to_first(limits.max_in_flight) == steps_to_first_end(limits, table, rows)
+            assert max(ends.steps_to_first(limits.max_in_flight), 1) == steps_to_first_end(limits, table, rows)
             table.generated[rows] += 1
         ends.scheduled += 1
         if table.free_rows and draw.random() < 0.3:
@@ -47,7 +47,8 @@ def test_ends_are_those_of_the_counters(overlap: Overlap | None) -> None:
             collected = in_flight.pop(0)
             generating = np.array([one.slot for one in table.requests.values() if one.in_generation], np.int64)
             table.confirmed[generating] += 1  # `Ends` counts those of ending requests
-            done = ends.collect(1)
+            ends.collect(1)
+            done = ends.completed()
             full = [one for one in collected if table.confirmed[one.slot] == table.stop_after[one.slot]]
             assert {one.request_id for one in done} == {one.request_id for one in full}
             num_ended += len(done)

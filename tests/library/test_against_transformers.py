@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from ifbbench import BatchManager, InferenceRequest, SamplingParams
 from ifbbench.engine.sampling_params import EarlyStopping
@@ -52,7 +52,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(11)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
@@ -66,13 +66,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=None,
     )
     directory = tmp_path_factory.mktemp("checkpoint")
-    LlamaForCausalLM(config).save_pretrained(directory)
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Any:
-    return LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

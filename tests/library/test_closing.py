@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -205,6 +206,12 @@ def test_of_several_threads_one_steps_and_the_others_are_refused():
     check_nothing_leaked(manager)
 
 
+def waits(thread: int) -> bool:
+    """Whether a thread waits for an event."""
+    frame = sys._current_frames()[thread]
+    return frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "wait"
+
+
 @pytest.mark.parametrize("way", ["close", "abort"])
 def test_ctrl_c_in_close_loses_no_response(way):
     client, is_interrupted = Client(request_of(request_id) for request_id in range(5)), threading.Event()
@@ -213,7 +220,8 @@ def test_ctrl_c_in_close_loses_no_response(way):
     def poll():
         if not is_interrupted.is_set():
             assert closes.wait(PATIENCE_S)
-            time.sleep(0.05)  # close() now waits for this thread
+            while not waits(main_thread):  # close() waits for this thread
+                time.sleep(0.001)
             signal.pthread_kill(main_thread, signal.SIGINT)
             assert is_interrupted.wait(PATIENCE_S)
         return ()
@@ -272,10 +280,11 @@ def test_an_executor_stays_its_makers_to_close_and_a_model_does_not():
 def test_a_manager_that_is_deleted_ends(is_idle):
     """Its requests get an error response, and the model is closed."""
     client = Client([] if is_idle else [request_of(request_id, max_new_tokens=30) for request_id in range(4)])
-    fetched = threading.Event()
+    fetched, deleted = threading.Event(), threading.Event()
 
     def stats(text):
         fetched.set()
+        assert deleted.wait(PATIENCE_S)  # no request ends before
         time.sleep(0.02)
 
     manager = tiny_manager_of(client, callbacks={} if is_idle else {"return_batch_manager_stats": stats})
@@ -286,6 +295,7 @@ def test_a_manager_that_is_deleted_ends(is_idle):
     closed = threading.Event()
     with patch.object(manager._owned_executor, "close", closed.set):
         del manager
+        deleted.set()
         gc.collect()
         thread.join(PATIENCE_S)
     assert gone() is None

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from transformers import LlamaForCausalLM
+import transformers
 
 from ifbbench import BatchManager, InferenceRequest
 from ifbbench.errors import InputError
@@ -37,10 +36,12 @@ BROUGHT: dict[str, Any] = {"lora_device_mem_fraction": 0.01}
 @pytest.fixture(scope="module")
 def lora_dir(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The adapters of ADAPTERS as PEFT saves them, task 0 to 3."""
+    from peft import LoraConfig, get_peft_model  # it takes seconds, of each process that collects the tests
+
     directory = tmp_path_factory.mktemp("loras")
     for number, (name, settings) in enumerate(ADAPTERS.items()):
         torch.manual_seed(number)
-        base = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        base = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         model = get_peft_model(base, LoraConfig(**settings))
         for parameter_name, parameter in model.named_parameters():
             if "lora_" in parameter_name:
@@ -52,9 +53,13 @@ def lora_dir(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def references(checkpoint: Path, lora_dir: Path) -> dict[int | None, Any]:
     """The model with the adapter of each task, and without."""
-    found: dict[int | None, Any] = {None: LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()}
+    from peft import PeftModel
+
+    found: dict[int | None, Any] = {
+        None: transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    }
     for number, path in enumerate(sorted(lora_dir.iterdir())):
-        base = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        base = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         found[number] = PeftModel.from_pretrained(base, path).eval()
     return found
 
@@ -157,7 +162,10 @@ def test_beams(checkpoint: Path, lora_dir: Path, references: dict[int | None, An
 
 def as_arrays(checkpoint: Path, path: Path) -> tuple[np.ndarray, np.ndarray]:
     """A saved adapter in TensorRT-LLM's layout: `lora_weights` and `lora_config`."""
-    model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), path)
+    from peft import PeftModel, get_peft_model_state_dict
+
+    base = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, path)
     state = get_peft_model_state_dict(model)
     numbers = {module.name: module.number for module in lora_modules(load_model_config(checkpoint))}
     rows, config = [], []

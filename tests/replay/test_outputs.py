@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
@@ -21,7 +21,7 @@ NUM_REQUESTS = 12
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=48,
         intermediate_size=96,
@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=END_TOKEN,
     )
     directory = tmp_path_factory.mktemp("checkpoint")
-    LlamaForCausalLM(config).save_pretrained(directory)
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 
 
@@ -63,7 +63,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, trace: Path) -> dict[int, list[int]]:
     """request id → greedy tokens of transformers, cut at the first near tie."""
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     answers = {}
     for row in map(json.loads, trace.read_text().splitlines()):
         tokens, answer = list(row["prompt_tokens"]), []

@@ -22,9 +22,8 @@ from ifbbench.replay import rank_processes
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.torch.ranks import launched_place, place_in_environment
+from tests.processes import PATIENCE_S, check_ended, children_of
 from tests.replay.ranked_runs import ROOT, SIZES, run, simulated_digest, write_trace
-
-START_S, END_S = 300.0, 300.0
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +89,25 @@ def test_no_rank_times_out_while_no_request_is_there(tmp_path: Path) -> None:
 # Ranks that fail.
 
 
+@pytest.fixture(scope="module")
+def long_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 requests with long outputs, so that a run of them does not end before a test ends it."""
+    row = {"arrival_s": 0.0, "prompt_len": 20, "output_len": 100, "max_new_tokens": 100}
+    path = tmp_path_factory.mktemp("trace") / "long.jsonl"
+    path.write_text("".join(json.dumps({"request_id": number, **row}) + "\n" for number in range(64)))
+    return path
+
+
 @contextmanager
 def started(trace: Path, directory: Path, *options: str, status: int) -> Iterator[list[int]]:
     """The command, and the process ids of its ranks followed by its own, once it has run iterations. It must end with
     `status` after the block, and no process may be left."""
-    lengths = ["--reserve", "fixed:60", "--max_batch_size", "4"]
-    sizes = [text for name, value in SIZES.items() if name != "max_batch_size" for text in (f"--{name}", str(value))]
+    settings = SIZES | {"max_batch_size": 2}
+    sizes = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     sizes = [text for text in sizes if text != "True"]
     command = [sys.executable, "-m", "ifbbench", "run", str(trace), "--output", str(directory), "--quiet"]
     process = subprocess.Popen(
-        [*command, *sizes, *lengths, "--tp_size", "2", *options],
+        [*command, *sizes, "--tp_size", "2", *options],
         text=True,
         stderr=subprocess.PIPE,
         cwd=ROOT,
@@ -107,32 +115,20 @@ def started(trace: Path, directory: Path, *options: str, status: int) -> Iterato
     )
     pids: list[int] = []
     try:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + PATIENCE_S
         while not pids and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.02)
             iterations = directory / "iterations.jsonl"
             if iterations.exists() and iterations.stat().st_size:
                 pids = [row["pid"] for row in json.loads((directory / "run.json").read_text())["ranks"]]
         yield [*pids, process.pid]
-        errors = process.communicate(timeout=END_S)[1]
+        errors = process.communicate(timeout=PATIENCE_S)[1]
         (directory / "errors.txt").write_text(errors)
         assert process.returncode == status, errors
     finally:
         process.kill()
         process.wait()
-    deadline = time.monotonic() + END_S
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, pids))
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs. A zombie does not."""
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    check_ended(pids)
 
 
 def message_of(directory: Path) -> str:
@@ -147,8 +143,8 @@ def check_readable(directory: Path) -> None:
     assert "Partial" in result.output
 
 
-def test_a_rank_that_is_killed(trace: Path, tmp_path: Path) -> None:
-    with started(trace, tmp_path / "run", status=1) as pids:
+def test_a_rank_that_is_killed(long_trace: Path, tmp_path: Path) -> None:
+    with started(long_trace, tmp_path / "run", status=1) as pids:
         os.kill(pids[1], signal.SIGKILL)
     message = message_of(tmp_path / "run")
     assert message.startswith("Error: the run ended early: rank 1 was killed by SIGKILL, perhaps for lack of memory (")
@@ -157,8 +153,8 @@ def test_a_rank_that_is_killed(trace: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs(trace: Path, tmp_path: Path) -> None:
-    with started(trace, tmp_path / "run", "--rank_timeout", "5", status=1) as pids:
+def test_a_rank_that_hangs(long_trace: Path, tmp_path: Path) -> None:
+    with started(long_trace, tmp_path / "run", "--rank_timeout", "5", status=1) as pids:
         os.kill(pids[1], signal.SIGSTOP)
     assert "rank 1 did not answer for 5 s, the limit of --rank_timeout" in message_of(tmp_path / "run")
     check_readable(tmp_path / "run")
@@ -218,19 +214,17 @@ def test_an_interrupt_while_ranks_start(trace: Path, tmp_path: Path) -> None:
         cwd=ROOT,
         env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
     )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + START_S
-    while len(children.read_text().split()) < 2 and time.monotonic() < deadline:
+    deadline = time.monotonic() + PATIENCE_S
+    while len(children_of(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=END_S)
+    printed, _ = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, printed.strip()) == (130, "Interrupted.")
 
 
 @pytest.mark.slow
-def test_an_interrupt(trace: Path, tmp_path: Path) -> None:
-    with started(trace, tmp_path / "run", status=130) as pids:
-        time.sleep(1)  # until iterations run
+def test_an_interrupt(long_trace: Path, tmp_path: Path) -> None:
+    with started(long_trace, tmp_path / "run", status=130) as pids:
         os.kill(pids[-1], signal.SIGINT)
     assert re.match(r"Interrupted. \d+ of 64 requests were done; results are kept in", message_of(tmp_path / "run"))
     check_readable(tmp_path / "run")
@@ -240,9 +234,9 @@ def test_an_interrupt(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "sign"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (-1, signal.SIGKILL), (-1, signal.SIGTERM)]
 )
-def test_other_processes_that_die_or_hang(trace: Path, tmp_path: Path, rank: int, sign: signal.Signals) -> None:
+def test_other_processes_that_die_or_hang(long_trace: Path, tmp_path: Path, rank: int, sign: signal.Signals) -> None:
     status = 1 if rank == 0 else {signal.SIGKILL: -sign, signal.SIGTERM: 130}[sign]
-    with started(trace, tmp_path / "run", "--rank_timeout", "2", status=status) as pids:
+    with started(long_trace, tmp_path / "run", "--rank_timeout", "2", status=status) as pids:
         os.kill(pids[rank], sign)
     if rank == 0:
         expected = "was killed by SIGKILL" if sign == signal.SIGKILL else "did not answer for 2 s"
@@ -259,9 +253,9 @@ def test_other_processes_that_die_or_hang(trace: Path, tmp_path: Path, rank: int
         ("Differs", r"rank 1 decided otherwise than rank 0 in iteration \d+\."),
     ],
 )
-def test_a_rank_that_fails_or_hangs_in_a_policy(trace: Path, tmp_path: Path, policy: str, message: str) -> None:
+def test_a_rank_that_fails_or_hangs_in_a_policy(long_trace: Path, tmp_path: Path, policy: str, message: str) -> None:
     options = ["--policy", f"tests.replay.odd_rank_policies:{policy}", "--rank_timeout", "2"]
-    with started(trace, tmp_path / "run", *options, status=1):
+    with started(long_trace, tmp_path / "run", *options, status=1):
         pass
     assert re.search(message, message_of(tmp_path / "run"))
     check_readable(tmp_path / "run")

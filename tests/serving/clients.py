@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,9 +83,15 @@ class Stream:
 
 
 async def stream_completion(
-    port: int, body: dict[str, Any], *, leave_after: int | None = None, pause_s: float = 0.0
+    port: int,
+    body: dict[str, Any],
+    *,
+    leave_after: int | None = None,
+    pause_s: float = 0.0,
+    begun: asyncio.Event | threading.Event | None = None,
 ) -> Stream:
-    """Stream one completion. leave_after: close the connection after so many chunks. pause_s: wait before each read."""
+    """Stream one completion. leave_after: close the connection after so many chunks. pause_s: wait before each read.
+    begun: is set with the first chunk."""
     content = json.dumps({"stream": True, **body}).encode()
     seen = Stream(start_s=time.perf_counter())
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**22)
@@ -98,6 +105,8 @@ async def stream_completion(
         async for line in reader:
             if not line.startswith(b"data: {"):
                 continue
+            if begun is not None:
+                begun.set()
             chunk = json.loads(line[6:])
             if "error" in chunk:
                 seen.error = chunk["error"]["message"]

@@ -21,7 +21,7 @@ POST = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with server_process(*MODEL, "--receive_timeout", "0.5") as running:
+    with server_process(*MODEL, "--receive_timeout", "2") as running:
         yield running
 
 

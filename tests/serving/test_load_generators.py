@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import openai
 import pytest
 
 from tests.serving.clients import server_process
@@ -281,6 +280,7 @@ def test_locust(endpoint: str, tmp_path: Path) -> None:
 @both
 def test_openai(endpoint: str, tmp_path: Path) -> None:
     """A script with the package of OpenAI: one request after the other."""
+    import openai
 
     def measure(url: str) -> tuple[int, dict[str, float]]:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")

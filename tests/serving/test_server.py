@@ -1,19 +1,23 @@
 """A server on the CPU, as the `openai` package sees it: its answers, and the run directory that it records."""
 
+from __future__ import annotations
+
 import json
 import math
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
 from tests.serving.clients import ServerProcess, server_process
+
+if TYPE_CHECKING:  # it takes most of a second, of each process that collects the tests
+    import openai
 
 KEY = "secret"
 PROMPT = [5, 6, 7, 8, 9]
@@ -50,6 +54,8 @@ def server(recorded: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as found:
         yield found
 
@@ -66,6 +72,8 @@ def ids_of(choice: Any) -> list[int]:
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    import openai
+
     (model,) = client.models.list().data
     assert (model.id, model.object) == ("tiny", "model")
     assert client.models.retrieve("tiny").id == "tiny"
@@ -207,6 +215,8 @@ def test_a_stop_token_ends_a_choice(client: openai.OpenAI) -> None:
 
 
 def test_beams(client: openai.OpenAI) -> None:
+    import openai
+
     answer = complete(client, n=3, max_tokens=5, extra_body={"use_beam_search": True})
     outputs = [tuple(ids_of(choice)) for choice in answer.choices]
     assert len(set(outputs)) == 3
@@ -246,6 +256,8 @@ def test_processors_of_logits(client: openai.OpenAI) -> None:
     ],
 )
 def test_bad_fields_are_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         complete(client, **fields)
     assert caught.value.type == "invalid_request_error"

@@ -1,6 +1,7 @@
 """The service without HTTP: failing engines, requests stopped in the queue, the paced clock, synthetic tokens."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -42,15 +43,21 @@ class Failing(NullExecutor):
 
 
 class Waiting(NullExecutor):
-    """Takes a moment for each batch."""
+    """Takes a moment for each batch. may_go_on: what it waits for in its third one."""
+
+    def __init__(self, may_go_on: threading.Event | None = None) -> None:
+        self._may_go_on, self._batches = may_go_on, 0
 
     def submit(self, batch: Batch) -> None:
+        self._batches += 1
+        if self._may_go_on is not None and self._batches == 3:
+            assert self._may_go_on.wait(300)
         time.sleep(0.002)
 
 
-def slow_engine() -> Engine:
+def slow_engine(may_go_on: threading.Event | None = None) -> Engine:
     engine = engine_of(NULL.with_values(max_batch_size=1))
-    return replace(engine, executor=SyntheticTokens(Waiting(), [65], engine.limits.num_slots))
+    return replace(engine, executor=SyntheticTokens(Waiting(may_go_on), [65], engine.limits.num_slots))
 
 
 def run(use: Callable[[Service], Awaitable[None]], engine: Engine, max_queue_size: int = 10) -> LiveStatistics:
@@ -110,7 +117,8 @@ def test_a_failed_engine_answers_all_and_takes_no_more() -> None:
 
 def test_higher_priorities_run_first() -> None:
     """Also before requests that the engine has fetched, and those of one priority in order of arrival."""
-    engine = slow_engine()
+    all_are_there = threading.Event()  # before it, the first request does not end
+    engine = slow_engine(all_are_there)
     order: list[int] = []
 
     class Noted(Generation):
@@ -125,6 +133,7 @@ def test_higher_priorities_run_first() -> None:
         # More than the engine fetches in advance.
         low = service.submit([PROMPT] * 20, Noted)
         high = service.submit([replace(PROMPT, priority=0.9)] * 12 + [replace(PROMPT, priority=2.0)], Noted)
+        all_are_there.set()
         await ended([*first, *low, *high])
 
     statistics = run(use, engine, max_queue_size=50)
@@ -136,7 +145,7 @@ def test_requests_stopped_in_the_queue_never_run() -> None:
     engine = slow_engine()
 
     async def use(service: Service) -> None:
-        (running,) = service.submit([replace(PROMPT, max_new_tokens=200)])
+        (running,) = service.submit([replace(PROMPT, max_new_tokens=2000)])
         waiting = service.submit([PROMPT] * 15)
         service.cancel(waiting)
         await ended(waiting)

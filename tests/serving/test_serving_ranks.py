@@ -7,11 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,14 @@ import pytest
 from ifbbench.build.engine import build_engine, generate
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
-from tests.replay.test_ranks import check_readable, is_alive
+from tests.processes import PATIENCE_S, check_ended
+from tests.replay.test_ranks import check_readable
 from tests.serving.clients import ROOT, ServerProcess, announced, server_process, stream_completion
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "model": "tiny", "max_seq_len": 512, "max_batch_size": 4}
 OUTPUT_LEN = 12
 PROMPTS = [[(7 * number + index) % 4096 for index in range(3 + 5 * number)] for number in range(9)]
 SPLITS = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
-# As long as a rank may take to notice that another one has ended, and to write what is recorded.
-END_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,6 @@ def serving(directory: Path, *options: str, **split: int) -> Iterator[ServerProc
 
 def pids_of(directory: Path) -> list[int]:
     return [row["pid"] for row in json.loads((directory / "run.json").read_text()).get("ranks", [])]
-
-
-def check_ended(pids: list[int]) -> None:
-    deadline = time.monotonic() + END_S
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, pids))
 
 
 def complete(server: ServerProcess, prompt: list[int]) -> list[int]:
@@ -143,7 +137,7 @@ def test_ranks_of_a_launcher(expected: list[list[int]]) -> None:
         processes[1].send_signal(signal.SIGTERM)
         assert complete(server, PROMPTS[3]) == expected[3]
         assert server.end()[0] == 0
-    printed, _ = processes[1].communicate(timeout=END_S)
+    printed, _ = processes[1].communicate(timeout=PATIENCE_S)
     assert processes[1].returncode == 0, printed
 
 
@@ -151,7 +145,7 @@ def test_a_server_ends_when_its_engine_fails(tmp_path: Path) -> None:
     """Also without other ranks."""
     policy = "tests.replay.odd_rank_policies:FailsInRank0"
     with busy(tmp_path / "run", "--policy", policy, tp_size=1) as (server, _):
-        printed, _ = server.process.communicate(timeout=END_S)
+        printed, _ = server.process.communicate(timeout=PATIENCE_S)
         assert server.process.returncode == 1, printed
     assert re.search("Error: the batch manager ended early: policy .* failed: .*no memory", printed)
 
@@ -165,11 +159,13 @@ def busy(
     with serving(directory, *options, tp_size=tp_size) as server, ThreadPoolExecutor(1) as threads:
         body = {"prompt": [3, 1, 4], "max_tokens": 500, "ignore_eos": True}
         complete(server, [1, 2, 3])
-        streaming = threads.submit(lambda: asyncio.run(stream_completion(server.port, body, pause_s=0.05)))
-        time.sleep(0.3)
+        begun = threading.Event()
+        stream = partial(stream_completion, server.port, body, pause_s=0.05, begun=begun)
+        streaming = threads.submit(lambda: asyncio.run(stream()))
+        assert begun.wait(PATIENCE_S)
         pids = pids_of(directory)
         yield server, pids
-        assert streaming.exception(END_S) is not None or streaming.result().tokens < 500
+        assert streaming.exception(PATIENCE_S) is not None or streaming.result().tokens < 500
     check_ended([*pids, server.process.pid])
     if is_partial:
         check_readable(directory)
@@ -179,7 +175,7 @@ def busy(
 
 def check_message(server: ServerProcess, message: str) -> None:
     """The server ends by itself with this one error, and its streams with an error or a broken connection."""
-    printed, _ = server.process.communicate(timeout=END_S)
+    printed, _ = server.process.communicate(timeout=PATIENCE_S)
     assert server.process.returncode == 1, printed
     assert [line for line in printed.splitlines() if re.match(f"Error: the server ended early: {message}", line)]
     assert "Traceback" not in printed

@@ -375,8 +375,9 @@ def test_sigterm_answers_what_was_accepted(tmp_path: Path) -> None:
 
         async def drain() -> tuple[Stream, int]:
             body = {"prompt": "abc", "max_tokens": 150, "stream_options": {"include_usage": True}}
-            task = asyncio.create_task(stream_completion(server.port, body))
-            await until(server, "active", 1)
+            begun = asyncio.Event()
+            task = asyncio.create_task(stream_completion(server.port, body, begun=begun))
+            await begun.wait()
             server.process.send_signal(signal.SIGTERM)
             stream = await task
             return stream, await asyncio.to_thread(server.process.wait, 300)

@@ -21,8 +21,8 @@ from ifbbench.replay.run import run_trace
 from ifbbench.serving.library.request_tensors import TENSORS
 from ifbbench.serving.triton_repository import OTHER_TYPES
 from ifbbench.settings.config import RunConfig
+from tests.processes import check_ended
 from tests.replay.test_ranks import check_readable
-from tests.serving.test_serving_ranks import check_ended
 from tests.serving.triton_clients import MODEL, Stream, Triton, inputs, scrape, start, triton, wait_for
 
 missing = [name for name in ("pytriton", "tritonclient") if importlib.util.find_spec(name) is None]

@@ -23,6 +23,7 @@ from ifbbench.studies.point_table import read_sweep
 from ifbbench.studies.sweep import MAX_KEPT_RUNS, LocalProcesses, remove_runs, run_sweep
 from ifbbench.workload.load import read_source
 from ifbbench.workload.trace import Trace
+from tests.processes import check_ended, children_of
 
 
 @cache
@@ -395,8 +396,10 @@ def test_a_killed_sweep_gives_the_same_table_when_it_is_started_again(tmp_path):
     lines = tmp_path / "killed" / "points.jsonl"
     while killed.poll() is None and not (lines.exists() and lines.read_bytes().count(b"\n") > 4):
         sleep(0.01)
+    workers = children_of(killed.pid) if killed.poll() is None else []
     killed.kill()
     killed.wait()
+    check_ended(workers)  # they end with it, and have the lock of the directory until then
     ended = lines.read_bytes().count(b"\n") - 1
     assert ended > 3
     again = CliRunner().invoke(main, [*arguments, str(tmp_path / "killed")])

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +16,14 @@ from ifbbench.kv.attention_window import UNLIMITED, ceil_div
 from ifbbench.kv.interface import KvCache
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.paged import PagedCache
+from ifbbench.schedulers.ends import NEVER, End, Ends
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
 from ifbbench.settings.modes import BatchingType
 
-# A number of iterations; phase, index of the chunk or LoRA task, and order, which order requests in a batch; the row.
-_Event = tuple[int, int, int, tuple[float, int], int]
+# Phase, index of the chunk or LoRA task, and order of a request in a batch.
+_Order = tuple[int, int, tuple[float, int]]
 
 
 class Repetition:
@@ -36,8 +37,6 @@ class Repetition:
     the latter. The counters in the table lack these steps while plans repeat (`RequestTable.deferred_steps`). With
     overlap, a request whose last step was scheduled is parked until it is collected. With several micro batches, all
     iterations count, in which a request runs at each turn of its own, and the counters are up to date.
-
-    parked: rows of the requests that are parked.
     """
 
     def __init__(
@@ -57,13 +56,9 @@ class Repetition:
         self._runs_context = config.batching_type is BatchingType.INFLIGHT_FUSED
         self._is_static = config.batching_type is BatchingType.V1
         self._max_in_flight, self._num_turns, self._turn = config.max_in_flight, config.num_micro_batches, 0
-        self._scheduled = self._collected = 0
-        # The generation requests that the heaps are about, None for none. The collected number with which each of them
-        # ends, and the scheduled number with which it is parked, each with what finds the request and its order.
+        # Those of the generation requests `_rows`, None for none.
+        self._ends = Ends(active.table, config.is_async)
         self._rows: Rows | None = None
-        self._ends: list[_Event] = []
-        self._parks: list[_Event] = []
-        self.parked: set[int] = set()
         # By row, of requests that end with their first token: the index of their chunk in its batch.
         self._chunk_index: dict[int, int] = {}
         # With several micro batches: the generation requests of those that repeat, the next one first; and of each
@@ -88,12 +83,12 @@ class Repetition:
     @property
     def num_in_flight(self) -> int:
         """Repeated iterations in flight that `confirmed` of a new generation request has to leave out."""
-        return 0 if self._num_turns > 1 else self._scheduled - self._collected
+        return 0 if self._num_turns > 1 else self._ends.scheduled - self._ends.collected
 
     def collected_batch(self) -> None:
         """The oldest iteration in flight, which ran as a batch, was collected."""
         if self._num_turns > 1:
-            self._collected += 1
+            self._ends.collected += 1
 
     def horizon(self, plan: Plan, admits: bool, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
         """For how many iterations `plan` is certain to run, of which only the last one completes a request; 0 if it
@@ -169,16 +164,10 @@ class Repetition:
             steps = min(steps, self._windows[0].steps_until_block())
         if self._num_turns > 1:
             steps = self._certain_turns(plan, steps)
-        if self._ends:
-            steps = min(steps, self._ends[0][0] - self._scheduled + self._max_in_flight - 1)
-        if self._max_in_flight > 1:
-            # What a batch in flight completes is not known here. What is stored depends on what was collected.
-            if batches or self._reuses_blocks:
-                steps = min(steps, 1)
-            while self._parks and not self._is_generating(self._parks[0]):
-                heappop(self._parks)
-            if self._parks:
-                steps = min(steps, self._parks[0][0] - self._scheduled)
+        steps = min(steps, self._ends.steps_to_first(self._max_in_flight, with_ending=True))
+        # What a batch in flight completes is not known here. What is stored depends on what was collected.
+        if self._max_in_flight > 1 and (batches or self._reuses_blocks):
+            steps = min(steps, 1)
         for window in self._windows:
             steps = min(steps, window.fitting_steps(steps, plan.valid_until_next_allocation, self._turn))
         return steps
@@ -187,8 +176,8 @@ class Repetition:
         """Find the generation requests of each micro batch, the one that has its turn first."""
         count = self._num_turns
         turn = self._turn = iteration % count
-        self._scheduled = iteration
-        self._collected = in_flight[0].record.iteration if in_flight else iteration
+        self._ends.scheduled = iteration
+        self._ends.collected = in_flight[0].record.iteration if in_flight else iteration
         self._kv_cache.join(plan.rows, turn)
         self._rows_of = [plan.rows]
         if not plan.context:
@@ -237,7 +226,7 @@ class Repetition:
     def repeat(self, plan: Plan, count: int) -> Growth:
         """Schedule `count` iterations of `plan`, at most those of `horizon`."""
         active, windows = self._active, self._windows
-        self._scheduled += count
+        self._ends.scheduled += count
         if self._num_turns > 1:
             self._run_turns(plan, count)
         else:
@@ -257,10 +246,8 @@ class Repetition:
         more_new = more_blocks if more_new is None else more_new
         growth = Growth(cache.state(), more_blocks, more_tokens, more_new, more_of_windows)
         growth.recomputed = self._advance_context(plan.context, count)
-        while self._parks and self._parks[0][0] <= self._scheduled:
-            event = heappop(self._parks)
-            if self._is_generating(event):
-                self._park(event[4])
+        for request in self._ends.finish_scheduling():
+            self._park(request)
         self._rows = active.generation_rows
         return growth
 
@@ -294,7 +281,7 @@ class Repetition:
 
     def _run_turns(self, plan: Plan, count: int) -> None:
         """`count` iterations are scheduled, of which each micro batch has its turns."""
-        table, first = self._active.table, self._scheduled - count
+        table, first = self._active.table, self._ends.scheduled - count
         for turn, rows in enumerate(self._rows_of[:count]):
             table.generated[rows] += ceil_div(count - turn, self._num_turns)
         table.micro_batch[plan.rows] = self._turn
@@ -315,35 +302,35 @@ class Repetition:
         if not is_known:  # batches have run since these iterations were scheduled
             self._active.settle()
             self._find_events([])
-        finished = []
-        while self._ends and self._ends[0][0] <= self._collected:
-            event = heappop(self._ends)
-            if self._is_generating(event) or event[4] in self.parked:
-                finished.append(self._end(event[4]))
+        finished = self._ends.completed()
+        for request in finished:
+            self._end(request)
         self._rows = self._active.generation_rows if is_known else None
         return finished
 
     def _collect(self, count: int) -> None:
         table = self._active.table
-        self._collected += count
+        self._ends.collect(count)
         if self._num_turns > 1:
-            while self._outputs_of and self._outputs_of[0][0] < self._collected:
+            while self._outputs_of and self._outputs_of[0][0] < self._ends.collected:
                 table.confirmed[self._outputs_of.popleft()[1]] += 1
             return
         table.deferred_confirmed += count
-        for row in self.parked:
-            table.confirmed[row] += count
 
     def leave(self, iteration: int) -> None:
         """`iteration`, the next one, runs as a batch."""
         self._active.settle()
         self._rows = None
         if self._num_turns > 1:
-            self._scheduled = iteration + 1
+            self._ends.scheduled = iteration + 1
+
+    def parked(self, request: Request) -> None:
+        """The last step of `request` is in flight, in a batch."""
+        self._ends.ending[request] = NEVER, self._order_of(request)  # until it is known
 
     def forget(self, request: Request) -> None:
         """`request` has left."""
-        self.parked.discard(request.slot)
+        self._ends.left(request)
         self._chunk_index.pop(request.slot, None)
         if self._outputs_of:
             self._outputs_of = deque([(number, rows[rows != request.slot]) for number, rows in self._outputs_of])
@@ -356,71 +343,58 @@ class Repetition:
         in_batches = set[int]()
         for iteration in batches:
             in_batches.update(iteration.output_rows.tolist())
-        self._ends.clear()
-        self._parks.clear()
-        for request in [*active.generation, *[table.requests[row] for row in self.parked]]:
-            row = request.slot
-            confirmed, generated = int(table.confirmed[row]), int(table.generated[row])
+        ends, ending = list[tuple[int, Any, Request]](), dict[Request, End]()
+        for request in [*active.generation, *self._ends.ending]:
+            row, order, end = request.slot, self._order_of(request), NEVER
+            remaining = int(table.stop_after[row]) - int(table.confirmed[row])
             if request.in_generation:
-                confirmed, generated = confirmed + table.deferred_confirmed, generated + table.deferred_steps
-                self._parks.append(self._event(request, self._scheduled + int(table.reserved[row]) - generated))
-            remaining = int(table.stop_after[row]) - confirmed
+                remaining -= table.deferred_confirmed
             if self._num_turns > 1:
-                self._ends.append(self._event(request, self._end_of_turns(row, remaining)))
-                continue
-            remaining -= row in in_batches
-            if remaining or row not in in_batches:  # else it ends with that batch
-                self._ends.append(self._event(request, self._collected + remaining))
-        heapify(self._ends)
-        heapify(self._parks)
-        if not self._config.is_async:
-            self._parks.clear()
+                end = self._end_of_turns(row, remaining)
+            elif row not in in_batches or remaining > 1:  # else it ends with that batch
+                end = self._ends.collected + remaining - (row in in_batches)
+            if request.in_generation:
+                ends.append((end, order, request))
+            else:
+                ending[request] = end, order
+        self._ends.replace(ends, ending)
         self._rows = rows
 
     def _end_of_turns(self, row: int, remaining: int) -> int:
         """The collected number with which the generation request in `row` has `remaining` more tokens, one at each turn
         of its micro batch."""
-        turns, following = self._num_turns, self._scheduled
+        turns, following = self._num_turns, self._ends.scheduled
         micro_batch = int(self._active.table.micro_batch[row])
         if micro_batch != NO_MICRO_BATCH:  # else it runs in the next iteration
             following -= (following - 1 - micro_batch) % turns + 1
-            if following < self._collected:  # its latest iteration, which was collected
+            if following < self._ends.collected:  # its latest iteration, which was collected
                 following += turns
         return following + 1 + (remaining - 1) * turns
 
-    def _event(self, request: Request, number: int) -> _Event:
-        """An event of `request`. Those of one iteration are in the order of its batch: first the requests that end with
-        the first token after their prompt, by chunk, then those in generation."""
-        row, task = request.slot, -1 if request.lora_task_id is None else request.lora_task_id
-        index = self._chunk_index.get(row)
+    def _order_of(self, request: Request) -> _Order:
+        """The requests that end with one iteration are in the order of its batch: first those that end with the first
+        token after their prompt, by chunk, then those in generation."""
+        index = self._chunk_index.get(request.slot)
         if index is not None:
-            return number, 0, index, request.order, row
-        return number, 1, task, request.order, row
+            return 0, index, request.order
+        return 1, -1 if request.lora_task_id is None else request.lora_task_id, request.order
 
-    def _is_generating(self, event: _Event) -> bool:
-        """Whether the request of an event is still there and in generation."""
-        request = self._active.by_slot.get(event[4])
-        return request is not None and request.order == event[3] and request.in_generation
-
-    def _park(self, row: int) -> None:
-        """The last step of the request in `row` is in flight."""
-        table = self._active.table
+    def _park(self, request: Request) -> None:
+        """The last step of a request is in flight."""
+        table, row = self._active.table, request.slot
         table.generated[row] += table.deferred_steps
         table.confirmed[row] += table.deferred_confirmed
         self._active.park(row)
         self._kv_cache.end_generation(row)
-        self.parked.add(row)
 
-    def _end(self, row: int) -> Request:
-        """The request in `row` has all its tokens."""
-        table, request = self._active.table, self._active.by_slot[row]
-        if row in self.parked:
-            self.parked.remove(row)
-        else:
+    def _end(self, request: Request) -> None:
+        """A request has all its tokens."""
+        table, row = self._active.table, request.slot
+        if request.in_generation:
             self._active.park(row)
             self._kv_cache.end_generation(row)
+        self._ends.left(request)
         table.generated[row] = table.confirmed[row] = table.stop_after[row]
-        return request
 
     def _advance_context(self, context: list[Request], steps: int) -> int:
         """Advance prompts by their chunk, `steps` times; returns how many of these tokens were computed before a
@@ -440,12 +414,7 @@ class Repetition:
                 table.confirmed[row] = 1 - table.deferred_confirmed - self.num_in_flight
                 if self._num_turns > 1:
                     table.confirmed[row] = 0
-                stop_after = int(table.stop_after[row])
-                if stop_after == 1:
+                if int(table.stop_after[row]) == 1:
                     self._chunk_index[row] = index
-                end_at = self._scheduled + (stop_after - 1) * self._num_turns
-                heappush(self._ends, self._event(request, end_at))
-                if self._config.is_async:
-                    park_at = self._scheduled + int(table.reserved[row]) - 1
-                    heappush(self._parks, self._event(request, park_at))
+                self._ends.add(self._order_of(request), request, self._num_turns)
         return recomputed

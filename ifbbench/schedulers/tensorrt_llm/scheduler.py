@@ -287,7 +287,7 @@ class TensorRtLlmScheduler:
                 self.active.park(row)
                 self.kv_cache.end_generation(row)
                 if self._repetition is not None:
-                    self._repetition.parked.add(row)
+                    self._repetition.parked(self.table.requests[row])
         if self.num_micro_batches > 1:
             table.micro_batch[plan.rows] = turn = iteration % self.num_micro_batches
             table.micro_batch[[request.slot for request in plan.context]] = turn

@@ -57,7 +57,7 @@ class JointGeneration:
         """They do not any more: all arrays are up to date. Returns the ending requests."""
         self.settle()
         self.is_active, self.num_ahead, self._group.count = False, 0, 0
-        return self._ends.ending
+        return list(self._ends.ending)
 
     def add(self, order: int, request: Request) -> None:
         """The prompt of a request was completed by the iteration that was just scheduled."""
@@ -118,7 +118,7 @@ class JointGeneration:
     def horizon(self, free: int) -> int:
         """For how many iterations, of which the first has its blocks, they run up to the first end, with so many free
         blocks."""
-        steps, size = self._ends.steps_to_first(self._max_in_flight), self._kv_cache.tokens_per_block
+        steps, size = max(self._ends.steps_to_first(self._max_in_flight), 1), self._kv_cache.tokens_per_block
         if self.count * ceil_div(steps, size) <= free:
             return steps
         for step, blocks in enumerate(accumulate(self._group.starting(min(steps, size * (free + 1)))), start=1):
@@ -150,4 +150,5 @@ class JointGeneration:
     def collect(self, count: int) -> list[Request]:
         """So many iterations were collected. Returns the requests that they complete."""
         self._table.deferred_confirmed += count
-        return self._ends.collect(count)
+        self._ends.collect(count)
+        return self._ends.completed()

@@ -51,12 +51,8 @@ class GuaranteedNoEvict:
         only_started = False
         # All members of a static batch start together, so that none can wait for blocks of another.
         delay = ReuseDelay(active, kv_cache) if kv_cache.reuse.enabled and not self._is_static else None
-        admitted, room, waiting = decision.admitted, self.max_num_requests - len(running), active.context
-        if delay is None and pages is None and room > 0:
-            count, taken = kv_cache.fitting(waiting[:room], available)
-            admitted += waiting[:count]
-            available, waiting = available - taken, waiting[count:]
-        for request in waiting:
+        admitted, room = decision.admitted, self.max_num_requests - len(running)
+        for request in active.context:
             if only_started and not request.has_started:
                 continue
             if delay is not None and delay.should_wait(request):
