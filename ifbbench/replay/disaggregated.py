@@ -14,10 +14,10 @@ from ifbbench.build.resolve import kv_value_bytes
 from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.fleet.links import Links
-from ifbbench.fleet.router import STATE, Router, make_router
+from ifbbench.fleet.router import PREFILLS, STATE, Router, make_router
 from ifbbench.fleet.sides import check_sides, side_values
 from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed, unlogged
+from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed, price_of, unlogged
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
@@ -32,7 +32,7 @@ from ifbbench.replay.single import (
 from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.disaggregated import DECODE, PREFILL, transfer_figures, write_lines
-from ifbbench.rundir.fleet import fleet_figures, imbalance, replica_directory
+from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_directory
 from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.request_metrics import RequestMetrics
@@ -132,6 +132,10 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
         make_router(router, config.prefill_replicas, config.seed),
         make_router(config.decode_router or router, config.decode_replicas, config.seed),
     )
+    if any(PREFILLS in one.looks_at for one in routers):
+        raise InputError(
+            "--router dynamo: is not built with --prefill_replicas and --decode_replicas; give another one."
+        )
     if config.router_state_age and not any(STATE in one.looks_at for one in routers):
         raise InputError("--router_state_age: no router reads states of replicas; leave it out.")
     own = config.of_one_replica(concurrency=None, duration=None, output=None, **NO_SIDE_OUTPUTS)
@@ -261,12 +265,11 @@ def _summary(trace: Trace, config: RunConfig, ran: _Ran) -> tuple[dict[str, Any]
     digest = hashlib.sha256(" ".join(one["schedule_digest"] for one in summaries).encode()).hexdigest()
     summary = whole.summary(any(one["partial"] for one in summaries), digest)
     summary |= {"arrivals": ran.fleet.front.arrivals()}
-    hardware = {engine.config.hardware for engine in ran.engines}
-    if len(hardware) == 1:
-        summary |= energy_of_replicas(summaries, summary, hardware.pop())
-    gpus = [engine.config.tp_size * engine.config.pp_size for engine in ran.engines]
-    up_s = [metrics.last_end_s] * len(gpus)
-    figures = fleet_figures(config.router or ROUTERS[0], summaries, gpus, up_s)
+    own, end_s = [engine.config for engine in ran.engines], metrics.last_end_s
+    up_s = [summary["duration_s"]] * len(own)
+    summary |= energy_of_replicas(summaries, summary, [one.hardware for one in own], up_s)
+    members = [Member({}, one.tp_size * one.pp_size, price_of(one), 0.0, end_s, {}) for one in own]
+    figures = fleet_figures(config.router or ROUTERS[0], summaries, members)
     for number, one in enumerate(figures["replicas"]):
         one["side"] = PREFILL if number < config.prefill_replicas else DECODE
     count = config.prefill_replicas

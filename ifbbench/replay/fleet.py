@@ -447,13 +447,13 @@ def _summary(trace: Trace, config: RunConfig, engine: Engine, run: FleetRun) -> 
         up_s = [end_s - begin_s if figures else summary["duration_s"] for begin_s, end_s, _ in services]
         summary |= energy_of_replicas(summaries, summary, [one.hardware for one in own], up_s)
     members = [
-        Member(settings, one.tp_size * one.pp_size, _price_of(one), *service)
+        Member(settings, one.tp_size * one.pp_size, price_of(one), *service)
         for one, settings, service in zip(own, own_settings(own), services, strict=True)
     ]
     return summary | {"fleet": fleet_figures(config.router or ROUTERS[0], summaries, members) | figures}, whole
 
 
-def _price_of(config: RunConfig) -> float | None:
+def price_of(config: RunConfig) -> float | None:
     """The price of a GPU hour of a replica, where its profile has one."""
     return None if config.hardware is None else load_hardware(config.hardware).price_per_hour
 
