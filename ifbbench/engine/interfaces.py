@@ -127,15 +127,6 @@ class Scheduler(Protocol):
         """The KV cache now, as records hold it."""
         ...
 
-    def keep(self, request: Request) -> None:
-        """`request` is complete, and its keys and values are to be sent to another engine: it leaves the running set,
-        and holds its blocks until `remove`."""
-        raise NotImplementedError(f"{self.name} sends no keys and values")
-
-    def receive(self, requests: Sequence[Request]) -> None:
-        """The keys and values that these requests of `Plan.receiving` waited for are in their blocks."""
-        raise NotImplementedError(f"{self.name} receives no keys and values")
-
     def figures(self) -> dict[str, Any]:
         """Entries of `summary.json` that only this scheduler has."""
         return {}
@@ -143,6 +134,20 @@ class Scheduler(Protocol):
     def truncate(self, conversation: Request, num_tokens: int) -> None:
         """Release the reusable blocks of a conversation after its first `num_tokens` tokens."""
         return None
+
+
+@runtime_checkable
+class KvScheduler(Protocol):
+    """What a scheduler has beside, of which keys and values are sent and received (`Plan.receiving`)."""
+
+    def keep(self, request: Request) -> None:
+        """`request` is complete, and its keys and values are to be sent to another engine: it leaves the running set,
+        and holds its blocks until `remove`."""
+        ...
+
+    def receive(self, requests: Sequence[Request]) -> None:
+        """The keys and values that these requests of `Plan.receiving` waited for are in their blocks."""
+        ...
 
 
 class KvTransfers(Protocol):

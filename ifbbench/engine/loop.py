@@ -13,6 +13,7 @@ from ifbbench.engine.batch import NO_OUTPUTS, BatchBuilder, StepOutputs, check_o
 from ifbbench.engine.interfaces import (
     Executor,
     IterationWork,
+    KvScheduler,
     KvTransfers,
     Observer,
     PredictableExecutor,
@@ -132,6 +133,7 @@ class TokenGenerationLoop:
         self._held: Callable[[], None] | None = None
         self._transfers, self._only_transfers = transfers, False
         self._held_stretch: HeldStretch | None = None
+        self._kv_scheduler = scheduler if transfers is not None and isinstance(scheduler, KvScheduler) else None
         # Until then no request arrives; a request that leaves may let one in.
         self._quiet_until_s, self._known_queued = -math.inf, 0
 
@@ -247,11 +249,11 @@ class TokenGenerationLoop:
     # The stages of an iteration, in order.
 
     def _admit(self, now_s: float) -> Sequence[Request]:
-        if self._transfers is not None:
+        if self._transfers is not None and self._kv_scheduler is not None:
             for request in self._transfers.take_sent():
                 self.scheduler.remove(request)
             if received := self._transfers.take_received():
-                self.scheduler.receive(received)
+                self._kv_scheduler.receive(received)
         activated = self.scheduler.admit(self._source)
         if self._next_change is not None:
             change_s = self._next_change(now_s)
@@ -393,9 +395,10 @@ class TokenGenerationLoop:
     def _finish(self, requests: list[Request]) -> None:
         for request in requests:
             response = response_of(request, is_final=True)
-            if self._transfers is not None and self._transfers.keeps(request):
+            keeper = self._kv_scheduler
+            if keeper is not None and self._transfers is not None and self._transfers.keeps(request):
                 self._leave_in_flight(request)
-                self.scheduler.keep(request)
+                keeper.keep(request)
             else:
                 self._remove(request)
             self._send_response(response)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     replicas that do both (`both`)."""
     path = tmp_path_factory.mktemp("sides")
     trace = str(write_rows(path / "trace.jsonl", Random(21), 40))
-    sides = {"prefill_replicas": 1, "decode_replicas": 2}
+    sides: dict[str, Any] = {"prefill_replicas": 1, "decode_replicas": 2}
     small = "max_tokens_in_paged_kvcache=3200,max_batch_size=2"
-    given = {
+    given: dict[str, dict[str, Any]] = {
         "apart": sides,
         "slow": sides | {"transfer_bandwidth": 2e8},
         "small": sides | {"decode": small},
