@@ -29,6 +29,11 @@ class Lost(Exception):
     """The process of a task was killed, each of MAX_ATTEMPTS times."""
 
 
+class TimeIsUp(BaseException):
+    """The time for a task is over. No Exception: of these, a replay makes one that says at which iteration it
+    failed."""
+
+
 def usable_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -97,6 +102,20 @@ def run_in_processes(
     finally:
         for worker in workers.values():
             worker.stop()
+
+
+def run_within(task: Callable[[], Any], seconds: float) -> Any:
+    """What `task` returns or raises. It runs in another process, which is ended after `seconds`: TimeIsUp."""
+    clock = WallClock()
+
+    def check_time(steps: int) -> None:
+        if clock.now() > seconds:
+            raise TimeIsUp
+
+    ((_, result),) = run_in_processes(lambda number, report: task(), 1, 1, check_time)
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 class _Worker:

@@ -80,7 +80,7 @@ def _giants(rows: list[dict[str, Any]], heads: HeadsOfLine) -> list[Culprit]:
         return []
     least = max(GIANT_RATIO * float(np.median(lengths)), GIANT_TOKENS)
     giants = sorted((row for row in rows if row["prompt_len"] >= least), key=lambda row: -row["prompt_len"])
-    if not giants or len(giants) > max(GIANT_SHARE * len(rows), 1):
+    if not giants or len(giants) > max(GIANT_SHARE * len(rows), min(NAMED, len(rows) / 4)):
         return []
     ids = {row["request_id"] for row in giants}
     behind_s = sum(blocker.waited_s for blocker in heads.blockers if blocker.request_id in ids)

@@ -134,6 +134,9 @@ class Findings:
     def waiting_text(self) -> str:
         """What requests waited for, in words. A setting is named with its value; what another value would do is not
         known here, because no run tried it."""
+        if self.run.lacks_requests:
+            about = self.run.data.run["imported"]
+            return f"What requests waited for is not known: {about['file']} ({about['format']}) has no requests."
         total, lost_s = sum(self.waiting_s.values()), sum(entry.lost_s for entry in self.ledger.entries)
         pauses = ""
         if lost_s:

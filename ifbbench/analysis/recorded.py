@@ -59,6 +59,11 @@ class RecordedRun:
             raise InputError(f"{run.data.path}: {run.nothing_ran}. Expected a run with an iteration.")
         return run
 
+    @property
+    def lacks_requests(self) -> bool:
+        """Whether it was imported from a log that has no requests."""
+        return bool(self.data.run.get("imported")) and not self.data.run["trace"]["requests"]
+
     @cached_property
     def nothing_ran(self) -> str:
         """That there is no iteration, and why; empty if there is one."""

@@ -20,6 +20,7 @@ from ifbbench.rundir.lines import Phase
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.spans import HEAD_OF_LINE
 from ifbbench.rundir.timeline import NO_REQUEST, Floats
+from ifbbench.settings.config import VLLM
 
 PAUSED = Phase.PAUSED
 # The limit that only the micro-batch scheduler has.
@@ -78,7 +79,7 @@ class HeadsOfLine:
 
     def holding(self, span: Span) -> Iterator[Held]:
         """What held the request of `span`, a span of waiting, in order of time."""
-        is_queued = span is self._run.spans[span.request_id][0] and span.cause == QUEUE
+        is_queued = is_in_queue(span, self._run.spans[span.request_id], self._run)
         if span.cause != HEAD_OF_LINE and not is_queued:
             yield Held(span.first, span.last, str(span.cause), None)
             return
@@ -87,8 +88,12 @@ class HeadsOfLine:
         index = max(bisect_left(self._starts, span.first + 1) - 1, 0)
         while index < len(self._starts) and self._starts[index] <= span.last:
             end = self._starts[index + 1] - 1 if index + 1 < len(self._starts) else span.last
-            head = nearest(self._heads[index], rank)
-            limit, behind = (QUEUE if is_queued else None, None) if head is None else (head.limit, head.request_id)
+            head, limit, behind = nearest(self._heads[index], rank), QUEUE if is_queued else None, None
+            if head is not None:
+                limit, behind = head.limit, head.request_id
+            own = [one.limit for one in self._heads[index] if one.request_id == span.request_id]
+            if is_queued and own:  # it is the head of the line itself
+                limit, behind = own[0], None
             first, last = max(self._starts[index], span.first), min(end, span.last)
             if latest is not None and (latest.limit, latest.behind) == (limit, behind):
                 latest = latest._replace(last=last)
@@ -135,7 +140,7 @@ class HeadsOfLine:
         iterations = self._run.iterations
         for spans in self._run.spans.values():
             for span in spans:
-                if is_own_wait(span, spans):
+                if is_own_wait(span, spans, self._run):
                     key = (span.request_id, str(span.cause))
                     seconds = iterations.start_of(span.last + 1) - iterations.start_of(span.first)
                     own[key] = own.get(key, 0.0) + seconds
@@ -161,7 +166,7 @@ class HeadsOfLine:
                 span
                 for spans in self._run.spans.values()
                 for span in spans
-                if span.phase == PAUSED or is_own_wait(span, spans)
+                if span.phase == PAUSED or is_own_wait(span, spans, self._run)
             ),
             key=lambda span: span.first,
         )
@@ -187,9 +192,15 @@ class HeadsOfLine:
         return bounds, heads
 
 
-def is_own_wait(span: Span, spans: list[Span]) -> bool:
+def is_in_queue(span: Span, spans: list[Span], run: RecordedRun) -> bool:
+    """Whether `span`, one of `spans` of a request, is its time in the queue. vLLM starts requests from its queue, and
+    their spans have the limit that held the head of the line last, not the one that held it at each time."""
+    return span is spans[0] and (span.cause == QUEUE or run.config.get("engine") == VLLM)
+
+
+def is_own_wait(span: Span, spans: list[Span], run: RecordedRun) -> bool:
     """Whether `span`, one of `spans` of a request, is waiting at the head of the line."""
-    return span.waits_for not in (None, HEAD_OF_LINE) and not (span is spans[0] and span.cause == QUEUE)
+    return span.waits_for not in (None, HEAD_OF_LINE) and not is_in_queue(span, spans, run)
 
 
 def nearest(heads: list[Head], rank: int) -> Head | None:
@@ -210,7 +221,7 @@ class _WaitingByRank:
             span
             for of_request in run.spans.values()
             for span in of_request
-            if span.waits_for is not None and not is_own_wait(span, of_request)
+            if span.waits_for is not None and not is_own_wait(span, of_request, run)
         ]
         self._first = np.array([span.first for span in spans], np.int64)
         self._last = np.array([span.last for span in spans], np.int64)

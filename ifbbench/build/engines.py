@@ -11,11 +11,13 @@ from ifbbench.kv.sizing import CacheLayout
 from ifbbench.schedulers.vllm.rules import VllmRules
 from ifbbench.settings.config import DEFAULT_KV_FRACTION, ENGINES, QUEUE_ORDERS, SGLANG, VLLM, RunConfig
 from ifbbench.settings.modes import Overlap
-from ifbbench.settings.names import setting
+from ifbbench.settings.names import setting, usual_settings
 from ifbbench.simulated.engines import load_overhead
 from ifbbench.simulated.hardware import load_hardware
 
 GIB = 1 << 30
+# Settings, beside engine and device, on which the defaults of others depend.
+DECIDING = ("tp_size", "max_num_tokens", "kv_cache_free_gpu_mem_fraction")
 # Why a setting has no meaning under vLLM's scheduler, and what has: of those that differ from their defaults.
 _SCHEDULED = "vLLM has one rule: running requests first, then the queue, each with what is left of the token budget"
 NOT_IN_VLLM: Mapping[str, str] = {
@@ -65,6 +67,17 @@ def engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     if float(values.get("kv_cache_free_gpu_mem_fraction", DEFAULT_KV_FRACTION)) != DEFAULT_KV_FRACTION:
         found.pop("gpu_memory_utilization", None)
     return found
+
+
+def usual_beside(config: RunConfig) -> dict[str, Any]:
+    """The value that each setting of `config` has if a command line names only those that decide defaults of others
+    (DECIDING), where they are not the usual ones themselves."""
+    given: dict[str, Any] = {"engine": config.engine, "device": config.device}
+    if config.engine_overhead is not None:  # None is none, not what the engine decides
+        given["engine_overhead"] = config.engine_overhead
+    usual = usual_settings(engine_defaults(given))
+    given |= {name: value for name in DECIDING if (value := getattr(config, name)) != usual[name]}
+    return usual_settings(engine_defaults(given))
 
 
 def _vllm_defaults(memory_bytes: int | None, is_a100: bool, values: Mapping[str, Any]) -> dict[str, Any]:

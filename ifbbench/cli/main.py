@@ -41,6 +41,7 @@ COMMANDS = {
     "compare": ("compare", "Compare runs: figures, decisions, requests."),
     "plot": ("report", "Draw the charts of runs and sweeps."),
     "watch": ("watch", "Show what a run does now, while it runs."),
+    "import": ("import_log", "Make a run directory of another engine's log."),
     "export": ("report", "Write the tables of a run, or a trace for Perfetto."),
     "config": ("config", "Show resolved settings, and the schema of config files."),
     "schema": ("report", "Print the JSON schema of the files of a run."),
@@ -65,7 +66,9 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = import_module(f"ifbbench.cli.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        # A function cannot be called `import`.
+        name = {"import": "import_log"}.get(cmd_name, cmd_name.replace("-", "_"))
+        command: click.Command = getattr(module, name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

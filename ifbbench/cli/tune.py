@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ifbbench.analysis.words import Words
+    from ifbbench.settings.config import RunConfig
     from ifbbench.studies.deployments import Deployment
     from ifbbench.studies.tune import Tuning
     from ifbbench.studies.tune_candidates import Candidate, Goal
@@ -250,11 +251,11 @@ def rate_text(figures: dict[str, Any], tuning: "Tuning") -> str:
         verb = "compressed" if is_faster else "stretched"
         before, after = busiest(tuning), busiest(tuning, 1 / figures["time_scale"])
         text += (
-            f" The recorded arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
+            f" The {_arrivals(base)} arrivals, {recorded:.4g} requests/s on average, were {verb} to that (--time_scale "
             f"{base.time_scale * figures['time_scale']:.4g}): traffic of such a rate was not recorded. "
             f"Bursts were {verb} with it: the "
-            f"busiest {BURST_S:.0f} s have {after:,} requests, as recorded {before:,}; real traffic of this rate may "
-            f"have {'other' if is_faster else 'higher'} bursts."
+            f"busiest {BURST_S:.0f} s have {after:,} requests, as {_arrivals(base)} {before:,}; real "
+            f"traffic of this rate may have {'other' if is_faster else 'higher'} bursts."
         )
     return f"{text} {rate_interval_of(tuning)}"
 
@@ -266,15 +267,21 @@ def recorded_text(found: dict[str, Any] | None, tuning: "Tuning") -> str:
         return ""
     rate, device = found["rate_requests_per_s"], tuning.runs.base.hardware
     one = f"one {device}" if best.gpus == 1 else f"{best.gpus} {device}"
+    how = _arrivals(tuning.runs.base)
     if found["fits"]:
-        return f"As recorded, {rate:.3g} requests/s fit {one}; the highest rate is {best.score:.3g}."
+        return f"As {how}, {rate:.3g} requests/s fit {one}; the highest rate is {best.score:.3g}."
     text = (
-        f"The recorded {rate:.3g} requests/s do not fit {one} under any of these settings; the highest rate is "
+        f"The {how} {rate:.3g} requests/s do not fit {one} under any of these settings; the highest rate is "
         f"{best.score:.3g}."
     )
     if found["gpus"] is None:
-        return f"{text} No number of replicas that was tried meets the objectives with the recorded arrivals."
-    return f"As recorded it needs {found['gpus']} {device}. {text}"
+        return f"{text} No number of replicas that was tried meets the objectives with these arrivals."
+    return f"As {how} it needs {found['gpus']} {device}. {text}"
+
+
+def _arrivals(base: "RunConfig") -> str:
+    """Whose the arrivals of a trace are: as recorded, or as --time_scale has made them."""
+    return "recorded" if base.time_scale == 1 else "requested"
 
 
 def _best_line(best: "Candidate", goal: "Goal", words: "Words") -> str:
@@ -303,7 +310,8 @@ def print_deployments(rows: list[dict[str, Any]], tuning: "Tuning", console: "Co
 
     first, rate = rows[0], tuning.runs.rate_per_s
     base = tuning.runs.base
-    how = "As recorded" if base.request_rate is None and base.time_scale == 1 else "At the rate that was asked for"
+    is_recorded = base.request_rate is None and _arrivals(base) == "recorded"
+    how = "As recorded" if is_recorded else "At the rate that was asked for"
     of_rate = f" ({rate:.3g} requests/s)" if rate is not None else ""
     console.print(
         f"\n[bold]{how}{of_rate} it needs {first['gpus']} {first['device']}: {first['price_per_hour']:,.2f} an hour."

@@ -71,7 +71,7 @@ def watch(run: Path, interval: float, once: bool) -> None:
                 left = _remaining(first, now, clock.now())
                 live.update(_titled(f"{run.name}  {left}", follower.table(now)), refresh=True)
             elif now is not None:
-                click.echo(f"{now.completed + now.failed:,} of {now.requests:,} requests, {now.line}")
+                click.echo(f"{now.progress}{' requests' if now.requests else ''}, {now.line}")
             if now is not None and now.ended:
                 break
             clock.wait_until(clock.now() + interval)

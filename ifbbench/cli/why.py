@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -145,6 +146,7 @@ def why(
     from ifbbench.rundir.fleet import replica_directory
     from ifbbench.rundir.reader import load_run
 
+    only = _parsed(what_if)
     fleet = load_run(run)
     if fleet.is_fleet:
         if iteration is not None or pauses_csv is not None or by or of_class or missed or improve or what_if:
@@ -161,7 +163,9 @@ def why(
         run = _replica_of(fleet, request_id)
     is_of_all = request_id is None and iteration is None and pauses_csv is None
     recorded = RecordedRun.load(run, or_endpoint=iteration is None and pauses_csv is None, or_empty=is_of_all)
-    wanted = Wanted(improve, what_if, budget, clock)
+    if improve:
+        _check_goal(improve, recorded)
+    wanted = Wanted(improve, only, budget, clock)
     if recorded.data.endpoint:
         if by or of_class or missed:
             raise InputError("--by, --class, --missed: RUN is against an endpoint; leave them out.")
@@ -177,10 +181,10 @@ def why(
         return
     findings = Findings(recorded)
 
-    def trials() -> "WhatIf":
+    def trials(fit_s: float) -> "WhatIf":
         from ifbbench.studies.what_if import WhatIf
 
-        return WhatIf(findings)
+        return WhatIf(findings, fit_s=fit_s)
 
     if pauses_csv is not None:
         findings.ledger.write_csv(pauses_csv)
@@ -201,6 +205,22 @@ def why(
         if not console.is_terminal:
             sys.stdout.flush()  # the trials take longer
         _print_trials(_tried(recorded, trials, wanted), console)
+
+
+def _parsed(changes: tuple[str, ...]) -> "list[dict[str, Any]]":
+    """The settings of each --what_if. InputError for what is no change."""
+    if not changes:
+        return []
+    from ifbbench.studies.what_if import parse_change  # takes a moment
+
+    return [parse_change(text) for text in changes]
+
+
+def _check_goal(name: str, run: "RecordedRun") -> None:
+    """InputError if a run does not have the figure of --improve."""
+    from ifbbench.studies.what_if import check_goal
+
+    check_goal(name, run.config.get("slo"))
 
 
 def _explain_fleet(run: "RunData", as_json: bool) -> None:
@@ -262,10 +282,11 @@ def _row_of(run: "RunData", request_id: str) -> Mapping[str, Any]:
 
 
 class Wanted(NamedTuple):
-    """The trials that the command asks for. clock: the budget began at its 0."""
+    """The trials that the command asks for. only: the changes that are tried; all where empty. clock: the budget began
+    at its 0."""
 
     improve: str | None
-    what_if: tuple[str, ...]
+    only: "list[dict[str, Any]]"
     budget_s: float
     clock: "Clock"
 
@@ -278,8 +299,8 @@ def _explain_endpoint(
     from ifbbench.cli.console import report_console
     from ifbbench.studies.what_if import WhatIf
 
-    def trials() -> WhatIf:
-        return WhatIf.of_endpoint(run, server)
+    def trials(fit_s: float) -> WhatIf:
+        return WhatIf.of_endpoint(run, server, fit_s)
 
     seen = ClientFindings(run)
     if request_id is not None:
@@ -305,15 +326,15 @@ def _server_settings(line: str, device: str) -> dict[str, Any]:
 
 
 def _tried(
-    run: "RecordedRun", make_trials: "Callable[[], WhatIf]", wanted: Wanted, is_server_known: bool = False
+    run: "RecordedRun", make_trials: "Callable[[float], WhatIf]", wanted: Wanted, is_server_known: bool = False
 ) -> dict[str, Any]:
-    """`what_if` of `--json`."""
+    """`what_if` of `--json`. make_trials: takes the seconds that a fit may take."""
     from ifbbench.cli.console import progress_line
+    from ifbbench.processes import TimeIsUp
     from ifbbench.rundir.what_if import keep_what_if
-    from ifbbench.studies.what_if import not_tried, parse_change, why_not
+    from ifbbench.studies.what_if import not_tried, why_not
 
-    improve, what_if, budget_s, clock = wanted
-    only = [parse_change(text) for text in what_if]
+    improve, only, budget_s, clock = wanted
     if reason := why_not(run, is_server_known):
         if only or improve:
             raise InputError(f"{run.path}: no other settings can be tried: {reason}.")
@@ -324,19 +345,25 @@ def _tried(
     def left_s() -> float:
         return budget_s - clock.now() - min(SPARE_S + SPARE_SHARE * clock.now(), budget_s / 4)
 
-    trials: WhatIf | None = None
-    if left_s() > 0 or only:
-        try:
-            trials = make_trials()
-        except InputError as error:
-            if only or improve or is_server_known:
-                raise
-            return not_tried(str(error).rstrip("."))
-    if trials is None or (left_s() <= 0 and not only):
-        return not_tried(f"the run was read after {clock.now():,.0f} s of --budget {budget_s:g}s; give more")
-    goal = trials.goal(improve)
-    with progress_line("why", quiet=False) as progress:
-        found = trials.try_all(goal, only, left_s(), progress=progress).as_dict()
+    def check_time() -> None:
+        if left_s() <= 0 and not only:
+            raise TimeIsUp
+
+    try:
+        check_time()
+        with progress_line("why", quiet=False) as progress:
+            progress.stage("preparing the trials")
+            trials = make_trials(inf if only else left_s())
+            goal = trials.goal(improve)
+            check_time()
+            found = trials.try_all(goal, only, left_s(), progress=progress).as_dict()
+    except TimeIsUp:
+        taken = f"{clock.now():,.0f} s of --budget {budget_s:g}s"
+        return not_tried(f"reading the run and preparing the trials took {taken}; give more")
+    except InputError as error:
+        if only or improve or is_server_known:
+            raise
+        return not_tried(str(error).rstrip("."))
     if problem := keep_what_if(run.path, found):
         click.echo(f"What was tried is not kept for the run page: {problem}", err=True)
     return found

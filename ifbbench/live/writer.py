@@ -277,6 +277,9 @@ def main(arguments: list[str]) -> int:
     except IfbbenchError as error:
         print(f"ifbbench recorder: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # the disk is full: what was written so far can be read
+        print(f"ifbbench recorder: {directory} ends here: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -86,12 +86,9 @@ def end_others() -> None:
 
 
 @contextmanager
-def leading(config: RunConfig, beam_width: int) -> "Iterator[Communicator | None]":
-    """Lead a run in rank 0 that lasts until the end of the block, in which the other ranks make their engines; None for
-    a single process. InputError after a run that failed, which has ended the others."""
-    if config.num_ranks == 1:
-        yield None
-        return
+def leading(config: RunConfig, beam_width: int) -> "Iterator[Communicator]":
+    """Lead a run of several ranks, in rank 0, that lasts until the end of the block, in which the other ranks make
+    their engines. InputError after a run that failed, which has ended the others."""
     from ifbbench.torch.communicator import communicator_of, share
 
     _led.meet(config)

@@ -4,7 +4,7 @@ import gc
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -127,7 +127,7 @@ def engine_for(
     """An engine that is ready for `trace`, until the end of the block."""
     progress.stage("loading model")
     beam_width = columns_of(trace.requests).max_beam_width
-    with leading(config, beam_width) as communicator:
+    with leading(config, beam_width) if config.num_ranks > 1 else nullcontext() as communicator:
         engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
         with closing(engine.executor):
             for refusal, count in expected_refusals(trace, engine.config, engine.limits):

@@ -55,6 +55,10 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
     if run.partial:
         covers = "" if run.summary else " Latencies and throughput cover the requests that completed."
         console.print(f"[yellow]Partial: the run did not reach its end.{covers}[/yellow]")
+    if imported := run.run.get("imported"):
+        lost = " ".join(imported["lost"])
+        text = f"Imported from {imported['file']} ({imported['format']}). Not in it: {lost}"
+        console.print(escape(text), style="yellow", highlight=False, soft_wrap=True)
     if run.recorded_every > 1:
         covers = "The figures are of all." if run.summary else "ITL and padding of this partial run are unknown."
         thinned = f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. {covers}"
@@ -246,7 +250,8 @@ def peak_blocks(known: dict[str, Any]) -> tuple[int | None, int | None, str]:
 def _throughput_table(known: dict[str, Any], words: Words, pairs: int = 2) -> Table:
     """pairs: of a name and a figure in each row."""
     requests, (peak, pool, of_window) = known["requests"], peak_blocks(known)
-    completed = f"{count(requests['completed'])} of {count(requests['total'])}"
+    are_known = known["request_throughput_per_s"] is not None  # else they are not in the log that was imported
+    completed = f"{count(requests['completed'])} of {count(requests['total'])}" if are_known else NOTHING
     if requests["failed"]:
         completed += f" ([red]{count(requests['failed'])} failed[/red])"
     table = Table.grid(padding=(0, 3))
@@ -257,7 +262,7 @@ def _throughput_table(known: dict[str, Any], words: Words, pairs: int = 2) -> Ta
         ("Duration", f"{significant(known['duration_s'])} s", words.pauses.capitalize(), count(known["pauses"])),
         (
             "Request throughput",
-            f"{significant(known['request_throughput_per_s'])} requests/s",
+            f"{significant(known['request_throughput_per_s'])} requests/s" if are_known else NOTHING,
             "Recomputed tokens",
             count(known["recomputed_tokens"]),
         ),

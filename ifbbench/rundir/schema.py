@@ -117,6 +117,7 @@ class RunFile(Struct):
     model: ModelFacts | None
     endpoint: Endpoint | UnsetType
     recorded: dict[str, Any] | UnsetType
+    imported: dict[str, Any] | UnsetType
     versions: dict[str, str | None]
     hardware: Hardware
     git_revision: str | None

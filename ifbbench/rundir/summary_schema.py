@@ -94,12 +94,12 @@ class Burst(Struct):
 
 
 class RequestFigures(Struct):
-    """The figures of requests: of all, of a class, or of a priority."""
+    """The figures of requests: of all, of a class, or of a priority. Throughput is None where a log does not say it."""
 
     requests: RequestCounts
-    request_throughput_per_s: float
-    output_throughput_tokens_per_s: float
-    total_throughput_tokens_per_s: float
+    request_throughput_per_s: float | None
+    output_throughput_tokens_per_s: float | None
+    total_throughput_tokens_per_s: float | None
     queue_time_s: Distribution
     ttft_s: Distribution
     tpot_s: Distribution

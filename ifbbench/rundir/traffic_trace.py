@@ -1,8 +1,12 @@
 """The trace of live traffic: rows that are written as requests end, and ordered at the end."""
 
+from array import array
+from collections.abc import Iterator
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ifbbench.compressed import open_to_read
 from ifbbench.rundir.lines import JsonLinesWriter
@@ -26,8 +30,18 @@ class TrafficTrace:
     def close(self, num_requests: int) -> dict[str, Any]:
         """Put the rows in order of arrival; returns what `run.json` says of them. num_requests: that arrived."""
         self._lines.close()
+        numbers, begins, begin = array("q"), array("q"), 0
         with open_to_read(self._path) as file:
-            rows = sorted((int(line.partition(b":")[2].partition(b",")[0]), line) for line in file)
-        write_lines((line.decode() for _, line in rows), self._path, overwrite=True)
+            for line in file:
+                numbers.append(int(line.partition(b":")[2].partition(b",")[0]))
+                begins.append(begin)
+                begin += len(line)
+
+            def in_order() -> Iterator[str]:  # the rows of a long recording would not fit into memory
+                for index in np.argsort(np.asarray(numbers), kind="stable").tolist():
+                    file.seek(begins[index])
+                    yield file.readline().decode()
+
+            write_lines(in_order(), self._path, overwrite=True)
         with self._path.open("rb") as file:
             return {"requests": num_requests, "sha256": file_digest(file, "sha256").hexdigest()}

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -85,7 +85,7 @@ def serving_engine(config: RunConfig, progress: Progress = NO_PROGRESS) -> Itera
     progress.stage("loading model")
     # The service refuses what exceeds the queue before the engine has it.
     config = config.with_values(max_queue_size=None)
-    with leading(config, beam_width=1) as communicator:
+    with leading(config, beam_width=1) if config.num_ranks > 1 else nullcontext() as communicator:
         engine = build_engine(config, owns_process=True, communicator=communicator, make_simulated_clock=PacedClock)
         if not engine.makes_tokens:
             texts = Texts(config.model, engine.model.vocab_size)

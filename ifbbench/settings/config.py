@@ -54,10 +54,17 @@ HARDWARE_PROFILES = Path(__file__).parents[1] / "simulated" / "profiles"
 ENGINE_OVERHEADS = Path(__file__).parents[1] / "simulated" / "engines"
 WINDOW_MODES = ("cyclic", "linear")
 TRACE_FORMATS = (
-    "ifbbench", "table", "azure", "burstgpt", "lengths", "bailian", "aiperf", "mooncake", "gptmanager",
-    "trtllm-bench", "sharegpt", "openai-batch", "openai-batch-output", "vllm-result", "guidellm", "vllm-dataset",
+    "ifbbench", "table", "azure", "burstgpt", "lengths", "bailian", "opentelemetry", "usage-log", "aiperf", "mooncake",
+    "gptmanager", "trtllm-bench", "sharegpt", "openai-batch", "openai-batch-output", "vllm-result", "guidellm",
+    "vllm-dataset",
 )  # fmt: skip
-TRACE_FORMAT_ALIASES = {"genai-perf": "aiperf", "vidur": "lengths", "gptManagerBenchmark": "gptmanager"}
+TRACE_FORMAT_ALIASES = {
+    "genai-perf": "aiperf",
+    "vidur": "lengths",
+    "gptManagerBenchmark": "gptmanager",
+    "otlp": "opentelemetry",
+    "jaeger": "opentelemetry",
+}
 RECORDINGS = ("full", "summary")
 RECORDING_FORMATS = ("jsonl", "jsonl.gz")
 # Engines that write log lines of iterations.

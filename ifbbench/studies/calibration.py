@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
 from rich.table import Table
 
 from ifbbench.analysis.number_texts import count, percent
@@ -15,9 +13,11 @@ from ifbbench.errors import InputError
 from ifbbench.files import check_new_file
 from ifbbench.report import plain_table
 from ifbbench.report.colours import INK, MUTED, SERIES
-from ifbbench.report.style import styled, title, write_figure
 from ifbbench.simulated.hardware import SUFFIX, HardwareProfile
 from ifbbench.studies.fit import FitError, Floats, Timed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MILLISECONDS = 1000
 # The colours of iterations by their phases, and of the figures of load tests.
@@ -80,6 +80,10 @@ def error_table(found: Calibration) -> Table:
 
 def write_chart(found: Calibration, path: Path) -> None:
     """Draw predicted over measured time of each point, as a PNG file without a date: equal figures are equal files."""
+    from matplotlib.figure import Figure  # a fit without a chart does not wait for it
+
+    from ifbbench.report.style import styled, title, write_figure
+
     with styled():
         figure = Figure(figsize=(6.4, 6.2))
         axes = figure.subplots()
@@ -112,8 +116,10 @@ def write_chart(found: Calibration, path: Path) -> None:
         write_figure(figure, path, metadata={"Software": None})
 
 
-def _scale(axes: Axes, low: float, high: float) -> None:
+def _scale(axes: "Axes", low: float, high: float) -> None:
     """The same logarithmic scale on both axes, the line of equal times, and the band around it."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     ends = np.array([low, high])
     axes.fill_between(ends, ends * (1 - BAND), ends * (1 + BAND), color=MUTED, alpha=0.13, linewidth=0)
     axes.plot(ends, ends, color=INK, linewidth=0.9)

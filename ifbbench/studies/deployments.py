@@ -15,7 +15,7 @@ from ifbbench.errors import InputError
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.tune import FAR_OFF, Tuner, Tuning
-from ifbbench.studies.tune_candidates import Candidate, Goal
+from ifbbench.studies.tune_candidates import TIE, Candidate, Goal
 from ifbbench.workload.load import in_memory, read_source
 
 # The settings that say what a deployment is, in the order of their names in a row.
@@ -119,7 +119,10 @@ def _search(one: Deployment, progress: Progress) -> None:
     assert one.best is not None
     one.tuner.max_gpus = one.best.gpus
     one.tuning = one.tuner.run()
-    one.tuning.best = one.best = one.tuner.judge.best_of([one.best, one.tuning.best]) or one.best
+    found, goal = one.tuning.best, one.tuner.goal
+    is_worse = found is None or goal.shortfalls(found.summary) or found.score + TIE * abs(found.score) < one.best.score
+    one.tuning.best = one.best = one.best if is_worse else found
+    assert one.best is not None
     progress.stage(f"spare rate of {text_of(one.values)}")
     one.spare = one.tuner.spare_rate(one.best)
 

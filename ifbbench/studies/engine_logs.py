@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
 from ifbbench.settings.fields import integer, located, number, unexpected
@@ -30,22 +30,46 @@ BETWEEN_OBJECTS = re.compile(r"[\s,\[\]]*")
 
 VLLM_ITERATION = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
-    r"(\d+) generation tokens, .*?iteration elapsed time: ([\d.]+) ms(?:, GPU KV cache usage: ([\d.]+)%)?(.*)"
+    r"(\d+) generation tokens, .*?iteration elapsed time: ([\d.]+) ms(?:, \w+ KV cache usage: ([\d.]+)%)?(.*)"
 )
 VLLM_SUMMARY = re.compile(
     r"Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
-    r"Running: (\d+) reqs.*?GPU KV cache usage: ([\d.]+)%"
+    r"Running: (\d+) reqs(?:, Waiting: (\d+) reqs)?.*?\w+ KV cache usage: ([\d.]+)%"
 )
 VLLM_ENGINE = re.compile(r"(?:EngineCore_DP|Engine )(\d+)")
 # What vLLM prints with draft tokens.
 VLLM_DRAFTS = re.compile(r"SpecDecoding metrics|speculative_config=(?!None)")
-VLLM_CACHE_SIZE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+VLLM_CACHE_SIZE = re.compile(r"\w+ KV cache size: ([\d,]+) tokens")
 # Facts of the line in which vLLM prints its settings.
 VLLM_FACTS = {
     "model": re.compile(r"\bmodel='([^']+)'"),
     "tp_size": re.compile(r"\btensor_parallel_size=(\d+)"),
     "pp_size": re.compile(r"\bpipeline_parallel_size=(\d+)"),
 }
+
+
+class VllmSummary(NamedTuple):
+    """What vLLM logs every ten seconds: tokens a second, requests, and the share of the KV cache in use."""
+
+    prompt_rate: float
+    generation_rate: float
+    running: int
+    waiting: int
+    usage: float
+
+
+class VllmIteration(NamedTuple):
+    """What vLLM logs of an iteration. line: its number. usage: share of the KV cache in use, None if it is not there.
+    has_drafts: whether generation requests may have several tokens because of draft tokens."""
+
+    line: int
+    contexts: int
+    context_tokens: int
+    generating: int
+    generated: int
+    seconds: float
+    usage: float | None
+    has_drafts: bool
 
 
 def is_tensorrt_llm(text: str) -> bool:
@@ -66,12 +90,12 @@ def read_tensorrt_llm(log: Log, text: str, overlaps: bool) -> None:
     """Add the iterations in `text` to `log`. overlaps: whether they did, where the log does not say.
 
     InputError for what is no such statistics, or of several engines."""
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for line, row in _objects(log, text):
-        with located(f"{log.path}, line {line}"):
-            if _scheduled(row):
-                rows.append((line, row))
-    _check_one_engine(log, rows)
+    rows = tensorrt_llm_rows(log, text)
+    for line, row in rows:
+        if (row.get("specDecodingStats") or {}).get("numDraftTokens"):
+            raise InputError(
+                f"{log.path}, line {line}: specDecodingStats has draft tokens: speculative decoding is not simulated."
+            )
     log.overlaps = _overlaps([row for _, row in rows])
     if log.overlaps is None and rows:
         lacks = _lacking([row for _, row in rows])
@@ -93,6 +117,18 @@ def read_tensorrt_llm(log: Log, text: str, overlaps: bool) -> None:
         if timing is not None:
             seconds, has_host = timing
             log.samples.append((Sample(work, seconds, None), has_host))
+
+
+def tensorrt_llm_rows(log: Log, text: str) -> list[tuple[int, dict[str, Any]]]:
+    """The iterations in `text` that ran a request, each with its line. InputError for what is no such statistics, or of
+    several engines."""
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for line, row in _objects(log, text):
+        with located(f"{log.path}, line {line}"):
+            if _scheduled(row):
+                rows.append((line, row))
+    _check_one_engine(log, rows)
+    return rows
 
 
 def _objects(log: Log, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -135,9 +171,6 @@ def _scheduled(row: Mapping[str, Any]) -> bool:
         integer(counts.get(name), f"inflightBatchingStats.{name}", 0)
     if row.get("attentionDpRank"):
         raise InputError("attentionDpRank is not 0: attention data parallelism is not simulated.")
-    drafted = row.get("specDecodingStats") or {}
-    if drafted.get("numDraftTokens"):
-        raise InputError("specDecodingStats has draft tokens: speculative decoding is not simulated.")
     is_timed = number(row["iterLatencyMS"], "iterLatencyMS", 0.0) > 0
     return is_timed and counts["numContextRequests"] + counts["numGenRequests"] > 0
 
@@ -257,22 +290,26 @@ def read_vllm(log: Log, text: str, cache_tokens: int | None) -> None:
         )
 
 
-def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None:
-    budget = max((int(found[2]) + int(found[4]) for found in VLLM_ITERATION.finditer(text)), default=0)
-    trackers: dict[str, BatchTracker] = {}
+def vllm_lines(log: Log, text: str) -> Iterator[tuple[str, str, VllmIteration | VllmSummary]]:
+    """The iterations and summaries in `text`, in their order: the number of the engine, the line, and what it says.
+
+    A resumed request computes its tokens again, which vLLM counts as generation: here it is one of context. InputError
+    for an iteration of another version of vLLM."""
+    has_drafts = VLLM_DRAFTS.search(text) is not None
     lines = text.split("\n")
     for line_number, line in enumerate(lines, start=1):
-        engine = VLLM_ENGINE.search(line)
-        tracker = trackers.setdefault(engine[1] if engine else "", BatchTracker(budget))
-        if (summary := VLLM_SUMMARY.search(line)) and cache_tokens:
-            tracker.correct(round(float(summary[4]) / 100 * cache_tokens))
+        found = VLLM_ENGINE.search(line)
+        engine = found[1] if found else ""
+        if summary := VLLM_SUMMARY.search(line):
+            rates, usage = (float(summary[1]), float(summary[2])), float(summary[5]) / 100
+            yield engine, line, VllmSummary(*rates, int(summary[3]), int(summary[4] or 0), usage)
         if "Iteration(" not in line or "context requests" not in line:
             continue
         match = VLLM_ITERATION.search(line)
         if match is None:
             if line_number == len(lines):
                 log.notes.append(f"it is cut in line {line_number}, which is not used.")
-                break
+                return
             raise InputError(
                 f"{log.path}, line {line_number}: an iteration of another version of vLLM, {line[-100:]!r}; expected "
                 "`Iteration(N): … context requests, … generation tokens, iteration elapsed time: … ms`."
@@ -280,42 +317,59 @@ def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None
         contexts, tokens, generating, generated = map(int, match.groups()[:4])
         if "(dummy)" in match[7] or not contexts + generating:
             continue
-        if generated > generating and VLLM_DRAFTS.search(text):
+        if generated > generating and not has_drafts:
+            contexts, tokens, generating, generated = (
+                contexts + 1, tokens + generated - generating + 1, generating - 1, generating - 1,
+            )  # fmt: skip
+        usage = float(match[6]) / 100 if match[6] else None
+        seconds = float(match[5]) / MILLISECONDS
+        yield (
+            engine,
+            line,
+            VllmIteration(line_number, contexts, tokens, generating, generated, seconds, usage, has_drafts),
+        )
+
+
+def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None:
+    budget = max((int(found[2]) + int(found[4]) for found in VLLM_ITERATION.finditer(text)), default=0)
+    trackers: dict[str, BatchTracker] = {}
+    for engine, _, one in vllm_lines(log, text):
+        tracker = trackers.setdefault(engine, BatchTracker(budget))
+        if isinstance(one, VllmSummary):
+            if cache_tokens:
+                tracker.correct(round(one.usage * cache_tokens))
+            continue
+        if one.generated > one.generating:
             raise InputError(
-                f"{log.path}, line {line_number}: {generated} tokens of {generating} generation requests: "
+                f"{log.path}, line {one.line}: {one.generated} tokens of {one.generating} generation requests: "
                 "speculative decoding is not simulated."
             )
-        if generated > generating:  # a resumed request computes its tokens again, which vLLM counts as generation
-            contexts, tokens, generating = contexts + 1, tokens + generated - generating + 1, generating - 1
         kv_tokens = None
-        if match[6] and cache_tokens:
-            kv_tokens = max(round(float(match[6]) / 100 * cache_tokens) - tokens, generating)
-        work = tracker.work(BatchCounts(contexts, tokens, generating), kv_tokens if generating else None)
-        seconds = float(match[5]) / MILLISECONDS
-        if seconds > 0:
+        if one.usage is not None and cache_tokens:
+            kv_tokens = max(round(one.usage * cache_tokens) - one.context_tokens, one.generating)
+        batch = BatchCounts(one.contexts, one.context_tokens, one.generating)
+        work = tracker.work(batch, kv_tokens if one.generating else None)
+        if one.seconds > 0:
             # vLLM measures how long it waits for the outputs, without scheduling.
-            log.samples.append((Sample(work, seconds, None), False))
+            log.samples.append((Sample(work, one.seconds, None), False))
 
 
 def _read_vllm_summaries(log: Log, text: str, cache_tokens: int) -> None:
     """Summaries of constant load: the time of the mean iteration, a share of which have a prompt too."""
     running_before: dict[str, int] = {}
-    for line in text.split("\n"):
-        match = VLLM_SUMMARY.search(line)
-        if match is None:
+    for name, _, one in vllm_lines(log, text):
+        if not isinstance(one, VllmSummary):
             continue
-        engine = VLLM_ENGINE.search(line)
-        name = engine[1] if engine else ""
-        prompt_tokens, generated, usage = float(match[1]), float(match[2]), float(match[4]) / 100
-        running, before = int(match[3]), running_before.get(name, 0)
+        running, before = one.running, running_before.get(name, 0)
         running_before[name] = running
-        kv_tokens = round(usage * cache_tokens)
-        if not running or not generated or abs(running - before) > CONSTANT_LOAD * running or kv_tokens < running:
+        kv_tokens = round(one.usage * cache_tokens)
+        is_constant = abs(running - before) <= CONSTANT_LOAD * running
+        if not running or not one.generation_rate or not is_constant or kv_tokens < running:
             continue
         kv_len = kv_tokens // running
         generation = StepWork.of_lengths(kv_lengths=[kv_len] * running)
         mixed = StepWork.of_lengths([(0, kv_len, True)], [kv_len] * running)
-        iterations, prompts = generated / running, prompt_tokens / kv_len
+        iterations, prompts = one.generation_rate / running, one.prompt_rate / kv_len
         if prompts <= iterations:
             share = prompts / iterations
             steps = ((generation, 1 - share), (mixed, share))

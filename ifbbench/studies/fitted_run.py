@@ -34,7 +34,7 @@ def fit_device(run: RecordedRun) -> str:
     """Fit the cost model to the iterations of `run`, as `ifbbench calibrate --from` does; then make all of it slower or
     faster, so that all iterations together take as long as they did. The profile is written into the run directory.
     Returns the simulated device. InputError for a run that it cannot be fitted to."""
-    from ifbbench.studies.calibrate_from_logs import fit_logs  # imports matplotlib
+    from ifbbench.studies.calibrate_from_logs import fit_logs  # takes a moment
 
     fit = fit_logs([run.path], {"device": SIMULATED + _base_profile(run)})
     path = run.path / FITTED
@@ -49,10 +49,10 @@ def replayed_config(run: RecordedRun, device: str) -> dict[str, Any]:
     return {name: value for name, value in run.config.items() if name not in REAL_ONLY} | {"device": device}
 
 
-def replay_endpoint(run: RecordedRun, trace: Trace, config: RunConfig) -> tuple[RecordedRun, float]:
-    """The replay of a run against an endpoint, recorded in its run directory, on a simulated device that is so much
-    slower or faster than that of `config` that the mean end-to-end latency is that of the run; and how much slower.
-    The profile is written into the run directory.
+def replay_endpoint(run: RecordedRun, trace: Trace, config: RunConfig) -> float:
+    """Replay a run against an endpoint on a simulated device that is so much slower or faster than that of `config`
+    that the mean end-to-end latency is that of the run. The replay and the profile are recorded in the run directory.
+    Returns how much slower.
 
     config: the settings of the server. InputError if no request was completed, or if no device that is MAX_SLOWER times
     as slow or as fast has this latency."""
@@ -80,7 +80,7 @@ def replay_endpoint(run: RecordedRun, trace: Trace, config: RunConfig) -> tuple[
     _write_slowed(hardware, slower, path)
     directory = run.path / REPLAY
     run_trace(trace, fitted.with_values(output=str(directory), overwrite=True))
-    return RecordedRun.load(directory), slower
+    return slower
 
 
 def _write_slowed(hardware: HardwareProfile, slower: float, path: Path) -> None:

@@ -22,8 +22,10 @@ PREFILL = re.compile(
 )
 DECODE = re.compile(
     r"Decode batch(?: \[\d+\])?[.,] #running-req: (\d+), #(?:full )?token: (\d+), .*?"
-    r"gen throughput \(token/s\): ([\d.]+)"
+    r"gen throughput \(token/s\): ([\d.]+)(?:.*?#queue-req: (\d+))?"
 )
+USAGE = re.compile(r"token usage: ([\d.]+)")
+STAMP = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 INTERVAL = re.compile(r"decode_log_interval=(\d+)")
 FACTS = {
     "model": re.compile(r"\bmodel_path='([^']+)'"),
@@ -34,7 +36,8 @@ DEFAULT_INTERVAL = 40
 
 
 class Prefill(NamedTuple):
-    """A prefill line. cached: tokens of its prompts that were in the cache. rate: tokens a second."""
+    """A prefill line. cached: tokens of its prompts that were in the cache. rate: tokens a second. usage: share of the
+    KV cache in use. stamp: the time, if the line has one."""
 
     requests: int
     tokens: int
@@ -42,6 +45,8 @@ class Prefill(NamedTuple):
     running: int
     queued: int
     rate: float
+    usage: float = 0.0
+    stamp: str | None = None
 
     def work(self, computed: int = 0) -> StepWork:
         """Its work, prompts taken as equally long. computed: tokens of the prompt that was cut."""
@@ -52,11 +57,15 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A decode line. tokens: of the running requests in the KV cache. rate: tokens a second."""
+    """A decode line. tokens: of the running requests in the KV cache. rate: tokens a second. usage, stamp: as in a
+    prefill line."""
 
     running: int
     tokens: int
     rate: float
+    queued: int = 0
+    usage: float = 0.0
+    stamp: str | None = None
 
 
 def is_sglang(text: str) -> bool:
@@ -68,25 +77,32 @@ def read_sglang(log: Log, text: str) -> None:
     """Add what the lines in `text` measure to `log`. InputError for drafts, for several servers, and for another
     version."""
     log.add_facts(FACTS, text)
-    logged = INTERVAL.search(text)
-    interval = int(logged[1]) if logged else DEFAULT_INTERVAL
-    batches = list(_batches(log, text))
+    interval, batches = interval_of(text), sglang_batches(log, text)
     log.overlaps = "disable_overlap_schedule=True" not in text
     _add_prefills(log, batches)
     _add_decodes(log, batches, interval)
 
 
-def _batches(log: Log, text: str) -> list[Prefill | Decode]:
+def interval_of(text: str) -> int:
+    """Decode batches for which there is one line."""
+    logged = INTERVAL.search(text)
+    return int(logged[1]) if logged else DEFAULT_INTERVAL
+
+
+def sglang_batches(log: Log, text: str) -> list[Prefill | Decode]:
+    """The lines of batches in `text`. InputError for drafts, and for another version of SGLang."""
     found: list[Prefill | Decode] = []
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):
         if "accept len" in line:
             raise InputError(f"{log.path}, line {number}: speculative decoding is not simulated.")
+        usage, stamp = USAGE.search(line), STAMP.search(line)
+        more = (float(usage[1]) if usage else 0.0, stamp[1] if stamp else None)
         if match := PREFILL.search(line):
             requests, tokens, cached, running, queued = map(int, match.groups()[:5])
-            found.append(Prefill(requests, tokens, cached, running, queued, float(match[6])))
+            found.append(Prefill(requests, tokens, cached, running, queued, float(match[6]), *more))
         elif match := DECODE.search(line):
-            found.append(Decode(int(match[1]), int(match[2]), float(match[3])))
+            found.append(Decode(int(match[1]), int(match[2]), float(match[3]), int(match[4] or 0), *more))
         elif "Prefill batch" in line or "Decode batch" in line:
             if number == len(lines):
                 log.notes.append(f"it is cut in line {number}, which is not used.")

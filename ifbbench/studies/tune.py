@@ -18,11 +18,12 @@ from ifbbench.errors import InputError
 from ifbbench.settings.config import ENGINE_NAMES, MAX_REPLICAS, RunConfig
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.heuristics import TUNERS, trtllm_bench_limits
-from ifbbench.studies.tune_candidates import EQUAL_SHARE, Candidate, Goal, Judge
+from ifbbench.studies.tune_candidates import EQUAL_SHARE, TIE, Candidate, Goal, Judge
 from ifbbench.studies.tune_rate import (
     FINE,
     MAX_FACTOR,
     find_max_rate,
+    find_max_rates,
     find_replicas,
     has_stretches,
     max_runs_for_rate,
@@ -64,8 +65,6 @@ PRESSURE, MIN_GAIN, MAX_ROUNDS, ROUND_WORK = 1.05, 1.01, 10, 0.6
 # logarithms of their shortfalls), and so much more for each factor of 2 between their limits. Those that are expected
 # to miss by more than MAX_EXPECTED are not run: see docs/measured/tuning.md.
 ABOVE, ABOVE_RUNS, ABOVE_REQUESTS, ABOVE_BATCH, MISS_OF_DISTANCE, MAX_EXPECTED = 1.01, 250, 50_000, 8, 0.3, 0.4
-# Values of settings that lose less than this share of the goal's figure make way for the default ones.
-TIE = 5e-3
 # A deployment that costs so many times the best so far, with the limits of trtllm-bench's rule, is not searched.
 COST_GPUS, FAR_OFF = 64, 1.3
 
@@ -264,10 +263,7 @@ class Tuner:
         if self.space.is_server:
             wanted = {f"{ENGINE_NAMES[self.base.engine]}'s defaults": starts[tp][0]}
         if self.goal.needs_stable_queue:
-            rule = self._at_full_load(starts[tp][0], replicas, None, self._near)
-            near = rule.rate.low if rule and rule.rate else 1.0
-            others = list(wanted.values())[1:]
-            found = [rule, *(self._at_full_load(one, replicas, rule, near) for one in others)]
+            found = self._all_at_full_load(list(wanted.values()), replicas)
         else:
             found = self._candidates_of([Case(point, None, replicas) for point in wanted.values()])
         for name, one in zip(wanted, found, strict=True):
@@ -589,6 +585,19 @@ class Tuner:
             self._candidates[candidate.run.case] = candidate
             self._announce(candidate)
         return candidate
+
+    def _all_at_full_load(self, wanted: Sequence[Settings], replicas: int) -> list[Candidate | None]:
+        """The candidates of `wanted` at full load; see `_at_full_load`. The highest rates are found in parallel."""
+        if self.goal.is_minimised:
+            first = self._at_full_load(wanted[0], replicas, None)
+            return [first, *(self._at_full_load(settings, replicas, first) for settings in wanted[1:])]
+        cases = [Case(settings, None, replicas) for settings in wanted]
+        found = find_max_rates(self.runs, self.goal, cases, self._near)
+        candidates = [self.judge.candidate(one.run, rate=one) if one.run is not None else None for one in found]
+        for one in filter(None, candidates):
+            self._candidates[one.run.case] = one
+            self._announce(one)
+        return candidates
 
     def _descend(
         self, starts: Sequence[Case], steps: Sequence[float], max_work: float, announce: bool = True

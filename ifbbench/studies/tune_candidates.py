@@ -26,6 +26,8 @@ FAILED = "failed requests"
 OTHER_MISSES = {FAILED: "refuses requests", OVERLOAD: "has a queue that grows without bound"}
 # Scores that differ by less are equal; the shorter mean latency decides then.
 EQUAL_SHARE = 1e-3
+# Values of settings that lose less than this share of the goal's figure make way for the default ones.
+TIE = 5e-3
 
 Summary = Mapping[str, Any]
 

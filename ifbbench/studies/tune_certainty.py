@@ -11,7 +11,7 @@ from ifbbench.analysis.words import setting_of
 from ifbbench.settings.objectives import Objective
 from ifbbench.simulated.expected_error import ERROR_OF, THROUGHPUT
 from ifbbench.studies.tune import Tuning
-from ifbbench.studies.tune_candidates import EQUAL_SHARE, Candidate, Goal, Summary, misses_text
+from ifbbench.studies.tune_candidates import EQUAL_SHARE, TIE, Candidate, Goal, Summary, misses_text
 
 
 def intervals(tuning: Tuning, sample: RunSample) -> dict[str, list[float]]:
@@ -113,12 +113,13 @@ def loss_text(other: Mapping[str, Any], goal: str) -> str:
     if abs(other["loss"]) < EQUAL_SHARE:
         return "makes no difference"
     share, is_worse = percent(abs(other["loss"]), 1), other["loss"] >= 0
+    tie = "" if is_worse or -other["loss"] > TIE else ", too little to leave default values for"
     if goal == "energy":
-        return f"takes {share} {'more' if is_worse else 'less'} energy"
+        return f"takes {share} {'more' if is_worse else 'less'} energy{tie}"
     if goal == "cost":
-        return f"is {share} {'dearer' if is_worse else 'cheaper'}"
+        return f"is {share} {'dearer' if is_worse else 'cheaper'}{tie}"
     figure = {"goodput": "goodput", "output_throughput": "throughput", "max_rate": "highest rate"}[goal]
-    return f"has a {figure} that is {share} {'lower' if is_worse else 'higher'}"
+    return f"has a {figure} that is {share} {'lower' if is_worse else 'higher'}{tie}"
 
 
 def is_undecided(best: Candidate, other: Candidate, goal: Goal) -> bool:

@@ -13,7 +13,7 @@ from ifbbench.analysis.confidence import RunSample
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.number_texts import percent, time_unit
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.build.engines import engine_defaults
+from ifbbench.build.engines import usual_beside
 from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.files import check_new_directory, replace_file
 from ifbbench.replay.run import run_trace
@@ -25,7 +25,6 @@ from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, RunConfig
-from ifbbench.settings.names import usual_settings
 from ifbbench.settings.servers import SERVERS, write_line
 from ifbbench.studies.points import SHARES
 from ifbbench.studies.sweep import check_free
@@ -325,7 +324,7 @@ def settings_of_best(tuning: Tuning) -> dict[str, Any]:
     asked for, in place of its defaults, what was found, and the rate."""
     best, asked = tuning.best, tuning.runs.base
     assert best is not None
-    usual = usual_settings(engine_defaults(asked.as_dict()))
+    usual = usual_beside(asked.with_values(**best.settings))
     left_out = ("output", "overwrite", *SIDE_OUTPUTS, "quiet")
     values = {name: value for name, value in asked.as_dict().items() if value != usual[name] and name not in left_out}
     values |= {"model": asked.model, "device": asked.device} | best.settings

@@ -15,8 +15,8 @@ COARSE, FINE, RATES_ABOVE = 0.02, 0.005, (1.01, 1.02, 1.03)
 MAX_FACTOR = 64.0
 SEEDS = 3
 
-Asking = Generator[float, bool, "Border"]
-"""Yields factors of the rate; is sent whether objectives are met at each of them."""
+Asking = Generator[list[float], list[bool], "Border"]
+"""Yields factors of the rate that run at the same time; is sent whether objectives are met at each of them."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,23 @@ def find_max_rate(
     """By bisection, on the whole trace or its first `requests`. start: a factor near the answer. is_final: to FINE, and
     with several seeds where arrivals are drawn; `low` is then the mean."""
     case = Case(settings, requests, replicas)
-    (found,) = _borders(runs, goal, [case], start, is_final)
-    if found.low is None:
-        return MaxRate(None, 0.0, found.high)
-    run = runs.run([replace(case, rate=found.low)])[0]
-    if not is_final or not draws_arrivals(runs):
-        return MaxRate(run, found.low, found.high, is_final=is_final)
+    (found,) = find_max_rates(runs, goal, [case], start, is_final)
+    if found.run is None or not is_final or not draws_arrivals(runs):
+        return found
     seeds = [replace(case, seed=seed) for seed in range(runs.base.seed + 1, runs.base.seed + SEEDS)]
     by_seed = (found.low, *(one.low or 0.0 for one in _borders(runs, goal, seeds, found.low, is_final)))
-    return MaxRate(run, fmean(by_seed), found.high, by_seed, is_final)
+    return MaxRate(found.run, fmean(by_seed), found.high, by_seed, is_final)
+
+
+def find_max_rates(
+    runs: Runs, goal: Goal, cases: Sequence[Case], start: float = 1.0, is_final: bool = False
+) -> list[MaxRate]:
+    """The highest rate of each case, with its own seed; they are found at the same time, in parallel."""
+    found = []
+    for case, border in zip(cases, _borders(runs, goal, cases, start, is_final), strict=True):
+        run = None if border.low is None else runs.run([replace(case, rate=border.low)])[0]
+        found.append(MaxRate(run, border.low or 0.0, border.high, is_final=is_final and run is not None))
+    return found
 
 
 def rates_of_stretches(runs: Runs, goal: Goal, found: MaxRate) -> list[float]:
@@ -97,10 +105,14 @@ def _borders(runs: Runs, goal: Goal, cases: Sequence[Case], start: float, is_fin
     wanted = {number: next(one) for number, one in asking.items()}
     found: dict[int, Border] = {}
     while wanted:
-        tried = runs.run([replace(cases[number], rate=factor) for number, factor in wanted.items()])
-        for number, run in zip(list(wanted), tried, strict=True):
+        asked = [(number, factor) for number, factors in wanted.items() for factor in factors]
+        tried = runs.run([replace(cases[number], rate=factor) for number, factor in asked])
+        is_met: dict[int, list[bool]] = {number: [] for number in wanted}
+        for (number, _), run in zip(asked, tried, strict=True):
+            is_met[number].append(not run.error and not goal.shortfalls(run.summary))
+        for number, met in is_met.items():
             try:
-                wanted[number] = asking[number].send(not run.error and not goal.shortfalls(run.summary))
+                wanted[number] = asking[number].send(met)
             except StopIteration as ended:
                 found[number] = ended.value
                 del wanted[number]
@@ -113,28 +125,27 @@ def _border(start: float, step: float, is_fine: bool) -> Asking:
         return Border(None, high)
     while high is not None and high > low * (1 + (FINE if is_fine else COARSE)):
         middle = sqrt(low * high)
-        low, high = (middle, high) if (yield middle) else (low, middle)
+        low, high = (middle, high) if all((yield [middle])) else (low, middle)
     if high is not None and is_fine:
-        passing = []
-        for above in RATES_ABOVE:
-            if (yield low * above):
-                passing.append(low * above)
+        rates = [low * above for above in RATES_ABOVE]
+        met = yield rates
+        passing = [rate for rate, is_met in zip(rates, met, strict=True) if is_met]
         low, high = max([low, *passing]), high if not passing else max(passing) * RATES_ABOVE[0]
     return Border(low, high)
 
 
-def _bracket(start: float, step: float) -> Generator[float, bool, tuple[float | None, float | None]]:
+def _bracket(start: float, step: float) -> Generator[list[float], list[bool], tuple[float | None, float | None]]:
     """A factor that meets the objectives and a larger one that does not, in growing steps from `start` on; None where
     there is none."""
     factor = start
-    if (yield start):
+    if all((yield [start])):
         while factor * step <= start * MAX_FACTOR:
-            if not (yield factor * step):
+            if not all((yield [factor * step])):
                 return factor, factor * step
             factor, step = factor * step, min(step * step, 2.0)
         return factor, None
     while factor / step >= start / MAX_FACTOR:
-        if (yield factor / step):
+        if all((yield [factor / step])):
             return factor / step, factor
         factor, step = factor / step, min(step * step, 2.0)
     return None, factor

@@ -18,24 +18,24 @@ from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.generation_time import PROMPTS
 from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.build.engines import engine_defaults
+from ifbbench.build.engines import engine_defaults, usual_beside
 from ifbbench.clock import NO_PROGRESS, Progress, WallClock
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
-from ifbbench.processes import usable_cores
+from ifbbench.processes import TimeIsUp, run_within, usable_cores
 from ifbbench.rundir.what_if import FAILED
 from ifbbench.settings.command_line import option_words
 from ifbbench.settings.config import CHUNKING_POLICIES, SCHEDULE_POLICIES, SGLANG, TRTLLM, VLLM, RunConfig, settings
 from ifbbench.settings.fields import choice
 from ifbbench.settings.modes import BatchingType, Overlap
-from ifbbench.settings.names import from_mapping, setting, usual_settings
+from ifbbench.settings.names import from_mapping, setting
 from ifbbench.settings.objectives import parse_objectives
 from ifbbench.simulated.expected_error import difference_errors
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard, plan_memory
-from ifbbench.studies.fitted_run import NOT_FITTED, fit_device, replay_endpoint, replayed_config
+from ifbbench.studies.fitted_run import NOT_FITTED, REPLAY, fit_device, replay_endpoint, replayed_config
 from ifbbench.studies.points import PointResult, in_one_line, run_all, summarise
-from ifbbench.studies.trace_window import Window, window_of
+from ifbbench.studies.trace_window import MIN_REQUESTS, Window, window_of
 from ifbbench.studies.tune_runs import APPLIED
 from ifbbench.studies.tune_space import POLICIES, idle_limits, rounded
 from ifbbench.workload.load import in_memory, read_source
@@ -244,6 +244,8 @@ def why_not(run: RecordedRun, is_server_known: bool = False) -> str:
     is_server_known: the settings of the server at an endpoint are."""
     if run.data.endpoint:
         return "" if is_server_known else ENDPOINT_REASON.format(run=run.path)
+    if run.lacks_requests:
+        return "the log that it was imported from has no requests to replay"
     if run.config.get("device") == "null":
         return "the run was on device null, which computes nothing"
     return ""
@@ -284,7 +286,7 @@ def base_config(config: Mapping[str, Any], derived: Sequence[str], sessions: boo
 
 def command_of(source: str, config: RunConfig) -> str:
     """The `ifbbench run` that replays the trace of a run directory with these settings."""
-    usual = _usual(config)
+    usual = usual_beside(config)
     values = {
         name: value
         for name, value in config.as_dict().items()
@@ -295,17 +297,9 @@ def command_of(source: str, config: RunConfig) -> str:
 
 def unsayable(config: RunConfig) -> list[str]:
     """Settings of a run that no command line gives: they are left out there, and have another value then."""
-    usual = _usual(config)
+    usual = usual_beside(config)
     values = {item.name: getattr(config, item.name) for item in settings() if not item.takes_none}
     return [name for name, value in values.items() if value is None and usual[name] is not None]
-
-
-def _usual(config: RunConfig) -> dict[str, Any]:
-    """Each setting of a command line that names only the engine and the device of `config`."""
-    given: dict[str, Any] = {"engine": config.engine, "device": config.device}
-    if config.engine_overhead is not None:  # None is none, not what the engine decides
-        given["engine_overhead"] = config.engine_overhead
-    return usual_settings(engine_defaults(given))
 
 
 @dataclass(frozen=True)
@@ -464,18 +458,17 @@ class Allowed:
             yield "kv_blocks", {"kv_host_cache_bytes": 2 * now["kv_host_cache_bytes"] or HOST_CACHE_BYTES}
 
 
-class _TimeIsUp(BaseException):
-    """Ends replays. No Exception: of these, a replay makes one that says at which iteration it failed."""
-
-
 class WhatIf:
     """The trials of one run. findings: of the run, which must be one that `why_not` allows. InputError for a run on a
     real device that the cost model cannot be fitted to.
 
     endpoint: a run against an endpoint, of whose requests `findings` are a replay on a simulated device; slower: that
-    was made so many times slower."""
+    was made so many times slower. fit_s: a fit of the cost model may take so many seconds; TimeIsUp if it takes
+    longer."""
 
-    def __init__(self, findings: Findings, endpoint: RecordedRun | None = None, slower: float = 1.0) -> None:
+    def __init__(
+        self, findings: Findings, endpoint: RecordedRun | None = None, slower: float = 1.0, fit_s: float = inf
+    ) -> None:
         self._findings, self._run = findings, findings.run
         self._measured, self._slower = endpoint or findings.run, slower
         self._source = str(self._measured.path)
@@ -487,7 +480,8 @@ class WhatIf:
         if endpoint is not None:
             self._is_fitted = True
         if self._is_real:
-            self.config = base_config(replayed_config(self._run, fit_device(self._run)), [], has_sessions)
+            device = run_within(lambda: fit_device(self._run), fit_s)
+            self.config = base_config(replayed_config(self._run, device), [], has_sessions)
         draws_loras = self.config.num_loras and not columns.names_loras
         draws = self.config.acceptance_rate is not None or draws_loras or self.config.schedule_policy == "random"
         self._gpus = self.config.tp_size * self.config.pp_size
@@ -503,28 +497,25 @@ class WhatIf:
         self._answered = 0
 
     @classmethod
-    def of_endpoint(cls, run: RecordedRun, server: Mapping[str, Any]) -> "WhatIf":
+    def of_endpoint(cls, run: RecordedRun, server: Mapping[str, Any], fit_s: float = inf) -> "WhatIf":
         """The trials of a run against an endpoint: its requests are replayed on a simulated device that is fitted to
-        its mean latency. server: the settings of the server, and the device. InputError: see `replay_endpoint`."""
+        its mean latency. server: the settings of the server, and the device. fit_s: see WhatIf. InputError: see
+        `replay_endpoint`."""
         trace = trace_of(run)
         config = from_mapping({**engine_defaults(server), **server}, command_line=True).as_dict()
         known = {item.name: item.group for item in settings()}
         config |= {name: value for name, value in run.config.items() if known.get(name) == "replay"}
         has_sessions = columns_of(trace.requests).after is not None
-        replay, slower = replay_endpoint(run, trace, base_config(config, [], has_sessions))
-        return cls(Findings(replay), run, slower)
+        asked = base_config(config, [], has_sessions)
+        slower = run_within(lambda: replay_endpoint(run, trace, asked), fit_s)
+        return cls(Findings(RecordedRun.load(run.path / REPLAY)), run, slower)
 
     def goal(self, name: str | None) -> Goal:
         """The goal called `name` (see GOALS). By default the objectives of the run, else the figure that is furthest
         from what the device could do. InputError for one that the run does not have."""
+        check_goal(name, self.config.slo)
         objectives = parse_objectives(self.config.slo) if self.config.slo else ()
-        if name in ("slo", "goodput") and not objectives:
-            raise InputError(f"--improve {name}: the run has no objectives; run it with --slo, or choose another goal.")
         has_goodput = any(one.statistic is None for one in objectives)
-        if name == "goodput" and not has_goodput:
-            raise InputError(
-                "--improve goodput: the run has no objective of each request, such as ttft=1s; choose another goal."
-            )
         if name is not None and name != "slo":
             return Goal(GOALS[choice(name, "--improve", GOALS)])
         if objectives:
@@ -556,7 +547,8 @@ class WhatIf:
         processes: int | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Outcome:
-        """Try `only`, or all single changes that the settings allow, and second ones on top of the best."""
+        """Try `only`, or all single changes that the settings allow, and second ones on top of the best. TimeIsUp if
+        the budget is over before the run's own settings have been replayed."""
         self._clock, self._processes, self._progress = WallClock(), processes or usable_cores(), progress
         progress.stage("replaying the run")
         before = self._baseline(goal, None if only else budget_s)
@@ -572,7 +564,7 @@ class WhatIf:
             of_window_s = (self._clock.now() - begin_s) * self._processes / len(done) / len(self._seeds)
             self._all_s = max(self._all_s, of_window_s * self._window.of / self._window.requests)
         changes, refused = self._changes(goal, wanted, done, before, self.config, {})
-        index, reason = self._recommended(goal, changes, before[0], bool(untried))
+        index, reason = self._recommended(goal, changes, before[0], bool(untried), refused)
         on_all, tried = None, list[Change]()
         if self._window and index is not None:
             tried = self._best_on_all(goal, changes, before[0], budget_s)
@@ -601,7 +593,7 @@ class WhatIf:
             progress.stage("trying second changes")
             done, left_out = self._summaries(more, config, budget_s)
             on_top, _ = self._changes(goal, more, done, summaries, self.config, best.settings)
-            second_index, _ = self._recommended(goal, on_top, best.summary, bool(left_out))
+            second_index, _ = self._recommended(goal, on_top, best.summary, bool(left_out), ())
             if second_index is not None and on_top[second_index].gpus == best.gpus:
                 then = on_top[second_index]
             if left_out:
@@ -647,7 +639,9 @@ class WhatIf:
             affordable_s = budget_s * WINDOW_SHARE * PLANNED_SHARE * self._processes / (number * len(self._seeds))
             limit_s = affordable_s * FIRST_SHARE / WINDOW_SHARE / MIN_REACHED
         # The replay of a run on a real device shows how near it comes to all of the run.
-        before = self._own(None if self._is_fitted else begin_s + limit_s)
+        before = self._own(budget_s if self._is_fitted else begin_s + limit_s)
+        if self._is_fitted and before is None:
+            raise TimeIsUp
         taken_s = self._clock.now() - begin_s
         if self._is_fitted and before is not None:
             paths = self._paths(before[0], goal)
@@ -656,13 +650,17 @@ class WhatIf:
             self._of_all = before
         if taken_s > limit_s:
             answered = len(self.trace) if before else self._answered / min(len(self._seeds), self._processes)
-            self._all_s = taken_s * len(self.trace) / max(answered, 1)
-            ids = columns_of(self.trace.requests).request_id.tolist()
-            self._window = window_of(self._run, ids, goal.path, int(answered * affordable_s / taken_s))
-            requests = {"skip_samples": self._window.first, "max_num_samples": self._window.requests}
-            self.config = self.config.with_values(**requests)
-            before = self._own(None)
-        assert before is not None
+            size = max(int(answered * affordable_s / taken_s), MIN_REQUESTS)
+            if size < len(self.trace):
+                self._all_s = taken_s * len(self.trace) / max(answered, 1)
+                ids = columns_of(self.trace.requests).request_id.tolist()
+                self._window = window_of(self._run, ids, goal.path, size)
+                requests = {"skip_samples": self._window.first, "max_num_samples": self._window.requests}
+                self.config = self.config.with_values(**requests)
+            if self._window or before is None:
+                before = self._own(None if self._window else budget_s)
+        if before is None:
+            raise TimeIsUp
         self._errors = self._errors_of(before[0], goal)
         return before
 
@@ -770,10 +768,10 @@ class WhatIf:
         def check_time(answered: int = 0) -> None:
             self._answered = max(self._answered, answered)
             if until_s is not None and self._clock.now() > until_s:
-                raise _TimeIsUp
+                raise TimeIsUp
 
         results = run_all(summarise, runs, self._processes, check_time)
-        with suppress(_TimeIsUp):
+        with suppress(TimeIsUp):
             check_time()
             for number, result in results:
                 ended[number] = result
@@ -789,10 +787,12 @@ class WhatIf:
         return found, [values for index, values in enumerate(wanted) if index not in found]
 
     def _paths(self, summary: Mapping[str, Any], goal: Goal) -> list[str]:
-        """The figures that are compared."""
+        """The figures that are compared, with those of the objectives."""
         paths = [*LATENCIES, THROUGHPUT]
         if summary.get(GOODPUT) is not None:
             paths += [GOODPUT, GOOD_SHARE]
+        objectives = parse_objectives(self.config.slo) if self.config.slo else ()
+        paths += [f"{one.latency}.{one.statistic}" for one in objectives if one.statistic]
         return list(dict.fromkeys([*paths, *goal.targets, goal.path, FAILED]))
 
     def _changes(
@@ -845,9 +845,18 @@ class WhatIf:
         return sorted(helping, key=lambda index: changes[index].needs_more_gpus)
 
     def _recommended(
-        self, goal: Goal, changes: Sequence[Change], before: Mapping[str, Any], is_cut: bool
+        self,
+        goal: Goal,
+        changes: Sequence[Change],
+        before: Mapping[str, Any],
+        is_cut: bool,
+        refused: Sequence[tuple[Settings, str]],
     ) -> tuple[int | None, str]:
         """The index of the best change that helps; or why there is none."""
+        if not changes and is_cut:
+            return None, "no change was reached in the time"
+        if not changes:
+            return None, f"none of the changes can run{': ' + refused[0][1].rstrip('.?') if len(refused) == 1 else ''}"
         if helping := self._helping(goal, changes, before):
             return helping[0], ""
         improves = f"improves {goal.path} by {percent(MIN_GAIN)} or more"
@@ -892,6 +901,17 @@ def _effect(before: Sequence[float | None], after: Sequence[float | None], error
 def not_tried(reason: str) -> dict[str, Any]:
     """`what_if` of `why --json` where nothing was tried."""
     return {"goal": None, "baseline": {}, "changes": [], "recommended": None, "reason": reason, "then": None}
+
+
+def check_goal(name: str | None, slo: str | None) -> None:
+    """InputError if a run with the objectives `slo` does not have the goal called `name`."""
+    objectives = parse_objectives(slo) if slo else ()
+    if name in ("slo", "goodput") and not objectives:
+        raise InputError(f"--improve {name}: the run has no objectives; run it with --slo, or choose another goal.")
+    if name == "goodput" and all(one.statistic for one in objectives):
+        raise InputError(
+            "--improve goodput: the run has no objective of each request, such as ttft=1s; choose another goal."
+        )
 
 
 def parse_change(text: str) -> Settings:

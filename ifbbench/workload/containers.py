@@ -21,11 +21,12 @@ import numpy as np
 from ifbbench.compressed import DamagedFile, bounded_lines
 from ifbbench.errors import InputError
 from ifbbench.settings.fields import shown
-from ifbbench.workload.formats import TOO_LONG, checked_object, json_row, json_value
+from ifbbench.workload.formats import TOO_LONG, Row, checked_object, json_row, json_value, objects
 from ifbbench.workload.trace import ID
 
 ROWS_TO_RECOGNISE = 8
 ROWS_OF_BATCH = 1_000
+SPANS = "resourceSpans"
 
 
 class UnknownFormat(ValueError):
@@ -113,9 +114,10 @@ class CsvTable:
 class JsonDocument:
     """A JSON file that is one list of objects, or an object that holds them; `//` comments are ignored.
 
-    Rows are those of `samples` (gptManagerBenchmark), of `data` (aiperf), of the requests of `benchmarks` (guidellm),
-    or one for each value of `input_lens` (vLLM). The first two, and a list alone, are read from the file row by row; a
-    document with comments or NaN, and those of results, are kept in memory.
+    Rows are those of `samples` (gptManagerBenchmark), of `data` (aiperf, Jaeger), of the requests of `benchmarks`
+    (guidellm), the spans of `resourceSpans` (OTLP), or one for each value of `input_lens` (vLLM). The first two, and a
+    list alone, are read from the file row by row; a document with comments or NaN, and those of results, are kept in
+    memory.
     """
 
     row_name = "samples[{}]"
@@ -159,6 +161,9 @@ class JsonDocument:
                     raise UnknownFormat(f"no list of {name}")
                 return list(parts[name])
         self.row_name = "request {}"
+        if SPANS in parts:
+            self.row_name = "span {}"
+            return sorted(otlp_spans(parts), key=end_of_span)
         if "benchmarks" in parts:
             return list(_guidellm_rows(_value(parts["benchmarks"])))
         if "input_lens" in parts:
@@ -241,6 +246,26 @@ def _guidellm_rows(benchmarks: Any) -> Iterator[Any]:
                     yield row | {"status": status} if isinstance(row, dict) else row
         else:
             raise UnknownFormat("benchmarks without requests")
+
+
+def otlp_spans(document: Row) -> Iterator[Row]:
+    """The spans of an object in the JSON of OTLP. InputError where they are no objects."""
+    for number, resource in enumerate(objects(document, SPANS)):
+        # Before version 0.19 of OTLP it was instrumentationLibrarySpans.
+        name = "scopeSpans" if "scopeSpans" in resource else "instrumentationLibrarySpans"
+        for scope in objects(resource, name, f"{SPANS}[{number}]."):
+            yield from objects(scope, "spans", f"{SPANS}[{number}].{name}[].")
+
+
+def end_of_span(span: Row) -> tuple[float, float]:
+    """The order of spans in which one comes before a span that contains it: by end, then the latest start first."""
+    try:
+        if "startTimeUnixNano" in span:
+            return float(span.get("endTimeUnixNano") or 0), -float(span["startTimeUnixNano"])
+        start_us = float(span.get("startTime") or 0)
+        return start_us + float(span.get("duration") or 0), -start_us
+    except (TypeError, ValueError, OverflowError):
+        return 0.0, 0.0  # its format names what is wrong
 
 
 def parquet_as_json_lines(path: Path, file: BinaryIO) -> BinaryIO:

@@ -110,7 +110,8 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
     if follows.any() and any(map(sub_requests_of, classes)):
 
         def system_prompt(index: int) -> list[PrefixRun]:
-            return drawn[class_of[index]].system_prompt(int(position[index]))
+            runs: list[PrefixRun] = drawn[class_of[index]].system_prompt(int(position[index]))
+            return runs
 
         of_classes = [streams.of for streams in all_streams]
         requests = with_sub_requests(requests, class_of, turns.turn_of, classes, of_classes, system_prompt)

@@ -17,7 +17,7 @@ from ifbbench.compressed import MAX_LINE
 from ifbbench.errors import InputError
 from ifbbench.files import new_file
 from ifbbench.settings.config import DEFAULT_PRIORITY
-from ifbbench.settings.fields import integer, integers, number, shown, text
+from ifbbench.settings.fields import integer, integers, number, shown, text, unexpected
 from ifbbench.settings.json_text import check_keys
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest, num_blocks
@@ -84,6 +84,14 @@ def value_at(row: Row, path: str) -> Any:
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def objects(row: Row, name: str, prefix: str = "") -> list[dict[str, Any]]:
+    """The field `name` of a row, a list of objects; empty if the row lacks it. prefix: of its name in messages."""
+    values = row.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise unexpected(f"{prefix}{name}", values, "a list of objects")
+    return values
 
 
 class TraceFormat(ABC):

@@ -25,6 +25,7 @@ from ifbbench.errors import InputError
 from ifbbench.settings.fields import shown
 from ifbbench.workload.containers import (
     ROWS_TO_RECOGNISE,
+    SPANS,
     CsvTable,
     DoubledColumn,
     JsonDocument,
@@ -41,6 +42,7 @@ from ifbbench.workload.recorded_formats import (
     TableFormat,
     table_format,
 )
+from ifbbench.workload.server_formats import OpenTelemetryFormat, UsageLogFormat, has_usage
 from ifbbench.workload.tool_formats import (
     AiperfFormat,
     GptManagerFormat,
@@ -61,6 +63,8 @@ FORMATS: dict[str, type[TraceFormat]] = {
     "burstgpt": BurstGptFormat,
     "lengths": LengthsFormat,
     "bailian": BailianFormat,
+    "opentelemetry": OpenTelemetryFormat,
+    "usage-log": UsageLogFormat,
     "aiperf": AiperfFormat,
     "mooncake": MooncakeFormat,
     "gptmanager": GptManagerFormat,
@@ -75,7 +79,7 @@ FORMATS: dict[str, type[TraceFormat]] = {
 """By the names of --trace_format, in the order in which they are tried."""
 
 ROWS_BETWEEN_REPORTS = 10_000
-MAX_PARTS = 1 << 12
+MAX_PARTS = 1 << 16
 """Requests that one row may hold: an origin is that of the row times this, plus the position among its requests."""
 
 _log = logging.getLogger("ifbbench")
@@ -291,7 +295,7 @@ def _is_document(start: bytes) -> bool:
     except (ValueError, RecursionError):
         goes_on = line.rstrip().endswith((b"{", b"[", b",")) and rest.lstrip().startswith(b'"')
         return goes_on or line.strip() == b"{" or bool(_DOCUMENT.search(start))
-    return not rest.strip() and not DOCUMENT_KEYS.isdisjoint(first)
+    return not rest.strip() and not (DOCUMENT_KEYS | {SPANS}).isdisjoint(first)
 
 
 def _recognise(container: "Container", options: ReadOptions) -> TraceFormat:
@@ -310,6 +314,8 @@ def _recognise(container: "Container", options: ReadOptions) -> TraceFormat:
     for name, needs in missing.items():
         if not needs:
             return FORMATS[name](keys, options)
+    if _has_usage(container):
+        return UsageLogFormat(keys, options)
     found = ", ".join(sorted(shown(key)[1:-1] for key in keys))
     name = min(missing, key=lambda one: (len(missing[one]) / len(FORMATS[one].needs), len(missing[one])))
     nearest = ""
@@ -317,6 +323,15 @@ def _recognise(container: "Container", options: ReadOptions) -> TraceFormat:
         wanted = ", ".join(need.replace("|", " or ") for need in missing[name])
         nearest = f" The nearest format is {name}; missing: {wanted}."
     raise UnknownFormat(f"rows with {found}", nearest)
+
+
+def _has_usage(container: "Container") -> bool:
+    """Whether one of the first rows has the usage of a request in a nested object."""
+    for _, _, content in islice(container.rows(), ROWS_TO_RECOGNISE):
+        with suppress(InputError):
+            if has_usage(container.parse(content)):
+                return True
+    return False
 
 
 def _missing(trace_format: type[TraceFormat], keys: Collection[str], container: "Container") -> list[str]:

@@ -130,7 +130,7 @@ def _num_started(
 def _lengths(
     class_of: Indices, classes: Sequence[RequestClass], draws: Sequence[Draws]
 ) -> tuple[Indices, Indices, Indices]:
-    """Of sub-requests of these classes: their own tokens of the prompt, the reserved, and the output tokens."""
+    """The lengths of sub-requests of these classes: own tokens of the prompt, reserved and output tokens."""
     own, reserved, outputs = (np.zeros(len(class_of), dtype=np.int64) for _ in range(3))
     for number, (kind, streams) in enumerate(zip(classes, draws, strict=True)):
         if (asked := sub_requests_of(kind)) is None:

@@ -38,6 +38,21 @@ def test_a_burst_giant_prompts_and_a_flood_of_low_priority_are_named(tmp_path: P
     assert "3002 (60,000 tokens), 3001 (45,000 tokens), 3000 (30,000 tokens)" in printed
 
 
+def test_three_giant_prompts_among_few_requests_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"request_id": number, "arrival_s": 0.1 * number, "prompt_len": 200, "max_new_tokens": 8}
+        for number in range(20)
+    ]
+    for number, length in {4: 9_000, 9: 20_000, 14: 12_000}.items():
+        rows[number]["prompt_len"] = length
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    limits: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 32_768, "max_tokens_in_paged_kvcache": None}
+    directory = simulate(tmp_path, "run", trace, **limits).data.path
+    printed = CliRunner().invoke(main, ["why", str(directory), "--budget", "0"]).output
+    assert "Giant prompts: 9 (20,000 tokens), 14 (12,000 tokens), 4 (9,000 tokens)" in printed
+
+
 def test_even_traffic_has_no_culprit(tmp_path: Path) -> None:
     trace = write_requests(tmp_path / "trace.jsonl", seed=3)
     directory = simulate(tmp_path, "run", trace).data.path

@@ -179,6 +179,7 @@ def test_the_table_has_the_replicas_and_the_next_best_is_dearer(shared):
     [
         ("cost", 0.329, "is 32.9 % dearer"),
         ("cost", -0.024, "is 2.4 % cheaper"),
+        ("cost", -0.002, "is 0.2 % cheaper, too little to leave default values for"),
         ("goodput", 0.124, "has a goodput that is 12.4 % lower"),
         ("max_rate", 0.124, "has a highest rate that is 12.4 % lower"),
         ("output_throughput", -0.124, "has a throughput that is 12.4 % higher"),

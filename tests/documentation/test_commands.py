@@ -54,6 +54,7 @@ STAND_INS["shared.yaml"] = (
 STAND_INS["rates.csv"] = "start_s,rate\n0,20\n2,0\n3,80\n"
 STAND_INS["mixed.yaml"] = "- count: 2\n- {device: h200, max_batch_size: 512}\n"
 STAND_INS["events.yaml"] = "- {at: 0.05, fail: 1}\n- {at: 0.06, start: 1}\n- {at: 0.07, drain: 0}\n"
+STAND_INS["access.jsonl"] = '{"timestamp": 1764270000.5, "usage": {"prompt_tokens": 30, "completion_tokens": 4}}\n'
 STAND_INS["trace.csv"] = STAND_INS["azure_conv_2023.csv"]
 STAND_INS["measured.csv"] = "input_len,output_len,concurrency,throughput,ttft,itl\n" + "".join(
     f"{prompt_len},64,{load},{900 * load / (8 + load / 8)},{prompt_len / 20 * load**0.8},{8 + load / 8}\n"

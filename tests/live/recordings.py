@@ -1,10 +1,18 @@
 """What the tests and benchmarks of recordings read of a run directory."""
 
 import json
+import random
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from ifbbench.analysis.explain import iteration_facts, request_life
+from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.waiting import HeadsOfLine
+
+# The limits that `allocate_slots` of vLLM may fail for, of which its answer does not say which.
+BLOCKS = ("kv_blocks", "watermark", "full_prompt")
 
 
 def lines(directory: Path, name: str) -> list[dict[str, Any]]:
@@ -36,3 +44,50 @@ def decisions(directory: Path) -> list[tuple[Any, ...]]:
         )
         for line in lines(directory, "iterations")
     ]
+
+
+class Holder(NamedTuple):
+    """What holds a request in an iteration: the request that it waits behind (None: itself is the first), and the
+    limit. expected: by vLLM's own queue; found: what `why` says."""
+
+    iteration: int
+    request: str
+    expected: tuple[str | None, str]
+    found: tuple[str | None, str]
+
+
+def holders_of(
+    directory: Path, seen: Sequence[dict[str, Any]], max_num_seqs: int, budget: int, count: int, seed: int
+) -> list[Holder]:
+    """What holds a random waiting request in `count` random iterations, by `why` of a recording and by what a wrapper
+    saw after each call of vLLM's `schedule`: its queue, `waiting`, how many were `running`, and which of these got only
+    a part of what they have to compute, `cut`.
+
+    Literally: all wait for a running request that was cut, whose rest took the budget. Else vLLM stops at the first
+    request of its queue that it cannot start. It looks at none after a pre-emption (blocks), as soon as `max_num_seqs`
+    run, or when no token of the budget is left; else `allocate_slots` failed."""
+    names = {row["name"]: row["request_id"] for row in lines(directory, "requests")}
+    of_id, run = {number: name for name, number in names.items()}, RecordedRun.load(directory)
+    heads, rng, found = HeadsOfLine(run), random.Random(seed), list[Holder]()
+    waiting = [number for number, step in enumerate(seen) if step["waiting"]]
+    for number in rng.sample(waiting, min(count, len(waiting))):
+        step = seen[number]
+        name, first = rng.choice(step["waiting"]), [*step["cut"], *step["waiting"]][0]
+        limit = "blocks"
+        if step["cut"]:
+            limit = "num_tokens"
+        elif not step["preempted"] and step["running"] >= max_num_seqs:
+            limit = "batch_size"
+        elif not step["preempted"] and sum(tokens for _, tokens, _ in step["scheduled"]) >= budget:
+            limit = "num_tokens"
+        stretches = request_life(run, heads, names[name]).stretches
+        one = next(part for part in stretches if part.first <= number <= part.last and part.phase != "arrival")
+        holder, why = one.behind, one.limit
+        if one.phase == "paused":  # a pre-empted request is in the queue again, and its span has another cause
+            head = iteration_facts(run, number).left_out
+            assert head is not None
+            holder, why = None if head[0] == names[name] else head[0], head[1]
+        behind = None if holder is None else of_id[holder]
+        why = "blocks" if why in BLOCKS else str(why)
+        found.append(Holder(number, name, (None if name == first else first, limit), (behind, why)))
+    return found

@@ -7,10 +7,15 @@
 import gzip
 import json
 import os
+import re
+import subprocess
+import sys
+import time
 from base64 import b64decode
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pytest
 from click.testing import CliRunner
@@ -90,6 +95,25 @@ def test_a_recording_is_read_by_other_commands(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     arrivals = [[row["arrival_s"] for row in lines(path, "trace")] for path in (directory, tmp_path / "by-clock")]
     assert sorted(arrivals[0]) == arrivals[1]
+
+
+def test_watch_of_a_server(tmp_path: Path) -> None:
+    """How many requests there will be is not known while it runs."""
+    events = events_of(CASES[1])
+    begin = events[0]
+    assert isinstance(begin, Begin)
+    channel = Channel(tmp_path / "recorded", begin)
+    for event in events[1:-20]:
+        channel.put(event)
+    watched = [tmp_path / "recorded" / name for name in ("run.json", "iterations.jsonl")]
+    deadline = time.monotonic() + 60
+    while not (all(path.exists() for path in watched) and watched[1].stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)  # until the first flush
+    running = CliRunner().invoke(main, ["watch", str(tmp_path / "recorded"), "--once"]).output
+    channel.close()
+    ended = CliRunner().invoke(main, ["watch", str(tmp_path / "recorded"), "--once"]).output
+    assert re.search(r"requests +\d+ ended", running)
+    assert re.search(r"requests .* (\d+) of \1", ended)
 
 
 def test_iterations_need_a_recording(tmp_path: Path) -> None:
@@ -199,3 +223,64 @@ def test_vllm_itself(tmp_path: Path) -> None:
 
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     assert check_random(6, 1000) == 0
+
+
+class Writer:
+    """The writer as a process of its own, whose files may have so many bytes."""
+
+    def __init__(self, directory: Path, max_file_bytes: int) -> None:
+        limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({max_file_bytes}, {max_file_bytes}))"
+        code = f"{limit}; from ifbbench.live.writer import main; raise SystemExit(main(['{directory}']))"
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def send(self, events: Iterable[Event]) -> tuple[int, str]:
+        """Its exit status, and what it printed. It may end before all events are sent."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            for event in events:
+                write_frame(cast(BinaryIO, self.process.stdin), event)
+            self.process.stdin.close()
+        assert self.process.stderr is not None
+        error = self.process.stderr.read().decode()
+        return self.process.wait(), error
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """One line says so, and what was written before can be read."""
+    status, error = Writer(tmp_path / "recorded", 20_000).send(events_of(CASES[4]))
+    assert status == 1
+    assert error.startswith("ifbbench recorder: ")
+    assert len(error.splitlines()) == 1
+    assert json.loads((tmp_path / "recorded" / "run.json").read_text())["partial"]
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "recorded")])
+    assert result.exit_code == 0, result.output
+    assert "Partial" in result.output
+
+
+def test_an_error_in_the_recorder_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM is installed: it decides what it decides without the error, and its recording ends there."""
+    pytest.importorskip("vllm")
+    from benchmarks.vllm_recording import draw_recorded, record
+    from ifbbench.live import vllm as recording
+
+    expected = record(draw_recorded(1000), 1000, tmp_path / "whole")
+    calls, head = iter(range(10**6)), recording._Notes._head
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        if next(calls) == len(expected) // 2:
+            raise RuntimeError("a defect")
+        return head(self, *arguments)
+
+    monkeypatch.setattr(recording._Notes, "_head", failing)
+    assert record(draw_recorded(1000), 1000, tmp_path / "ended") == expected
+    assert len(lines(tmp_path / "ended", "iterations")) < len(lines(tmp_path / "whole", "iterations"))
+
+
+def test_a_server(tmp_path: Path) -> None:
+    """Where vLLM is installed: a real server under two clients."""
+    pytest.importorskip("vllm")
+    from benchmarks.vllm_server import check as check_server
+
+    report = check_server(tmp_path / "server", 60, seed=1, port=8139, blocks=36)
+    assert report["differences"] == {}
+    assert report["recording"]["requests"] == 60

@@ -392,10 +392,10 @@ def test_the_highest_rate_needs_arrivals_that_can_be_scaled():
 @pytest.mark.parametrize(("border", "low"), [(5.0, 2.5), (0.3, 0.15), (100.0, 40.0)])
 def test_a_bracket_holds_the_border(border, low):
     asking = _bracket(1.0, 2.0)
-    factor, ended = next(asking), None
+    (factor,), ended = next(asking), None
     while ended is None:
         try:
-            factor = asking.send(factor <= border)
+            (factor,) = asking.send([factor <= border])
         except StopIteration as end:
             ended = end.value
     met, missed = ended

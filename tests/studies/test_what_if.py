@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.analysis.findings import Findings
-from ifbbench.build.engines import engine_defaults
+from ifbbench.build.engines import engine_defaults, usual_beside
 from ifbbench.cli.main import main
 from ifbbench.replay.run import summarise_run
+from ifbbench.settings.names import from_mapping
 from ifbbench.studies.what_if import MIN_GAIN, Change, Outcome, WhatIf, at, base_config, command_of
 from tests.analysis.runs import simulate, write_requests
 
@@ -172,7 +173,7 @@ def test_just_the_given_changes_are_tried(tmp_path: Path) -> None:
     assert best["before"] == facts["baseline"]["tpot_s.p99"]
     assert best["after"] == min(one["effects"]["tpot_s.p99"]["after"] for one in facts["changes"])
     assert "No other settings were tried: --budget 0." in why("--budget", "0").stdout
-    assert "s of --budget 0.001s; give more." in why("--budget", "1ms").stdout
+    assert "of --budget 0.001s; give more." in why("--budget", "1ms").stdout
     for words, text in {
         ("--improve", "goodput"): "the run has no objectives",
         ("--what_if", "max_batch_size"): "expected name=value",
@@ -182,6 +183,7 @@ def test_just_the_given_changes_are_tried(tmp_path: Path) -> None:
     }.items():
         result = why(*words)
         assert result.exit_code == 2
+        assert "Bound by" not in result.output  # before the run is explained
         assert text in result.output
 
 
@@ -195,3 +197,17 @@ def test_a_command_says_that_no_server_is_simulated(tmp_path: Path) -> None:
     given = ("run", "chat", "--max_num_samples", "4", *shlex.split(command)[3:], "--quiet", "--output")
     assert CliRunner().invoke(main, [*given, str(tmp_path / "again")]).exit_code == 0
     assert json.loads((tmp_path / "again/run.json").read_text())["config"]["engine_overhead"] is None
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("changed", [{"max_num_tokens": 16_384}, {"max_num_tokens": 512}, {"tp_size": 4}])
+def test_a_command_names_what_a_change_would_change_beside_itself(engine: str, changed: dict[str, Any]) -> None:
+    """SGLang's default share of memory for the KV cache depends on chunks and GPUs, vLLM's batch on the tokens."""
+    given = {"engine": engine, "device": "sim:h100-sxm", "model": "llama-3.1-8b"}
+    tried = from_mapping({**engine_defaults(given), **given}, command_line=True).with_values(**changed)
+    usual = usual_beside(tried)
+    named = {name: value for name, value in tried.as_dict().items() if name in given or value != usual[name]}
+    assert from_mapping({**engine_defaults(named), **named}, command_line=True) == tried
+    words = command_of("trace", tried).split()
+    assert ("--mem-fraction-static" in words) == (engine == "sglang")
+    assert ("--max-num-seqs" in words) == (engine == "vllm" and changed == {"max_num_tokens": 512})

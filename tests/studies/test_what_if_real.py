@@ -3,6 +3,7 @@
 import json
 import random
 import shlex
+import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.build.engines import engine_defaults
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
+from ifbbench.processes import TimeIsUp
 from ifbbench.replay.run import run_trace
 from ifbbench.report.what_if_table import print_what_if
 from ifbbench.settings.config import RunConfig, settings
@@ -227,6 +229,20 @@ def test_the_profile_of_a_gpu(name: str, gigabytes: int, profile: str, tmp_path:
         _base_profile(run)
 
 
+def test_a_fit_ends_with_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do the replays that fit a device to a run against an endpoint; what was found in the run is printed."""
+    monkeypatch.setattr(what_if, "fit_device", lambda run: time.sleep(600))
+    monkeypatch.setattr(what_if, "replay_endpoint", lambda run, trace, config: time.sleep(600))
+    (tmp_path / "server").mkdir()
+    result = CliRunner().invoke(main, ["why", str(real_run(tmp_path).run.path), "--budget", "3s"])
+    assert result.exit_code == 0, result.output
+    assert "Slowest" in result.stdout
+    assert "reading the run and preparing the trials took" in result.stdout
+    assert "of --budget 3s; give more." in result.stdout
+    with pytest.raises(TimeIsUp):
+        WhatIf.of_endpoint(endpoint_run(tmp_path / "server", slower=1.0), SERVER, fit_s=0.1)
+
+
 # Windows.
 
 
@@ -298,7 +314,7 @@ def test_replays_end_with_the_time(tmp_path: Path) -> None:
     assert not found.changes
     assert found.untried
     assert found.recommended is None
-    assert "others were not reached in the time" in found.reason
+    assert found.reason == "no change was reached in the time"
 
 
 def test_an_effect_below_the_error_of_predicted_differences_is_noise(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ def rows_of(name: str) -> tuple[Rows, Callable[[list[Any]], str]]:
     if "samples" in document or "data" in document:
         key = "samples" if "samples" in document else "data"
         return document[key], lambda rows: json.dumps(document | {key: rows})
+    if "resourceSpans" in document:
+        spans = document["resourceSpans"][0]["scopeSpans"][0]["spans"]
+        return spans, lambda rows: json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": rows}]}]})
     if "benchmarks" in document:
         successful = document["benchmarks"][0]["requests"]["successful"]
         return successful, lambda rows: json.dumps({"benchmarks": [{"requests": {"successful": rows}}]})

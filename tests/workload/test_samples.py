@@ -60,6 +60,15 @@ EXPECTED: dict[str, tuple[str, list[TraceRequest]]] = {
     "genai_perf_inputs.json": ("aiperf", [request(0, 0.0, 2, 8), request(1, 0.25, 4, 9)]),
     "genai_perf.jsonl": ("aiperf", [
         request(0, 0.0, 2, 12), request(2, 0.1, 1000, 5, prefix_ids=(1, 2)), request(1, 0.25, 1, 3)]),
+    "opentelemetry.jsonl": ("opentelemetry", [
+        request(0, 0.0, 374, 44, max_new_tokens=64), request(2, 0.25, 396, 109),
+        request(3, 0.5, 50, 1, max_new_tokens=8)]),
+    "opentelemetry.json": ("opentelemetry", [
+        request(0, 0.0, 7, 5, max_new_tokens=20), request(1, 0.5, 12, 3)]),
+    "jaeger.json": ("opentelemetry", [request(0, 0.0, 30, 6), request(1, 1.5, 40, 9)]),
+    "access_log.jsonl": ("usage-log", [request(0, 0.0, 30, 12), request(2, 2.5, 8, 3, max_new_tokens=16)]),
+    "access_log_nested.jsonl": ("usage-log", [
+        request(0, 0.0, 100, 20, max_new_tokens=64), request(1, 0.25, 200, 64)]),
     "vllm_dataset.jsonl": ("vllm-dataset", [request(0, 0.0, 7, 10), request(1, 0.0, 2, 12)]),
 }  # fmt: skip
 

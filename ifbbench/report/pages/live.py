@@ -118,6 +118,12 @@ class Snapshot:
     window: str = ""
 
     @property
+    def progress(self) -> str:
+        """The requests that have ended, of all where these are known: those of a server are not."""
+        done = self.completed + self.failed
+        return f"{done:,} of {self.requests:,}" if self.requests else f"{done:,} ended"
+
+    @property
     def line(self) -> str:
         """The batch, the cache, throughput and TTFT in words."""
         parts = [f"{self.context + self.generation} running, {self.waiting:,} waiting"]
@@ -197,10 +203,9 @@ class Follower:
         """The state as lines with bars."""
         rows: list[tuple[str, float | None, str]] = []
         words = words_of(self._config)
-        if now.requests:
-            done = now.completed + now.failed
-            failed = f", {now.failed:,} failed" if now.failed else ""
-            rows.append(("requests", done / now.requests, f"{done:,} of {now.requests:,}{failed}"))
+        share = (now.completed + now.failed) / now.requests if now.requests else None
+        failed = f", {now.failed:,} failed" if now.failed else ""
+        rows.append(("requests", share, f"{now.progress}{failed}"))
         if now.planned_tokens:
             share = min(now.tokens / now.planned_tokens, 1.0)
             rows.append(("output tokens", share, f"{now.tokens:,} of {now.planned_tokens:,}"))
@@ -229,6 +234,8 @@ class Follower:
         return table
 
     def _planned_tokens(self) -> int:
+        if not self._requests:  # a server writes the row of a request when it ends
+            return 0
         if self._planned is None:
             path = find_lines(self.directory, "trace")
             self._planned = sum(row.output_len for row in chain.from_iterable(read_rows(path, Decoder(_Planned))))

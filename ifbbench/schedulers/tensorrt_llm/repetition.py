@@ -56,7 +56,7 @@ class Repetition:
         self._runs_context = config.batching_type is BatchingType.INFLIGHT_FUSED
         self._is_static = config.batching_type is BatchingType.V1
         self._max_in_flight, self._num_turns, self._turn = config.max_in_flight, config.num_micro_batches, 0
-        # Those of the generation requests `_rows`, None for none.
+        # The ends of the generation requests `_rows`, which are None where they are unknown.
         self._ends = Ends(active.table, config.is_async)
         self._rows: Rows | None = None
         # By row, of requests that end with their first token: the index of their chunk in its batch.
