@@ -43,8 +43,9 @@ class SteppedReplica:
         engine: Engine,
         trace: Trace,
         make_recorder: MakeRecorder,
-        clients: tuple[type[RoutedClient], type[RoutedServedClient]] = (RoutedClient, RoutedServedClient),
         sees_first_tokens: bool = False,
+        *,
+        clients: tuple[type[RoutedClient], type[RoutedServedClient]] = (RoutedClient, RoutedServedClient),
         **more: Any,
     ) -> None:
         self.engine = engine

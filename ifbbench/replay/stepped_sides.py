@@ -131,7 +131,7 @@ class SideReplica(SteppedReplica):
     ) -> None:
         self.is_prefill, self.mail = is_prefill, KvMailbox()
         clients = (RoutedClient, RoutedServedClient) if is_prefill else (_ReceivingClient, _ReceivingServedClient)
-        super().__init__(number, engine, trace, make_recorder, clients, transfers=self.mail)
+        super().__init__(number, engine, trace, make_recorder, clients=clients, transfers=self.mail)
         self.lines: dict[int, RequestLine] = {}
         self.recorder.on_request = self._keep_line
 

@@ -113,7 +113,7 @@ def fleet_figures(router: str, summaries: Sequence[Mapping[str, Any]], members: 
         own = {"settings": dict(member.settings)} if member.settings else {}
         replicas.append(
             {"replica": number, "gpus": member.gpus, "up_s": member.up_s}
-            | member.service
+            | dict(member.service)
             | own
             | {name: one[name] for name in REPLICA_FIGURES}
         )
