@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ifbbench.build.adapters import resolve_lora
 from ifbbench.build.drafts import as_drafts_need, draft_settings, load_draft_config
 from ifbbench.build.engines import as_vllm_needs, check_requests_of_vllm, check_vllm, vllm_rules
-from ifbbench.build.sglang import as_sglang_needs, check_sglang, sglang_rules
+from ifbbench.build.sglang import as_sglang_needs, check_sglang, host_pages, sglang_rules
 from ifbbench.build.vllm_layout import bytes_per_block, layer_groups, vllm_layout
 from ifbbench.engine.drafts import NO_DRAFTS
 from ifbbench.errors import InputError
@@ -426,8 +426,16 @@ def cache_layout(
             is_cyclic=config.window_mode == "cyclic" or not is_limited,
         )
         in_memory = None if available is None else available[window].primary
-        blocks = _num_blocks(config, full_batch * attention.max_blocks_per_sequence, in_memory, host[window].secondary)
-        windows.append(WindowLayout(tuple(members), attention, blocks, host[window].secondary))
+        host_blocks = host[window].secondary
+        blocks = _num_blocks(config, full_batch * attention.max_blocks_per_sequence, in_memory, host_blocks)
+        if config.engine == SGLANG:
+            host_blocks = host_pages(config, blocks, bytes_per_token[window])
+            if host_blocks > MAX_BLOCKS:
+                raise InputError(
+                    f"the KV cache has {host_blocks:,} pages in host memory; expected at most {MAX_BLOCKS:,}. Lower "
+                    "--hicache_size or --hicache_ratio, or raise --page_size."
+                )
+        windows.append(WindowLayout(tuple(members), attention, blocks, host_blocks))
     return CacheLayout(tuple(windows), is_contiguous=config.kv_cache_type == "contiguous")
 
 

@@ -12,6 +12,7 @@ from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting
 
 GIB, MIB = 1 << 30, 1 << 20
+HICACHE_UNIT_BYTES = 10**9
 DEFAULT_MAX_RUNNING, DEFAULT_MAX_PREFILL = 2048, 16_384
 
 
@@ -50,7 +51,7 @@ NOT_IN_SGLANG: Mapping[str, str] = {
     "window_mode": "windows are not built for this engine",
     "sink_token_len": "SGLang has no sink tokens",
     "max_attention_window": "windows are not built for this engine",
-    "kv_host_cache_bytes": "the hierarchical cache is not built for this engine",
+    "kv_host_cache_bytes": "SGLang's host memory is --enable_hierarchical_cache, of --hicache_size or --hicache_ratio",
     "pp_size": "pipeline stages are not built for this engine",
     "num_loras": "LoRA adapters are not built for this engine",
     "lora_dir": "LoRA adapters are not built for this engine",
@@ -109,6 +110,11 @@ def check_sglang(config: RunConfig) -> None:
             f"--schedule_policy {config.schedule_policy}: SGLang orders by priority with fcfs or lof only; choose one, "
             "or leave out --enable_priority_scheduling."
         )
+    if config.enable_hierarchical_cache and not keeps_prefixes:
+        raise InputError("--enable_hierarchical_cache: needs the radix cache; leave one of them out.")
+    for name in ("hicache_ratio", "hicache_size", "hicache_write_policy"):
+        if getattr(config, name) != setting(name).default and not config.enable_hierarchical_cache:
+            raise InputError(f"--{name}: needs --enable_hierarchical_cache; add it, or leave this out.")
     for name in ("retraction_policy", "disable_priority_preemption", "priority_scheduling_preemption_threshold"):
         if getattr(config, name) != setting(name).default and not config.enable_priority_scheduling:
             raise InputError(f"--{name}: needs --enable_priority_scheduling; add it, or leave this out.")
@@ -126,6 +132,16 @@ def as_sglang_needs(config: RunConfig, on_cpu: bool) -> RunConfig:
     )
 
 
+def host_pages(config: RunConfig, num_pages: int, bytes_per_token: float) -> int:
+    """Pages of the hierarchical cache in host memory, beside `num_pages` on the device."""
+    if not config.enable_hierarchical_cache:
+        return 0
+    tokens = num_pages * config.tokens_per_block * config.hicache_ratio
+    if config.hicache_size:
+        tokens = config.hicache_size * HICACHE_UNIT_BYTES // bytes_per_token
+    return int(tokens) // config.tokens_per_block
+
+
 def sglang_rules(config: RunConfig) -> SglangRules:
     """The rules of a resolved `config`."""
     return SglangRules(
@@ -136,6 +152,7 @@ def sglang_rules(config: RunConfig) -> SglangRules:
         prefill_max_requests=config.prefill_max_requests,
         mixes_chunks=config.enable_mixed_chunk and bool(config.enable_chunked_context),
         eviction_policy=config.radix_eviction_policy,
+        write_policy=config.hicache_write_policy,
         retracts_by_priority=config.retraction_policy == RETRACTION_POLICIES[1],
         is_priority=config.enable_priority_scheduling,
         preempts=config.enable_priority_scheduling and not config.disable_priority_preemption,

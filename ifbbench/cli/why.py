@@ -277,8 +277,7 @@ def _row_of(run: "RunData", request_id: str) -> Mapping[str, Any]:
     found = run.requests[run.requests["request_id"] == request_id]
     if found.empty:
         raise InputError(f"{run.path}: no request {request_id} has ended; requests.jsonl has the ids.")
-    row: dict[str, Any] = found.iloc[0].to_dict()
-    return row
+    return {str(name): value for name, value in found.iloc[0].items()}
 
 
 class Wanted(NamedTuple):

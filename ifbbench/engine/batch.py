@@ -112,6 +112,7 @@ class Batch(NamedTuple):
     micro_batch: the number of the micro batch, with overlap or pipeline stages; else 0.
     adapters: LoRA adapters, None if no active request has one.
     drafts: draft tokens to verify; None if no request has any.
+    loaded_tokens: tokens of which keys and values are copied from host memory, layer after layer while the batch runs.
     """
 
     iteration: int
@@ -128,6 +129,7 @@ class Batch(NamedTuple):
     micro_batch: int = 0
     adapters: AdapterUse | None = None
     drafts: DraftInputs | None = None
+    loaded_tokens: int = 0
 
     @property
     def num_last_chunks(self) -> int:
@@ -247,6 +249,7 @@ class StepInputs(NamedTuple):
     copies: tuple[BlockCopy, ...] = ()
     adapters: AdapterUse | None = None
     drafts: DraftInputs | None = None
+    loaded_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +289,7 @@ class BatchBuilder:
         drafts_of_context, drafts_of_generation = (None, None) if drafts is None else drafts.split(num_last_chunks)
         of_context = adapters and adapters._replace(tasks=NO_ROWS)
         of_generation = adapters and adapters._replace(loads=())
-        context = StepInputs(NO_ROWS, inputs.copies, of_context, drafts_of_context)
+        context = StepInputs(NO_ROWS, inputs.copies, of_context, drafts_of_context, inputs.loaded_tokens)
         generation = StepInputs(inputs.positions, (), of_generation, drafts_of_generation)
         return (
             self._pass(iteration, chunks, NO_ROWS, context),
@@ -320,6 +323,7 @@ class BatchBuilder:
             iteration % layout.num_micro_batches,
             inputs.adapters,
             inputs.drafts,
+            inputs.loaded_tokens,
         )
 
     def _beams(self, requests: list[Request]) -> BeamInputs | None:

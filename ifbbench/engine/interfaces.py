@@ -195,11 +195,13 @@ class Executor(Protocol):
 
 class IterationWork(NamedTuple):
     """What an iteration runs: context chunks, generation requests at these positions, and their adapters as in `Batch`,
-    which are loaded before the first of several. Nothing if it is the turn of a micro batch without requests."""
+    which are loaded before the first of several, as `loaded_tokens` are. Nothing if it is the turn of a micro batch
+    without requests."""
 
     context: Sequence[ContextChunk]
     positions: Positions
     adapters: AdapterUse | None = None
+    loaded_tokens: int = 0
 
 
 class PredictedTimes(NamedTuple):

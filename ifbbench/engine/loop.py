@@ -438,7 +438,7 @@ class TokenGenerationLoop:
         change_s = self._next_change(start_s) if count > 1 and self._next_change is not None else None
         plans = scheduler.cycle(plan)[:count]
         turns = [self._record(one, NO_CACHE_STATE, start_s) for one in plans]
-        works = [IterationWork(one.chunks, *scheduler.positions(one)) for one in plans]
+        works = [IterationWork(one.chunks, *scheduler.positions(one), one.loaded_tokens) for one in plans]
         if (adapters := works[0].adapters) is not None:
             turns[0].loads = adapters.loads
         times = device.run(

@@ -85,10 +85,11 @@ class Request:
     """
 
     __slots__ = (
-        "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "earlier", "index", "lora_task_id",
-        "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent", "numbers", "options", "order",
-        "original_prompt_len", "output_len", "pauses", "position", "prepopulated", "priority", "prompt_len",
-        "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention", "reuse", "reused_tokens",
+        "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "earlier", "host_reused_tokens",
+        "index", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent", "numbers",
+        "options", "order", "original_prompt_len", "output_len", "pauses", "position", "prepopulated", "priority",
+        "prompt_len", "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention", "reuse",
+        "reused_tokens",
         "sampling", "search", "slot", "state", "stop", "table",
     )  # fmt: skip
 
@@ -135,7 +136,8 @@ class Request:
         self.num_sent = 0
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
-        self.pauses = self.recomputed_tokens = self.cached_before_pause = self.reused_tokens = 0
+        self.pauses = self.recomputed_tokens = self.cached_before_pause = 0
+        self.reused_tokens = self.host_reused_tokens = 0  # the latter of these, from host memory
         # Draft tokens verified so far, and those that became output.
         self.num_drafted = self.accepted_drafts = 0
         self.order: tuple[float, int] = (-priority, 0)

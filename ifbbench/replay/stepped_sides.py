@@ -14,7 +14,7 @@ from typing import Any
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, Progress, VirtualClock
 from ifbbench.engine.interfaces import NO_LIMIT
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.errors import RunFailed
 from ifbbench.fleet.links import Links
 from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
@@ -146,8 +146,10 @@ class SideReplica(SteppedReplica):
     def next_time_s(self) -> float:
         return self.clock.now() if self.mail.has_news else super().next_time_s
 
-    def offer(self, columns: RequestColumns, index: int, arrival_s: float) -> None:
-        super().offer(columns, index, arrival_s)
+    def offer(
+        self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None
+    ) -> None:
+        super().offer(columns, index, arrival_s, earlier)
         self.loop.wake()
 
     def shorten_latest(self) -> None:

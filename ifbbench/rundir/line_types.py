@@ -376,11 +376,12 @@ class RequestLine(Struct, gc=False):
     tokens that were not answered, tokens of this prompt that were expected there (hit_tokens), tokens of prompts
     without a first token that were not (prefill_tokens), and as the replica reported them, requests in its queue and
     the share of its KV cache in use; None of those that took no requests. name: what a recorded engine calls the
-    request. retries, lost_tokens: how often it was sent again because its
-    replica had failed, and its tokens that had been computed there for nothing; where there were any.
-    prefill_replica, decode_replica: with prefill and decode apart, the
-    numbers of the replicas that computed the prompt and that generated, None where none did. transfer_tokens,
-    transfer_start_s, transfer_end_s: of the keys and values that went from one to the other, where they did.
+    request. retries, lost_tokens: how often it was sent again because its replica had failed, and its tokens that had
+    been computed there for nothing; where there were any. host_reused_tokens: of reused_tokens, those that were copied
+    from host memory, of requests with any.
+    prefill_replica, decode_replica: with prefill and decode apart, the numbers of the replicas that computed the prompt
+    and that generated, None where none did. transfer_tokens, transfer_start_s, transfer_end_s: of the keys and values
+    that went from one to the other, where they did.
     """
 
     request_id: int
@@ -417,3 +418,4 @@ class RequestLine(Struct, gc=False):
     transfer_tokens: int | UnsetType = UNSET
     transfer_start_s: float | UnsetType = UNSET
     transfer_end_s: float | UnsetType = UNSET
+    host_reused_tokens: int | UnsetType = UNSET

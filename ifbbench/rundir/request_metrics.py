@@ -85,6 +85,8 @@ class RequestMetrics:
             line.slo_met = meets_all(self._objectives, latencies)
         if request.num_drafted:
             line.draft_tokens, line.accepted_draft_tokens = request.num_drafted, request.accepted_drafts
+        if request.host_reused_tokens:
+            line.host_reused_tokens = request.host_reused_tokens
         return self._with_group(line, name, request)
 
     def add_line(self, line: RequestLine) -> None:

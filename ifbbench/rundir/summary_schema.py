@@ -134,6 +134,16 @@ class ExpectedError(Struct):
     output_throughput_tokens_per_s: list[float] | UnsetType
 
 
+class HostCache(Struct):
+    """What a run did with SGLang's hierarchical cache; see `ifbbench.schedulers.sglang.host_pages`."""
+
+    pages: int
+    used_pages: int
+    stored_tokens: int
+    loaded_tokens: int
+    evicted_tokens: int
+
+
 class Lora(Struct):
     """What a run did with LoRA adapters; see `ifbbench.kv.adapters.AdapterCounters`."""
 
@@ -316,6 +326,7 @@ class Summary(RequestFigures):
     steady_state: Window | UnsetType | None
     expected_error: ExpectedError | UnsetType
     lora: Lora | UnsetType
+    host_cache: HostCache | UnsetType
     speculative_decoding: SpeculativeDecoding | UnsetType
     fleet: FleetFigures | UnsetType
     energy: Energy | UnsetType

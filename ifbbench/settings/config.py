@@ -26,6 +26,7 @@ QUEUE_ORDERS = ("fcfs", "priority")
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "hrrn", "shortest-prefill-first", "random")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 RETRACTION_POLICIES = ("length", "priority")
+HOST_WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
 BATCHING_TYPES = ("v1", "inflight_unfused", "inflight_fused")
@@ -817,6 +818,18 @@ class RunConfig:
     radix_eviction_policy: str = _sglang(
         EVICTION_POLICIES[0], "Which prefix is evicted first.", choices=EVICTION_POLICIES
     )
+    enable_hierarchical_cache: bool = _sglang(False, "Keep prefixes in host memory, too (HiCache).")
+    hicache_ratio: float = _sglang(
+        2.0, "Tokens of the host's part of the cache, relative to the device's.", above=0.0, maximum=1000.0
+    )
+    hicache_size: int = _sglang(
+        0, "Host's part of the cache on each device, in place of a ratio.", minimum=0, maximum=2**20, unit="GB"
+    )
+    hicache_write_policy: str = _sglang(
+        HOST_WRITE_POLICIES[0],
+        "When a prefix is copied to the host: when it is computed, when it is used again, or when it is evicted.",
+        choices=HOST_WRITE_POLICIES,
+    )
     retraction_policy: str = _sglang(
         RETRACTION_POLICIES[0],
         "Which running request is retracted first: the one with the fewest outputs, or the lowest priority.",
@@ -899,7 +912,7 @@ class RunConfig:
         maximum=2**53,
         unit="bytes",
         aliases=("host_cache_size",),
-        elsewhere="swap_space cpu_offload_gb hicache_size secondary_cache_size",
+        elsewhere="swap_space cpu_offload_gb secondary_cache_size",
     )
     kv_cache_dtype: str | None = _cache(
         None,

@@ -26,6 +26,10 @@ OPTIONS: Mapping[str, str] = {
     "disable_overlap_schedule": "disable-overlap-schedule",
     "disable_radix_cache": "disable-radix-cache",
     "radix_eviction_policy": "radix-eviction-policy",
+    "enable_hierarchical_cache": "enable-hierarchical-cache",
+    "hicache_ratio": "hicache-ratio",
+    "hicache_size": "hicache-size",
+    "hicache_write_policy": "hicache-write-policy",
     "tokens_per_block": "page-size",
     "max_tokens_in_paged_kvcache": "max-total-tokens",
     "gpu_memory_utilization": "mem-fraction-static",
@@ -37,13 +41,14 @@ OPTIONS: Mapping[str, str] = {
 }
 # What no schedule and no time depends on here: options with a value, and options without.
 _IGNORED = (
-    "host port api-key admin-api-key served-model-name tokenizer-path tokenizer-mode tokenizer-backend revision "
-    "load-format download-dir chat-template hf-chat-template-name completion-template fastapi-root-path log-level "
-    "log-level-http log-requests-level log-requests-format log-requests-target decode-log-interval reasoning-parser "
-    "tool-call-parser tool-server sampling-defaults preferred-sampling-params warmups weight-version watchdog-timeout "
+    "host port api-key admin-api-key served-model-name tokenizer-path tokenizer-mode tokenizer-backend revision load- "
+    "format download-dir chat-template hf-chat-template-name completion-template fastapi-root-path log-level log- "
+    "level-http log-requests-level log-requests-format log-requests-target decode-log-interval reasoning-parser tool- "
+    "call-parser tool-server sampling-defaults preferred-sampling-params warmups weight-version watchdog-timeout "
     "dist-timeout dist-init-addr nccl-port node-rank base-gpu-id device attention-backend prefill-attention-backend "
     "decode-attention-backend sampling-backend grammar-backend moe-runner-backend model-impl file-storage-path "
-    "ssl-keyfile ssl-certfile ssl-ca-certs ssl-keyfile-password crash-dump-folder otlp-traces-endpoint"
+    "hicache-io-backend hicache-mem-layout ssl-keyfile ssl-certfile ssl-ca-certs ssl-keyfile-password crash-dump- "
+    "folder otlp-traces-endpoint"
 )
 _IGNORED_FLAGS = (
     "trust-remote-code skip-tokenizer-init skip-server-warmup log-requests show-time-cost enable-metrics "

@@ -52,6 +52,10 @@ class _Times(dict[int, float]):
         return time_ns
 
 
+# Share of the host link's bandwidth that copies from pinned memory reach: 54 GB/s of the 64 of PCIe 5, for instance.
+HOST_LINK_SHARE = 0.85
+
+
 class CostModel:
     """The time of one iteration of a model, divided as in `shard`, on `hardware`: the sum over its operations.
 
@@ -254,6 +258,11 @@ class CostModel:
         """Nanoseconds of the host to schedule an iteration of `num_requests` and to prepare its inputs."""
         per_iteration_s, per_request_s, per_token_s = self._host_s
         return round((per_iteration_s + num_requests * per_request_s + context_tokens * per_token_s) * NANOSECONDS)
+
+    def load_ns(self, tokens: int) -> int:
+        """Nanoseconds in which keys and values of so many tokens are copied from host memory, all layers of a stage."""
+        moved = tokens * self.shard.kv_bytes_per_token
+        return round(moved / (HOST_LINK_SHARE * self.hardware.host_link_bandwidth) * NANOSECONDS)
 
     def operations(self, work: StepWork) -> tuple[OperationCost, ...]:
         """The parts of `device_ns`, in the order of the forward pass."""

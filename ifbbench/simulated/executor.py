@@ -71,6 +71,9 @@ class SimulatedExecutor:
         if batch.adapters is not None and self._lora is not None:
             more_ns = self._lora.batch_ns(batch, batch.adapters, sum(stages_ns)) - sum(stages_ns)
             stages_ns = [stage_ns + more_ns // len(stages_ns) for stage_ns in stages_ns]
+        if batch.loaded_tokens:
+            load_ns = self.cost_model.load_ns(batch.loaded_tokens)
+            stages_ns = [max(stage_ns, load_ns // len(stages_ns)) for stage_ns in stages_ns]
         if self.draft_model is not None:  # with one stage
             draft_ns = self._draft_ns(self.draft_model, batch)
             stages_ns = [stages_ns[0] + draft_ns]
@@ -111,6 +114,9 @@ class SimulatedExecutor:
             self._step_times(work, (steps - turn + num_turns - 1) // num_turns, within_ns)
             for turn, work in enumerate(turns)
         ]
+        for of_turn, (_, device_ns, *_) in zip(turns, times, strict=True):
+            if of_turn.loaded_tokens:
+                device_ns[0] = max(device_ns[0], self.cost_model.load_ns(of_turn.loaded_tokens))
         start_ns, submit_ns, collect_ns = list[int](), list[int](), list[int]()
         stages, before, one_more = len(free_ns), first - num_in_flight, max_in_flight - 1
         index = turn = 0
@@ -159,7 +165,7 @@ class SimulatedExecutor:
         outputs, and whether there is nothing to run; times in nanoseconds. Then the keys that each reads, if all are in
         generation, else the work of each. within_ns: iterations that start later than that, from now on, may be left
         out."""
-        context, positions, adapters = work
+        context, positions, adapters, _loaded_tokens = work
         means = list[StepWork]()
         if not (context or positions.count):
             return 0, [0] * steps, 0, True, (), means

@@ -16,11 +16,9 @@ from ifbbench.engine.batch import NO_ADAPTER, AdapterLoad, AdapterUse, Batch
 from ifbbench.engine.plan import ContextChunk
 from ifbbench.kv.adapters import LoraConfig
 from ifbbench.models.lora_modules import LayerProduct, lora_modules
-from ifbbench.simulated.cost_model import CostModel
+from ifbbench.simulated.cost_model import HOST_LINK_SHARE, CostModel
 
 KERNELS_PER_PRODUCT = 2
-# Share of the host link's bandwidth that copies from pinned memory reach: 54 GB/s of the 64 of PCIe 5, for instance.
-HOST_LINK_SHARE = 0.85
 # Bytes per second at which files of adapters are read: an SSD on PCIe 4.
 STORAGE_BYTES_PER_S = 5e9
 

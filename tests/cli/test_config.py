@@ -139,7 +139,8 @@ OTHER_VALUES: dict[str, Any] = {
     "skip_samples": 2, "schedule_policy": "lpm", "schedule_conservativeness": 0.3, "max_prefill_tokens": 900,
     "prefill_max_requests": 2,
     "enable_mixed_chunk": True, "disable_overlap_schedule": True, "disable_radix_cache": True,
-    "radix_eviction_policy": "lfu", "retraction_policy": "priority", "enable_priority_scheduling": True,
+    "radix_eviction_policy": "lfu", "enable_hierarchical_cache": True, "hicache_ratio": 3.0, "hicache_size": 1,
+    "hicache_write_policy": "write_back", "retraction_policy": "priority", "enable_priority_scheduling": True,
     "disable_priority_preemption": True, "priority_scheduling_preemption_threshold": 0.2,
     "gpu_memory_utilization": 0.8,
     "recording": "summary", "recording_format": "jsonl.gz", "iteration_stats_format": "trtllm",
@@ -150,6 +151,10 @@ NEEDS: dict[str, dict[str, Any]] = {
     **{
         name: {"engine": "sglang", "enable_priority_scheduling": True}
         for name in ("retraction_policy", "disable_priority_preemption", "priority_scheduling_preemption_threshold")
+    },
+    **{
+        name: {"engine": "sglang", "enable_hierarchical_cache": True}
+        for name in ("hicache_ratio", "hicache_size", "hicache_write_policy")
     },
     "enable_exp_delays": {"request_rate": 90.0},
     "burstiness": {"request_rate": 90.0},

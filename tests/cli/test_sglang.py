@@ -68,6 +68,9 @@ def test_sglangs_own_names_are_taken() -> None:
         ("--schedule_policy lpm --enable_priority_scheduling", "fcfs or lof only"),
         ("--schedule_policy shortest-prefill-first --disable_radix_cache", "needs the radix cache"),
         ("--retraction_policy priority", "needs --enable_priority_scheduling"),
+        ("--kv_host_cache_bytes 1GiB", "SGLang's host memory is --enable_hierarchical_cache"),
+        ("--hicache_ratio 3", "needs --enable_hierarchical_cache"),
+        ("--enable_hierarchical_cache --disable_radix_cache", "needs the radix cache"),
     ],
 )
 def test_what_sglang_does_not_have_is_refused_with_what_it_has(options: str, words: str, tmp_path: Path) -> None:
@@ -87,6 +90,51 @@ def test_a_run_speaks_sglang(tmp_path: Path) -> None:
     assert "Retractions" in result.output
     assert "chunked_prefill_size 8192" in result.output
     assert "KV tokens" in result.output
+
+
+def test_what_host_memory_keeps_is_reused(tmp_path: Path) -> None:
+    """Conversations go on after the device has lost their beginnings."""
+    options = ["--max_num_samples", "40", "--max-total-tokens", "6000", "--device", "sim:h100-sxm", *LLAMA]
+    found = {}
+    for name, more in {"without": [], "with": ["--enable-hierarchical-cache", "--hicache-ratio", "8"]}.items():
+        directory = tmp_path / name
+        words = ["run", "multi-turn", "--engine", "sglang", *options, *more, "--output", str(directory)]
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+        found[name] = json.loads((directory / "summary.json").read_text())
+        rows = [json.loads(line) for line in (directory / "requests.jsonl").read_text().splitlines()]
+        loaded = sum(row.get("host_reused_tokens", 0) for row in rows)
+        assert loaded == found[name].get("host_cache", {}).get("loaded_tokens", 0)
+    assert found["with"]["host_cache"]["pages"] == 48_000
+    assert found["with"]["host_cache"]["loaded_tokens"] > 0
+    assert found["with"]["prefix_hit_rate"] > found["without"]["prefix_hit_rate"]
+
+
+def test_host_memory_changes_no_token(tmp_path: Path) -> None:
+    """Requests begin with one of three blocks, which a cache of ten loses while they wait."""
+    outputs = (4, 8, 12, 33, 33, 4, 6, 6, 6, 6, 6, 6)
+    rows: list[dict[str, Any]] = [{"chat_id": row, "timestamp": 0, "output_length": outputs[row]} for row in range(12)]
+    for row, one in enumerate(rows):
+        blocks = [row % 3, 90 + row] if row != 5 else [0, *range(60, 65), 95]
+        one |= {"input_length": 16 * len(blocks) - 15, "hash_ids": blocks}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = "--device cpu --model tiny --time_scale 0 --max_seq_len 128 --max_tokens_in_paged_kvcache 160"
+    tokens, loaded = [], 0
+    for name, more in {
+        "trtllm": "--tokens_per_block 16",
+        "sglang": "--page-size 4 --enable-hierarchical-cache --no_ignore_eos --schedule-conservativeness 0.2",
+    }.items():
+        files = ["--output", str(tmp_path / name), "--responses_json", str(tmp_path / f"{name}.json")]
+        words = ["run", str(trace), "--engine", name, *options.split(), *more.split(), *files, "--quiet"]
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+        responses = json.loads((tmp_path / f"{name}.json").read_text())
+        tokens.append({one["response_id"]: one["response_tokens"] for one in responses})
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        loaded += summary.get("host_cache", {}).get("loaded_tokens", 0)
+    assert tokens[0] == tokens[1]
+    assert loaded > 0
 
 
 @pytest.mark.usefixtures("one_process")
@@ -165,14 +213,20 @@ def test_a_command_line_of_sglang_is_a_config_and_back() -> None:
     assert read_line(short).values == MEANT
 
 
-def test_each_option_that_is_written_is_read_and_is_an_option_here() -> None:
-    values = {item.name: item.default for item in settings() if item.name in OPTIONS and item.default is not None}
+HIERARCHICAL = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_write_policy")
+
+
+@pytest.mark.parametrize("without", [HIERARCHICAL, ("disable_radix_cache",)], ids=["no tree", "a tree"])
+def test_each_option_that_is_written_is_read_and_is_an_option_here(without: tuple[str, ...]) -> None:
+    """Host memory needs the tree, so that not all options go together."""
+    names = OPTIONS.keys() - set(without)
+    values = {item.name: item.default for item in settings() if item.name in names and item.default is not None}
     values |= {name: True for name, value in values.items() if value is False} | {"schedule_policy": "lof"}
     line = write_line(values | {"model": "m"}, "sglang")
     assert read_line(line).values == values | {"model": "m", "engine": "sglang"}
     assert shlex.split(line)[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "m"]
     found = shown("--device", "h100-sxm", *LLAMA, *option_words(values, "sglang"))
-    resolved = {"enable_kv_cache_reuse": False, "disable_overlap_schedule": True}
+    resolved = {"enable_kv_cache_reuse": without != HIERARCHICAL, "disable_overlap_schedule": True}
     assert {name: found[name] for name in resolved} == resolved
     assert {name: found[name] for name in values} == values
 

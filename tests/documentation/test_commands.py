@@ -46,10 +46,18 @@ REAL_REQUESTS = {"run": ("--max_num_samples", "5"), "sweep": ("--max_num_samples
 SIMULATED_REQUESTS = ("--max_num_samples", "40")
 # A few trials of `why` show that it takes the run.
 TRIALS = ("--budget", "1s")
-# A workload that engines.md shows.
+# Workloads that engines.md shows.
 STAND_INS["shared.yaml"] = (
     "num_requests: 12\nprompt_len: {distribution: uniform, min: 22, max: 34}\n"
     "output_len: {distribution: uniform, min: 6, max: 24}\nshared_prefix: {pools: 2, len: 20}\n"
+)
+STAND_INS["long.yaml"] = (
+    "num_requests: 12\nprompt_len: {distribution: uniform, min: 30, max: 60}\n"
+    "output_len: {distribution: uniform, min: 4, max: 10}\n"
+)
+STAND_INS["evict.jsonl"] = "".join(
+    f'{{"chat_id": {row}, "timestamp": 0, "input_length": 17, "output_length": 6, "hash_ids": [{row % 3}, 9{row}]}}\n'
+    for row in range(12)
 )
 STAND_INS["rates.csv"] = "start_s,rate\n0,20\n2,0\n3,80\n"
 STAND_INS["mixed.yaml"] = "- count: 2\n- {device: h200, max_batch_size: 512}\n"

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import event
 from hypothesis import strategies as st
 
+from ifbbench.engine.batch import Batch, CopyKind
 from ifbbench.engine.request import Request
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.sglang.scheduler import SglangScheduler
-from ifbbench.settings.config import EVICTION_POLICIES, SCHEDULE_POLICIES
+from ifbbench.settings.config import EVICTION_POLICIES, HOST_WRITE_POLICIES, SCHEDULE_POLICIES
 from ifbbench.settings.modes import Overlap
 from tests.drawing import holds
 from tests.engine.engine import Loop
@@ -32,6 +33,7 @@ rules = st.builds(
     max_prefill_tokens=st.sampled_from([32, 512]),
     mixes_chunks=st.booleans(),
     eviction_policy=st.sampled_from(EVICTION_POLICIES),
+    write_policy=st.sampled_from(HOST_WRITE_POLICIES),
     retracts_by_priority=st.booleans(),
     is_priority=st.booleans(),
     preemption_threshold=st.sampled_from([0.0, 0.3]),
@@ -44,6 +46,7 @@ limits = st.fixed_dictionaries(
         "sglang": rules,
         "max_batch_size": st.integers(1, 8),
         "overlap": st.sampled_from([None, Overlap.ASYNC]),
+        "num_host_blocks": st.sampled_from([0, 30, 200]),
         "reuse": st.sampled_from([ReuseRules(), ReuseRules(enabled=True), ReuseRules(enabled=True)]),
     }
 )
@@ -98,13 +101,30 @@ def test_a_second_prompt_is_not_cut_in_a_batch(tmp_path: Path) -> None:
     assert len(files(tmp_path / "run")["requests.jsonl"].splitlines()) == len(rows)
 
 
+class WithHostMemory(WritesBeforeReading):
+    """Copies what a scheduler says between the memories of device and host, before a batch runs."""
+
+    def __init__(self, tokens_per_block: int) -> None:
+        super().__init__(tokens_per_block, [None])
+        self._on_host: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def submit(self, batch: Batch) -> None:
+        for copy in batch.copies:
+            is_load = copy.kind is CopyKind.ONBOARD
+            source, destination = (self._on_host, self._contents) if is_load else (self._contents, self._on_host)
+            for offset in range(copy.num_tokens):
+                destination[copy.destination, offset] = source[copy.source, offset]
+        super().submit(batch)
+
+
 @pytest.mark.parametrize("first", range(0, 80, 20))
 def test_pages_hold_what_requests_read(first: int) -> None:
-    """Random prompts that go on with what others generate, requests that are stopped, caches that are often short."""
-    num_pauses = num_reused = 0
+    """Random prompts that go on with what others generate, requests that are stopped, caches that are often short, host
+    memory for what they lose."""
+    num_pauses = num_reused = num_loaded = 0
     for seed in range(first, first + 20):
         draw = random.Random(seed)
-        size, longest, is_priority = draw.choice([1, 2, 4, 8]), draw.choice([20, 40]), draw.random() < 0.4
+        size, longest, is_priority = draw.choice([1, 2, 4, 8]), draw.choice([20, 40, 80, 80]), draw.random() < 0.4
         config = BatchingConfig(
             "max_utilization",
             max_batch_size=draw.randint(1, 5),
@@ -113,6 +133,7 @@ def test_pages_hold_what_requests_read(first: int) -> None:
             max_input_len=longest - 1,
             tokens_per_block=size,
             num_blocks=-(-longest // size) + 2 + draw.randint(0, 30) // size,
+            num_host_blocks=draw.choice([0, 20, 100]),
             reuse=ReuseRules(enabled=draw.random() < 0.85),
             overlap=draw.choice([None, Overlap.ASYNC]),
             engine="sglang",
@@ -122,13 +143,14 @@ def test_pages_hold_what_requests_read(first: int) -> None:
                 chunk_size=draw.choice([None, 8, 16]),
                 mixes_chunks=draw.random() < 0.4,
                 eviction_policy=draw.choice(EVICTION_POLICIES),
+                write_policy=draw.choice(HOST_WRITE_POLICIES),
                 is_priority=is_priority,
                 preempts=is_priority and draw.random() < 0.5,
                 preemption_threshold=0.1,
             ),
         )
         prompts: list[list[int]] = []
-        for _ in range(draw.randint(1, 12)):
+        for _ in range(draw.randint(1, 24)):
             if prompts and draw.random() < 0.6:
                 before = draw.choice(prompts)
                 prompt = (before + greedy(before, draw.randint(0, 10)))[: longest * 3 // 4]
@@ -145,7 +167,7 @@ def test_pages_hold_what_requests_read(first: int) -> None:
         arrivals.sort(key=lambda arrival: arrival[0])
         wanted = {request.request_id: request.max_new_tokens for _, request in arrivals}
         stops = {draw.randint(1, 30): [draw.randrange(len(arrivals))] for _ in range(draw.choice([0, 0, 2]))}
-        loop = Loop(config, arrivals, WritesBeforeReading(size, [None]), stops).run(max_steps=4000)
+        loop = Loop(config, arrivals, WithHostMemory(size), stops).run(max_steps=4000)
         assert len(loop.completed) == len(arrivals), seed
         for request in loop.completed:
             if request not in loop.stopped:
@@ -156,5 +178,7 @@ def test_pages_hold_what_requests_read(first: int) -> None:
         scheduler.kv_cache.check_consistency()
         num_pauses += sum(len(record.paused) for record in loop.records)
         num_reused += sum(request.reused_tokens for request in loop.completed)
+        num_loaded += 0 if scheduler.kv_cache.host is None else scheduler.kv_cache.host.loaded
     assert num_pauses
     assert num_reused
+    assert num_loaded

@@ -40,6 +40,7 @@ from ifbbench.settings.config import (
     EARLY_STOPPING,
     EVICTION_POLICIES,
     FLEET_SETTINGS,
+    HOST_WRITE_POLICIES,
     OVERLAPS,
     POLICIES,
     RECORDING_FORMATS,
@@ -163,6 +164,10 @@ DRAWS: dict[str, Draw] = {
     "disable_overlap_schedule": on_or_off(0.3),
     "disable_radix_cache": on_or_off(0.2),
     "radix_eviction_policy": sometimes(0.3, *EVICTION_POLICIES),
+    "enable_hierarchical_cache": on_or_off(0.5),
+    "hicache_ratio": sometimes(0.5, 0.2, 1.0, 5.0),
+    "hicache_size": sometimes(0.0),  # a gigabyte at least
+    "hicache_write_policy": sometimes(0.6, *HOST_WRITE_POLICIES),
     "retraction_policy": sometimes(0.3, *RETRACTION_POLICIES),
     "enable_priority_scheduling": on_or_off(0.4),
     "disable_priority_preemption": on_or_off(0.3),
@@ -275,6 +280,11 @@ def fit_together(values: dict[str, Any]) -> None:
         if size != "none":
             page = values.get("tokens_per_block", 1)
             values["max_num_tokens"] = max(size // page, 1) * page
+        if values.get("disable_radix_cache") or "enable_kv_cache_reuse" not in values:
+            values.pop("enable_hierarchical_cache", None)
+        if "enable_hierarchical_cache" not in values:
+            for name in ("hicache_ratio", "hicache_write_policy"):
+                values.pop(name, None)
         if values.get("schedule_policy") not in (None, "fcfs", "lof"):
             values.pop("enable_priority_scheduling", None)
         if "enable_priority_scheduling" not in values:

@@ -29,13 +29,14 @@ class Verdict(Enum):
 class Need(NamedTuple):
     """What decides whether a waiting request is taken. new_tokens: of prompt and outputs, those that are not cached.
     cached: those in the tree. max_new_tokens, outputs: how many outputs it may have, and has. ignores_eos: it will have
-    all of them."""
+    all of them. loaded: of those cached, the ones that only the host has, which take pages of the device."""
 
     new_tokens: int
     cached: int
     max_new_tokens: int
     outputs: int = 0
     ignores_eos: bool = False
+    loaded: int = 0
 
 
 class Running(NamedTuple):
@@ -125,7 +126,7 @@ class PrefillPass:
         if is_certain:
             if not self._ends_fit(need):
                 return Verdict.NO_TOKEN, 0
-        elif tokens + min(max(need.max_new_tokens - need.outputs, 0), MAX_EXPECTED) + self._page_size >= self.left:
+        elif tokens + need.loaded + _outputs_of(need) + self._page_size >= self.left:
             return Verdict.NO_TOKEN, 0
         elif self._chunk is None and self.num_chosen and self._paged(tokens) >= self._input:
             return Verdict.OTHER, 0
@@ -208,3 +209,8 @@ class PrefillPass:
 
     def _paged(self, tokens: int) -> int:
         return ceil_div(tokens, self._page_size) * self._page_size
+
+
+def _outputs_of(need: Need) -> int:
+    """Outputs that a request is expected to have still."""
+    return min(max(need.max_new_tokens - need.outputs, 0), MAX_EXPECTED)

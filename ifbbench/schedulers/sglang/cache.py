@@ -8,6 +8,7 @@ from ifbbench.engine.records import CacheState
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.kv.blocks import BlockCounters
+from ifbbench.schedulers.sglang.host_pages import HostPages
 from ifbbench.schedulers.sglang.radix_tree import Match, Node, RadixTree
 
 
@@ -25,7 +26,7 @@ class SglangCache:
     """The pages of each running request, by table row. docs/engines.md, SGLang: Radix cache.
 
     held: [rows], pages of each request. block_tables: [rows, 1, pages per sequence], the ids; entries beyond `held` are
-    meaningless. num_free: pages that hold nothing. tree: None without a radix cache.
+    meaningless. num_free: pages that hold nothing. tree: None without a radix cache. host: None without host memory.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class SglangCache:
         max_seq_len: int,
         keeps_prefixes: bool,
         eviction_policy: str = "lru",
+        host: HostPages | None = None,
     ) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         # A stack: its first `num_free` entries are free pages, those released last at the end.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self.num_free = num_pages
-        self.tree = RadixTree(page_size, self._give_up, eviction_policy) if keeps_prefixes else None
+        self.host = host if keeps_prefixes else None
+        self.tree = RadixTree(page_size, self._give_up, eviction_policy, self.host) if keeps_prefixes else None
         self.held = np.zeros(rows, np.int64)
         self.block_tables = np.zeros((rows, 1, ceil_div(max_seq_len, page_size)), np.int32)
         self.counters = BlockCounters()
@@ -80,6 +83,25 @@ class SglangCache:
         """A request that was judged is not taken."""
         if match is not None and self.tree is not None:
             self.tree.unlock(match.node)
+
+    def load(self, match: Match) -> Match:
+        """Bring what only the host has of a match to the device. A request that is taken has locked the match, and
+        there is room."""
+        assert self.tree is not None
+        self.tree.lock(match.host_node)
+        self.make_room(match.host_length)
+        new = self.counters.allocated_new
+        loaded = self.tree.load(match, self._take(match.host_length // self.page_size).copy())
+        self.counters.allocated_new = new  # they have known tokens
+        self.tree.unlock(match.node)
+        return loaded
+
+    def forget(self) -> None:
+        """Give up all that no request uses, in both memories."""
+        if self.tree is not None:
+            self.tree.evict(self.num_pages * self.page_size)
+            if self.host is not None:
+                self.tree.evict_host(self.host.num_pages * self.page_size)
 
     def start(self, request: Request, match: Match | None) -> None:
         """A waiting request enters with a prefix, which it has locked."""
@@ -187,7 +209,11 @@ class SglangCache:
         if self.tree is not None:
             nodes = list(self.tree.nodes())
             pages += [page for node in nodes for page in node.pages.tolist()]
-            evictable = sum(node.length for node in nodes if not node.locks)
+            evictable = sum(node.length for node in nodes if not node.locks and node.is_on_device)
+            if self.host is not None:
+                kept = [node.host_pages for node in nodes if node.host_pages is not None]
+                own = self.host.free_pages() + [page for of_node in kept for page in of_node.tolist()]
+                assert sorted(own) == list(range(self.host.num_pages)), "a page of the host has no owner, or two"
             assert self.tree.evictable == evictable, f"evictable tokens are {self.tree.evictable}, expected {evictable}"
         for row, held in self._in_tree.items():
             pages += self.block_tables[row, 0, held.tokens // self.page_size : int(self.held[row])].tolist()

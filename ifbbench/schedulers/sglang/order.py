@@ -85,7 +85,7 @@ class QueueOrder:
         later = _sharing(queue, matches)
         # One token at least is computed.
         matched = {
-            request: 0 if match is None else min(match.length, request.prompt_len - 1)
+            request: 0 if match is None else min(match.length + match.host_length, request.prompt_len - 1)
             for request, match in matches.items()
         }
         self._work = {request: max(1, request.prompt_len - matched[request]) for request in queue}

@@ -12,6 +12,8 @@ from ifbbench.schedulers.sglang.preemption import preempt_for
 from ifbbench.schedulers.sglang.radix_tree import Match
 from ifbbench.schedulers.sglang.state import Decision, SglangState
 
+# Fewer tokens that only the host has are computed again (`load_back_threshold`).
+MIN_LOADED = 10
 LIMITS = {Verdict.NO_TOKEN: Limit.KV_BLOCKS, Verdict.OTHER: Limit.NUM_TOKENS}
 
 
@@ -96,9 +98,11 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
 def _try(state: SglangState, decision: Decision, request: Request, batch: PrefillPass) -> Verdict:
     """Judge a waiting request, and start it if it is taken. What it reuses is locked while it is judged."""
     match = state.kv_cache.match(request, request.prompt_len - 1)
+    if match is not None and match.host_length < MIN_LOADED:
+        match = match._replace(host_length=0, host_node=match.node)
     state.kv_cache.lock(match)
-    need = _need_of(state, request, 0 if match is None else match.length)
-    state.judged[request] = need.new_tokens
+    need = _need_of(state, request, *((0, 0) if match is None else (match.length, match.host_length)))
+    state.judged[request] = need.new_tokens + need.loaded
     # An aligned cut may leave tokens of the chunk. SGLang itself cuts a second prompt with them if that ignores the
     # end token, and never runs the first one again.
     is_second_cut = state.chunked is not None and batch.cuts(need)
@@ -112,13 +116,16 @@ def _try(state: SglangState, decision: Decision, request: Request, batch: Prefil
 
 def _start(state: SglangState, decision: Decision, request: Request, match: Match | None, tokens: int) -> None:
     """A waiting request enters with its first `tokens` tokens that are not in `match`."""
+    from_host = 0 if match is None else match.host_length
+    if match is not None and from_host:
+        match = state.kv_cache.load(match)
     reused = 0 if match is None else match.length
     decision.chosen.append(request)
     if request.table is None:
         order = request.order
         request.enter(state.table, 0)
         request.order = order
-        request.reused_tokens = reused
+        request.reused_tokens, request.host_reused_tokens = reused, from_host
         decision.entered.append(request)
     del state.judged[request]
     request.position = request.prepopulated = reused
@@ -142,7 +149,7 @@ def _take_pages(state: SglangState, chosen: Sequence[Request]) -> None:
         cache.grow(request.slot, count)
 
 
-def _need_of(state: SglangState, request: Request, cached: int) -> Need:
-    """What decides whether a request is taken, of which `cached` tokens are in the tree."""
-    outputs = request.prompt_len - request.original_prompt_len
-    return Need(request.prompt_len - cached, cached, max_outputs(request), outputs, state.ignores_eos(request))
+def _need_of(state: SglangState, request: Request, on_device: int, on_host: int = 0) -> Need:
+    """What decides whether a request is taken, of which so many tokens are in the tree."""
+    outputs, cached = request.prompt_len - request.original_prompt_len, on_device + on_host
+    return Need(request.prompt_len - cached, cached, max_outputs(request), outputs, state.ignores_eos(request), on_host)

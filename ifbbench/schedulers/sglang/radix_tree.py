@@ -1,7 +1,8 @@
 """SGLang's radix tree: pages of KV cache by the tokens that they hold (`RadixCache` of SGLang 0.5.23).
 
 An edge holds a run of tokens, a multiple of the page. Times are numbers of operations: SGLang reads a clock, of which
-only the order decides.
+only the order decides. With host memory (HiCache), what is evicted from the device may stay there: below a node that
+only the host has are only such nodes.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -12,6 +13,7 @@ import numpy as np
 
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.tokens import BlockKey, BlockTokens, KnownTokens
+from ifbbench.schedulers.sglang.host_pages import HostPages
 
 Rank: TypeAlias = tuple[float, ...]
 
@@ -19,12 +21,14 @@ Rank: TypeAlias = tuple[float, ...]
 class Node:
     """The end of an edge.
 
-    parent: None of the root. key: the tokens of the edge, `length` of them, in `pages`. children: by `first_page`, the
-    tokens of their first pages; of the root with what requests must have in common to share. locks: running requests
-    that use it. hits: insertions of other requests that reached it. used, created: times."""
+    parent: None of the root. key: the tokens of the edge, `length` of them, in `pages` of the device if `is_on_device`,
+    and in `host_pages` unless None. children: by `first_page`, the tokens of their first pages; of the root with what
+    requests must have in common to share. num_on_device: children that are on the device. locks: running requests that
+    use it. hits: insertions of other requests that reached it. used, created: times."""
 
     __slots__ = (
-        "children", "created", "first_page", "hits", "key", "length", "locks", "pages", "parent", "priority", "used",
+        "children", "created", "first_page", "hits", "host_pages", "is_on_device", "key", "length", "locks",
+        "num_on_device", "pages", "parent", "priority", "used",
     )  # fmt: skip
 
     def __init__(
@@ -39,14 +43,21 @@ class Node:
     ) -> None:
         self.parent, self.first_page, self.key, self.length, self.pages = parent, first_page, key, length, pages
         self.children: dict[Hashable, Node] = {}
-        self.locks = self.hits = 0
+        self.locks = self.hits = self.num_on_device = 0
+        self.is_on_device = True
+        self.host_pages: IntArray | None = None
         self.used = self.created = now
         self.priority = priority
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it is a leaf that nothing uses."""
-        return self.parent is not None and not self.locks and not self.children
+        """Whether it is a leaf of those on the device, and nothing uses it."""
+        return self.parent is not None and self.is_on_device and not self.locks and not self.num_on_device
+
+    @property
+    def is_host_leaf(self) -> bool:
+        """Whether only the host has it, as a leaf that nothing uses."""
+        return self.parent is not None and not self.is_on_device and not self.locks and not self.children
 
     def path(self) -> Iterator["Node"]:
         """The node and those above it, without the root."""
@@ -58,6 +69,7 @@ class Node:
 
 SLRU_PROTECTED_HITS = 2
 MIN_LEAVES = 1024
+NO_PAGES = np.zeros(0, np.int32)
 # By --radix_eviction_policy, what decides between leaves: the smallest is evicted first.
 RANKS: dict[str, Callable[[Node], Rank]] = {
     "lru": lambda node: (node.used,),
@@ -71,20 +83,30 @@ RANKS: dict[str, Callable[[Node], Rank]] = {
 
 
 class Match(NamedTuple):
-    """The longest prefix in the tree: `length` tokens, which end at `node`."""
+    """The longest prefix in the tree: `length` tokens on the device, which end at `node`, and `host_length` further
+    ones that only the host has, which end at `host_node`."""
 
     length: int
     node: Node
+    host_length: int
+    host_node: Node
 
 
 class RadixTree:
-    """Pages by their tokens and those before them. free: takes the pages that the tree gives up.
+    """Pages by their tokens and those before them. free: takes the pages that the tree gives up. host: None without
+    host memory.
 
-    evictable, protected: tokens in nodes that nothing uses, and in the others.
+    evictable, protected: tokens on the device, in nodes that nothing uses, and in the others.
     """
 
-    def __init__(self, page_size: int, free: Callable[[IntArray], None], eviction_policy: str = "lru") -> None:
-        self.page_size = page_size
+    def __init__(
+        self,
+        page_size: int,
+        free: Callable[[IntArray], None],
+        eviction_policy: str = "lru",
+        host: HostPages | None = None,
+    ) -> None:
+        self.page_size, self.host = page_size, host
         self.evictable = self.protected = 0
         self._free, self._rank = free, RANKS[eviction_policy]
         self.root = Node(None, None, b"", 0, np.zeros(0, np.int32), 0, 0.0)
@@ -92,11 +114,13 @@ class RadixTree:
         # Leaves that could be evicted when they were added, by rank; entries may be out of date.
         self._leaves: list[tuple[Rank, int, Node]] = []
         self._num_offers, self._max_leaves = 0, MIN_LEAVES
+        # Nodes that the present insertion copies to the host.
+        self._to_store: list[Node] = []
 
     def match(self, known: KnownTokens, limit: int) -> Match:
         """The longest prefix of the first `limit` tokens, in whole pages. Nodes on the way count as used now; the last
         is split where the prefix ends inside it."""
-        return self._walk(known, self._aligned(limit), 0.0)
+        return self._walk(known, self._aligned(limit), 0.0)[0]
 
     def insert(
         self, known: KnownTokens, pages: IntArray, inserted: int = 0, priority: float = 0.0, limit: int | None = None
@@ -106,29 +130,43 @@ class RadixTree:
 
         inserted: tokens that the same request inserted before, which are no hits. limit: tokens, if fewer than those of
         `pages`."""
-        length = len(pages) * self.page_size if limit is None else self._aligned(limit)
-        found = self._walk(known, length, priority, inserted)
-        if found.length == length:
-            return found
-        key = known.tokens.key(found.length, length)
-        first_page = self._first_page(found.node, known, found.length)
-        rest = pages[found.length // self.page_size : length // self.page_size]
-        node = Node(found.node, first_page, key, length - found.length, rest, self._tick(), priority)
-        node.hits += length > inserted
-        found.node.children[first_page] = node
-        self.evictable += node.length
-        self._offer(node)
-        return Match(found.length, node)
+        end = len(pages) * self.page_size if limit is None else self._aligned(limit)
+        found, begin = self._walk(known, end, priority, inserted, pages)
+        node = found.node
+        if begin < end:
+            key, first_page = known.tokens.key(begin, end), self._first_page(node, known, begin)
+            rest = pages[begin // self.page_size : end // self.page_size]
+            parent, node = node, Node(node, first_page, key, end - begin, rest, self._tick(), priority)
+            parent.children[first_page] = node
+            parent.num_on_device += 1
+            self.evictable += node.length
+            self._count_hit(node, end > inserted)
+            self._offer(node)
+        for one in self._to_store:
+            self._store_path(one)
+        self._to_store.clear()
+        return Match(found.length, node, 0, node)
 
     def pages_of(self, node: Node) -> IntArray:
         """[pages] from the root to `node`."""
         parts = [one.pages for one in node.path()]
-        return np.concatenate(parts[::-1]) if parts else np.zeros(0, np.int32)
+        return np.concatenate(parts[::-1]) if parts else NO_PAGES
+
+    def load(self, match: Match, pages: IntArray) -> Match:
+        """Copy what only the host has of a match to `pages` of the device."""
+        host, first, node = self.host, len(pages), match.host_node
+        assert host is not None
+        while not node.is_on_device and node.parent is not None and node.host_pages is not None:
+            first -= len(node.host_pages)
+            self._put_on_device(node, pages[first : first + len(node.host_pages)])
+            host.load(node.host_pages, node.pages)
+            node = node.parent
+        return Match(match.length + match.host_length, match.host_node, 0, match.host_node)
 
     def lock(self, node: Node) -> None:
         """A request uses the path to `node`."""
         for one in node.path():
-            if not one.locks:
+            if not one.locks and one.is_on_device:
                 self.evictable -= one.length
                 self.protected += one.length
             one.locks += 1
@@ -137,25 +175,47 @@ class RadixTree:
         """A request no longer uses the path to `node`."""
         for one in node.path():
             one.locks -= 1
-            if not one.locks:
+            if not one.locks and one.is_on_device:
                 self.evictable += one.length
                 self.protected -= one.length
                 self._offer(one)
 
     def evict(self, num_tokens: int) -> int:
-        """Give up leaves until they had `num_tokens` tokens or more, or none is left; returns how many they had."""
-        evicted = 0
+        """Give up leaves of the device until they had `num_tokens` tokens or more, or none is left; returns how many
+        they had. What the host has of them stays in the tree."""
+        evicted, host = 0, self.host
         while evicted < num_tokens and self._leaves:
             rank, _number, node = heappop(self._leaves)
             parent = node.parent
             if parent is None or not node.is_evictable or rank != self._rank(node):
                 continue
+            if host is not None and host.writes_back and node.host_pages is None:
+                self._store(node)
             self._free(node.pages)
             evicted += node.length
             self.evictable -= node.length
-            del parent.children[node.first_page]
-            node.parent = None
+            parent.num_on_device -= 1
+            if node.host_pages is None:
+                self._remove(node)
+            else:
+                node.is_on_device, node.pages = False, NO_PAGES
             self._offer(parent)
+        return evicted
+
+    def evict_host(self, num_tokens: int) -> int:
+        """Give up leaves that only the host has, likewise. SGLang collects and ranks them each time."""
+        evicted, leaves = (
+            0,
+            [(self._rank(one), index, one) for index, one in enumerate(self.nodes()) if one.is_host_leaf],
+        )
+        heapify(leaves)
+        while evicted < num_tokens and leaves:
+            _rank, number, node = heappop(leaves)
+            parent = node.parent
+            evicted += node.length
+            self._remove(node)
+            if parent is not None and parent.is_host_leaf:
+                heappush(leaves, (self._rank(parent), number, parent))
         return evicted
 
     def nodes(self) -> Iterator[Node]:
@@ -167,20 +227,80 @@ class RadixTree:
             if node.parent is not None:
                 yield node
 
-    def _walk(self, known: KnownTokens, limit: int, priority: float, inserted: int | None = None) -> Match:
-        """Go down along the first `limit` tokens. inserted: see `insert`; None for a lookup, which counts no hit."""
+    def _walk(
+        self, known: KnownTokens, limit: int, priority: float, inserted: int | None = None, pages: IntArray = NO_PAGES
+    ) -> tuple[Match, int]:
+        """Go down along the first `limit` tokens; returns also how many were found, on the device or not. inserted,
+        pages: see `insert`, which puts what only the host has on the device again; None for a lookup, which counts no
+        hit."""
         now, tokens, node, length = self._tick(), known.tokens, self.root, 0
+        on_device, num_on_device, size = self.root, 0, self.page_size
         while length < limit and (child := node.children.get(self._first_page(node, known, length))) is not None:
             child.used = now
             end = min(length + child.length, limit)
             common = self._aligned(tokens.num_common_tokens(child.key, tokens.key(length, end)))
             node = child if common == child.length else self._split(child, tokens, common)
             length += common
+            if node.is_on_device:
+                on_device, num_on_device = node, length
             if inserted is not None:
                 node.priority = max(node.priority, priority)
-                node.hits += length > inserted
+                if not node.is_on_device:
+                    self._put_on_device(node, pages[(length - common) // size : length // size])
+                self._count_hit(node, length > inserted)
             self._offer(child)
-        return Match(length, node)
+        if inserted is not None:
+            return Match(num_on_device, node, 0, node), length
+        return Match(num_on_device, on_device, length - num_on_device, node), length
+
+    def _count_hit(self, node: Node, is_hit: bool) -> None:
+        """A request has inserted `node`, for the first time if `is_hit`."""
+        host = self.host
+        if host is None:
+            node.hits += is_hit
+        elif is_hit and not host.writes_back:
+            node.hits += 1
+            if node.host_pages is None and node.hits >= host.min_hits:
+                self._to_store.append(node)
+
+    def _put_on_device(self, node: Node, pages: IntArray) -> None:
+        """`pages` have from now on what only the host had."""
+        node.is_on_device, node.pages = True, pages
+        if node.parent is not None:
+            node.parent.num_on_device += 1
+        if node.locks:
+            self.protected += node.length
+        else:
+            self.evictable += node.length
+            self._offer(node)
+
+    def _store_path(self, node: Node) -> None:
+        """Copy what the host does not have of the path to `node`, as far as it has room."""
+        for one in [one for one in node.path() if one.host_pages is None][::-1]:
+            if not self._store(one):
+                return
+
+    def _store(self, node: Node) -> bool:
+        """Copy a node to the host, if that has room, or can make some."""
+        host = self.host
+        assert host is not None
+        missing = (len(node.pages) - host.num_free) * self.page_size
+        if missing > 0 and self.evict_host(missing) < missing:
+            return False
+        node.host_pages = host.store(node.pages)
+        return True
+
+    def _remove(self, node: Node) -> None:
+        """Take a node that is not on the device out of the tree, and what the host has below it."""
+        parent = node.parent
+        assert parent is not None
+        for child in list(node.children.values()):
+            self._remove(child)
+        if node.host_pages is not None and self.host is not None:
+            self.host.release(node.host_pages)
+            node.host_pages = None
+        del parent.children[node.first_page]
+        node.parent = None
 
     def _split(self, child: Node, tokens: BlockTokens, length: int) -> Node:
         """A new node for the first `length` tokens of the edge to `child`; what uses or hit one did so with both."""
@@ -190,6 +310,9 @@ class RadixTree:
         pages = length // self.page_size
         node = Node(parent, child.first_page, first, length, child.pages[:pages], self._tick(), child.priority)
         node.hits, node.locks = child.hits, child.locks
+        node.is_on_device, node.num_on_device = child.is_on_device, int(child.is_on_device)
+        if child.host_pages is not None:
+            node.host_pages, child.host_pages = child.host_pages[:pages], child.host_pages[pages:]
         parent.children[node.first_page] = node
         child.parent, child.key, child.length, child.pages = node, rest, child.length - length, child.pages[pages:]
         child.first_page, _rest = tokens.split_key(rest, self.page_size)

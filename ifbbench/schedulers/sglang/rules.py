@@ -13,7 +13,8 @@ class SglangRules:
     max_prefill_tokens: tokens of prompts in an iteration, above which no further prompt starts.
     prefill_max_requests: prompts of an iteration; None is no limit.
     mixes_chunks: decode tokens ride in prefill batches.
-    eviction_policy: which leaf of the tree is evicted first.
+    eviction_policy: which leaf of the tree is evicted first. write_policy: when it is copied to the host, if that has
+        memory for it.
     retracts_by_priority: the lowest priority is retracted first; else the request with the fewest outputs.
     is_priority: the queue is ordered by priority. preempts: a waiting request may take the place of running ones whose
         priority is lower by more than `preemption_threshold`.
@@ -28,6 +29,7 @@ class SglangRules:
     prefill_max_requests: int | None = None
     mixes_chunks: bool = False
     eviction_policy: str = "lru"
+    write_policy: str = "write_through"
     retracts_by_priority: bool = False
     is_priority: bool = False
     preempts: bool = False

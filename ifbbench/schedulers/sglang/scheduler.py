@@ -5,6 +5,7 @@ The rules have the names of their sections in docs/engines.md.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -140,6 +141,7 @@ class SglangScheduler(QueueingScheduler):
             chunks=chunks,
             entered=decision.entered,
             num_ending=decision.num_ending,
+            loaded_tokens=0 if self.kv_cache.host is None else self.kv_cache.host.take_loaded(),
         )
 
     # One iteration.
@@ -147,7 +149,9 @@ class SglangScheduler(QueueingScheduler):
     def allocate(self, plan: Plan) -> StepInputs:
         """The pages were taken with the decision."""
         self._count_tokens(plan)
-        return StepInputs(self.state.computed(plan.rows))
+        host = self.kv_cache.host
+        copies = () if host is None else host.take_copies()
+        return StepInputs(self.state.computed(plan.rows), copies, loaded_tokens=plan.loaded_tokens)
 
     def _count_tokens(self, plan: Plan) -> None:
         self.kv_cache.filled_tokens += sum([chunk.length for chunk in plan.chunks]) + len(plan.rows)
@@ -208,8 +212,7 @@ class SglangScheduler(QueueingScheduler):
         for request in lost:
             if cache.holds(request.slot):
                 cache.release(request.slot, self.state.computed_by(request))
-        if cache.tree is not None:  # parts of what was lost may be in it
-            cache.tree.evict(cache.num_pages * cache.page_size)
+        cache.forget()  # parts of what was lost may be in the tree
         return lost
 
     # Iterations of which the times are known.
@@ -243,6 +246,10 @@ class SglangScheduler(QueueingScheduler):
 
     def cache_state(self) -> CacheState:
         return self.kv_cache.state()
+
+    def figures(self) -> dict[str, Any]:
+        host = self.kv_cache.host
+        return {} if host is None else {"host_cache": host.figures()}
 
     def computed_by(self, request: Request) -> int:
         """Tokens of a running request that were computed or are in flight."""

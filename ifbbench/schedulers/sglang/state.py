@@ -9,6 +9,7 @@ from ifbbench.engine.records import InFlightIteration
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.sglang.cache import SglangCache
+from ifbbench.schedulers.sglang.host_pages import HostPages
 from ifbbench.schedulers.sglang.in_flight import Scheduled
 from ifbbench.schedulers.sglang.order import QueueOrder, max_outputs
 from ifbbench.schedulers.sglang.ratio import NewTokenRatio
@@ -29,6 +30,10 @@ class SglangState:
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
         self.limits, self.rules = limits, rules
         self.table = RequestTable(limits.num_slots)
+        host = None
+        if limits.num_host_blocks:
+            policy, size = rules.write_policy, limits.tokens_per_block
+            host = HostPages(limits.num_host_blocks, size, policy, limits.reads_block_tables)
         self.kv_cache = SglangCache(
             limits.num_blocks,
             limits.tokens_per_block,
@@ -36,6 +41,7 @@ class SglangState:
             limits.max_seq_len,
             limits.reuse.enabled,
             rules.eviction_policy,
+            host,
         )
         self.queue: list[Request] = []
         self.running = RunningRequests()
