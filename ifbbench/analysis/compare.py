@@ -181,6 +181,8 @@ class Comparison:
         """Where the routing of two fleets first differs; None if it does not, or a run is no fleet."""
         if not (self.a.data.is_fleet and self.b.data.is_fleet and self.same_trace):
             return None
+        if self.a.data.is_disaggregated or self.b.data.is_disaggregated:
+            return None  # their replicas are not alike
         return first_parting(self.a.data, self.b.data)
 
     def changes(self, count: int) -> tuple[list[Change], list[Change]]:

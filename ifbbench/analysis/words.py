@@ -40,6 +40,7 @@ LIMITS = {
     "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora", "LoRA", "lora_device_mem_fraction"),
     "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam", "beams"),
     "in_flight": LimitText("its iteration in flight", "its iteration in flight", "sent"),
+    "decode_blocks": LimitText("decode blocks", "KV blocks of a decode replica", "decode"),
     "not_logged": LimitText("not in the log", "a limit that its log does not name", "log?"),
     "concurrency": LimitText("place under --concurrency", "a place under --concurrency", "conc"),
 }

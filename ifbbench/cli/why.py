@@ -154,6 +154,9 @@ def why(
                 f"{run}: a fleet; of the options of one engine it takes --request. Name one replica, such as "
                 f"{replica_directory(fleet.path, 0)}."
             )
+        if fleet.is_disaggregated and not fleet.requests.empty:
+            _explain_sides(fleet, request_id, as_json)
+            return
         if request_id is None:
             _explain_fleet(fleet, as_json)
             return
@@ -239,16 +242,42 @@ def _explain_fleet(run: "RunData", as_json: bool) -> None:
         console.print(sentence, markup=False, soft_wrap=True)
 
 
+def _explain_sides(run: "RunData", request_id: str | None, as_json: bool) -> None:
+    """Explain what a fleet with prefill and decode apart did, or one of its requests."""
+    from ifbbench.analysis.sides import SidesFindings, attribution_of
+    from ifbbench.cli.console import report_console
+
+    findings = SidesFindings(run)
+    if as_json and request_id is None:
+        _print_json(findings.as_dict())
+        return
+    if request_id is None:
+        sentences = findings.sentences()
+    else:
+        row = _row_of(run, request_id)
+        sentences = findings.request_sentences(row)
+        if as_json:
+            facts = {"run": str(run.path), "request_id": request_id, "attribution_s": attribution_of(row)}
+            _print_json(facts | {"text": "\n".join(sentences)})
+            return
+    console = report_console(highlight=False)
+    for sentence in sentences:
+        console.print(sentence, markup=False, soft_wrap=True)
+
+
 def _replica_of(run: "RunData", request_id: str) -> Path:
     """The run directory of the replica that had a request. InputError if there is no such request."""
     from ifbbench.rundir.fleet import replica_directory
 
+    return replica_directory(run.path, int(_row_of(run, request_id)["replica"]))
+
+
+def _row_of(run: "RunData", request_id: str) -> Mapping[str, Any]:
+    """The row of a request in the table of a fleet. InputError if there is none."""
     found = run.requests[run.requests["request_id"] == request_id]
     if found.empty:
         raise InputError(f"{run.path}: no request {request_id} has ended; requests.jsonl has the ids.")
-    if found["replica"].isna().any():
-        raise InputError(f"{run.path}: request {request_id} has failed: {found['error'].iloc[0]}.")
-    return replica_directory(run.path, int(found["replica"].iloc[0]))
+    return {str(name): value for name, value in found.iloc[0].items()}
 
 
 class Wanted(NamedTuple):

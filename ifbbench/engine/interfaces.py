@@ -136,6 +136,41 @@ class Scheduler(Protocol):
         return None
 
 
+@runtime_checkable
+class KvScheduler(Protocol):
+    """What a scheduler has beside, of which keys and values are sent and received (`Plan.receiving`)."""
+
+    def keep(self, request: Request) -> None:
+        """`request` is complete, and its keys and values are to be sent to another engine: it leaves the running set,
+        and holds its blocks until `remove`."""
+        ...
+
+    def receive(self, requests: Sequence[Request]) -> None:
+        """The keys and values that these requests of `Plan.receiving` waited for are in their blocks."""
+        ...
+
+
+class KvTransfers(Protocol):
+    """Where an engine sends the keys and values of prompts, and where they come from: the other engines of a fleet with
+    prefill and decode apart."""
+
+    def keeps(self, request: Request) -> bool:
+        """Whether the blocks of `request`, which is complete, are kept until they are sent."""
+        ...
+
+    def reserved(self, requests: Sequence[Request], now_s: float) -> None:
+        """These requests have blocks for what other engines send."""
+        ...
+
+    def take_sent(self) -> Sequence[Request]:
+        """Requests whose keys and values were sent since the last call: their blocks may be released."""
+        ...
+
+    def take_received(self) -> Sequence[Request]:
+        """Requests whose keys and values have come since the last call."""
+        ...
+
+
 class Executor(Protocol):
     """Runs batches in the order of their submission. It never decides what runs.
 

@@ -13,6 +13,8 @@ from ifbbench.engine.interfaces import (
     Executor,
     HeldStretch,
     IterationWork,
+    KvScheduler,
+    KvTransfers,
     Observer,
     PredictableExecutor,
     RequestSource,
@@ -69,6 +71,8 @@ class TokenGenerationLoop:
     is_open_loop: no response lets a request arrive.
     holds_ends: on a virtual clock, `step` does not take in the outputs of its iterations, and leaves the clock at their
         end; `take_in` does, before the next step. Who steps several loops learns so what arrives until then.
+    transfers: of keys and values to and from other engines. Then `step` also returns False while requests wait for
+        these only.
     sees_first_tokens: with `holds_ends`, what is taken in at a time are not several iterations after a prompt.
     """
 
@@ -87,6 +91,7 @@ class TokenGenerationLoop:
         next_priority: Callable[[], float | None] | None = None,
         is_open_loop: bool = False,
         holds_ends: bool = False,
+        transfers: KvTransfers | None = None,
         sees_first_tokens: bool = False,
     ) -> None:
         self.scheduler, self.iteration = scheduler, 0
@@ -114,7 +119,9 @@ class TokenGenerationLoop:
         self._stay_in_flight = 0
         self._holds_ends, self._sees_first_tokens = holds_ends, sees_first_tokens
         self._held: Callable[[], None] | None = None
+        self._transfers, self._only_transfers = transfers, False
         self._held_stretch: HeldStretch | None = None
+        self._kv_scheduler = scheduler if transfers is not None and isinstance(scheduler, KvScheduler) else None
         # Until then no request arrives; a request that leaves may let one in.
         self._quiet_until_s, self._known_queued = -math.inf, 0
 
@@ -123,12 +130,12 @@ class TokenGenerationLoop:
 
         With overlap or pipeline stages, the iteration that this call submits is collected by a later one. Raises
         ExecutorFailed after the requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
-        scheduler, in_flight = self.scheduler, self._in_flight
+        scheduler, in_flight, self._only_transfers = self.scheduler, self._in_flight, False
         start_s = self._clock.now()
         if start_s >= self._quiet_until_s:
             self._activated += self._admit(start_s)
             start_s = self._clock.now()  # in real time, requests may have arrived since the step began
-        if not self._table.requests and not scheduler.waiting:
+        if not self._has_work:
             # Turns of micro batches without requests since the last one ended did not happen.
             self.iteration -= forget_empty_turns(in_flight)
             if not in_flight:
@@ -136,6 +143,8 @@ class TokenGenerationLoop:
 
         plan = scheduler.schedule(self.iteration, start_s, in_flight, self._complete_oldest)
         self._activated += plan.entered
+        if self._transfers is not None and plan.receiving:
+            self._transfers.reserved(plan.receiving, start_s)
         if self._device is not None and (count := scheduler.horizon(plan)):
             self._run_together(self._device, plan, count, start_s)
             return True
@@ -146,6 +155,9 @@ class TokenGenerationLoop:
             # All but the oldest of a full set of iterations stay in flight. After an error none is built upon another.
             if submitted.error is None:
                 self._stay_in_flight = self._max_in_flight - 1
+        elif not in_flight and self._table.num_transferring and self._failure is None:
+            self._only_transfers = True
+            return False
         elif not in_flight and self._table.requests and self._failure is None:
             blocked = ", ".join(f"request {item.request.request_id} by {item.limit}" for item in plan.blocked)
             raise SchedulerStalled(
@@ -162,7 +174,14 @@ class TokenGenerationLoop:
     @property
     def is_idle(self) -> bool:
         """Whether it does nothing until more requests arrive."""
-        return not (self._table.requests or self.scheduler.waiting or self._in_flight or self._held is not None)
+        if self._in_flight or self._held is not None:
+            return False
+        return self._only_transfers or not self._has_work
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return len(self._table.requests) > self._table.num_transferring or len(self.scheduler.waiting) > 0
 
     @property
     def is_held(self) -> bool:
@@ -174,6 +193,10 @@ class TokenGenerationLoop:
         held, self._held = self._held, None
         if held is not None:
             held()
+
+    def wake(self) -> None:
+        """Something has come that it was not asked for: a request, or keys and values."""
+        self._only_transfers, self._quiet_until_s = False, -math.inf
 
     def lose_engine(self, time_s: float) -> None:
         """The engine is lost at `time_s`: iterations that have not ended by then never do. Only with `holds_ends`; the
@@ -214,6 +237,11 @@ class TokenGenerationLoop:
     # The stages of an iteration, in order.
 
     def _admit(self, now_s: float) -> Sequence[Request]:
+        if self._transfers is not None and self._kv_scheduler is not None:
+            for request in self._transfers.take_sent():
+                self.scheduler.remove(request)
+            if received := self._transfers.take_received():
+                self._kv_scheduler.receive(received)
         activated = self.scheduler.admit(self._source)
         if self._next_change is not None:
             change_s = self._next_change(now_s)
@@ -274,7 +302,7 @@ class TokenGenerationLoop:
             micro_batch=self.iteration % self._max_in_flight,
             start_s=start_s,
             timestamp=self._clock.timestamp(),
-            active=len(table.requests),
+            active=len(table.requests) - table.num_transferring,
             queued=len(waiting) + self._num_queued,
             activated=self._activated,
             context=chunks,
@@ -355,7 +383,12 @@ class TokenGenerationLoop:
     def _finish(self, requests: list[Request]) -> None:
         for request in requests:
             response = response_of(request, is_final=True)
-            self._remove(request)
+            keeper = self._kv_scheduler
+            if keeper is not None and self._transfers is not None and self._transfers.keeps(request):
+                self._leave_in_flight(request)
+                keeper.keep(request)
+            else:
+                self._remove(request)
             self._send_response(response)
 
     def _fail(self, iteration: InFlightIteration, error: Exception) -> None:
@@ -370,10 +403,14 @@ class TokenGenerationLoop:
 
     def _remove(self, request: Request) -> None:
         """Release all that a request holds, and ignore its outputs in flight."""
+        self._leave_in_flight(request)
+        self.scheduler.remove(request)
+
+    def _leave_in_flight(self, request: Request) -> None:
+        """Ignore the outputs in flight of a request that ends."""
         if request.table is not None:
             for iteration in self._in_flight:
                 iteration.dropped.add(request.slot)
-        self.scheduler.remove(request)
         self._quiet_until_s = -math.inf
 
     # Iterations of which the times are known run without batches, and many together between two events.
@@ -382,7 +419,7 @@ class TokenGenerationLoop:
         """Run iterations of `plan`, at most `count`, up to the one that starts after requests have arrived. With
         overlap the latest ones stay in flight, and those that were in flight before are completed first."""
         scheduler, in_flight, number = self.scheduler, self._in_flight, self.iteration
-        if plan.num_ending and not self._is_open_loop:
+        if (plan.num_ending and not self._is_open_loop) or plan.receiving:
             count = 1
         if self._sees_first_tokens and any(iteration.record.context for iteration in in_flight):
             count = 1  # so that they are taken in when they are there

@@ -74,6 +74,7 @@ class Plan:
     entered: requests that this decision takes from the queue into the running set. in_flight: requests in other micro
     batches, which are in flight. num_ending: requests that do not run because their last token is in flight.
     awaits_in_flight: iterations in flight change the KV cache once the first one of this plan was submitted.
+    receiving: requests that got blocks for the keys and values that another engine sends.
     loaded_tokens: tokens of which keys and values are copied from host memory for the chunks.
     """
 
@@ -89,6 +90,7 @@ class Plan:
     in_flight: int = 0
     num_ending: int = 0
     awaits_in_flight: bool = False
+    receiving: Sequence[Request] = ()
     loaded_tokens: int = 0
 
     @property

@@ -79,14 +79,17 @@ class Request:
     joined the prompt, and `max_new_tokens` (N) is smaller by as much. `position` is the context cursor and `chunk` the
     size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
     brings, until they are verified with the prompt's last chunk; those of generation steps are in the table. `name` is
-    what a recorded engine calls the request. `earlier`: of one that a router sends again, or later than it arrived.
+    what a recorded engine calls the request. `remote_len`: tokens of the prompt that another engine computes, which
+    sends their keys and values; 0 for a request that is computed here. `earlier`: of one that a
+    router sends again, or later than it arrived.
     """
 
     __slots__ = (
         "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "earlier", "host_reused_tokens",
         "index", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent", "numbers",
         "options", "order", "original_prompt_len", "output_len", "pauses", "position", "prepopulated", "priority",
-        "prompt_len", "prompt_tokens", "recomputed_tokens", "request_id", "retention", "reuse", "reused_tokens",
+        "prompt_len", "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention", "reuse",
+        "reused_tokens",
         "sampling", "search", "slot", "state", "stop", "table",
     )  # fmt: skip
 
@@ -127,6 +130,7 @@ class Request:
         self.reuse = reuse
         self._known: KnownTokens | None = None
         self.retention = retention
+        self.remote_len = 0
         self.search: BeamSearch | None = None
         self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
         self.num_sent = 0
@@ -414,13 +418,15 @@ class RequestTable:
     any_in_flight: whether a request may be in another micro batch than the one that has its turn.
     lora_tasks: LoRA task id, -1 for none.
     choose_row: takes one of the free rows for a request, where these are not all alike.
+    num_transferring: requests that hold blocks while keys and values are sent to or from another engine; they do not
+        run.
     """
 
     def __init__(self, rows: int) -> None:
         self.requests: dict[int, Request] = {}
         self.generated = np.zeros(rows, np.int64)
         self.confirmed = np.zeros(rows, np.int64)
-        self.deferred_steps = self.deferred_confirmed = 0
+        self.deferred_steps = self.deferred_confirmed = self.num_transferring = 0
         self.reserved = np.zeros(rows, np.int64)
         self.stop_after = np.zeros(rows, np.int64)
         self.draft_tokens = np.zeros(rows, np.int64)

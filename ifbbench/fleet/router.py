@@ -133,7 +133,7 @@ class LeastLoad(Router):
 
     def __init__(self, num_replicas: int, seed: int) -> None:
         super().__init__(num_replicas, seed)
-        self._latest = num_replicas - 1
+        self._latest = -1
 
     def load(self, request: RoutedRequest, replica: Replica) -> float:
         raise NotImplementedError

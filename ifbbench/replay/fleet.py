@@ -26,6 +26,7 @@ from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.fleet.events import ReplicaEvent, read_events
 from ifbbench.fleet.prefix_index import PrefixIndex
 from ifbbench.fleet.router import PREFILLS, STATE, Replica, RoutedRequest, Router, make_router
+from ifbbench.fleet.sides import check_no_sides
 from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet_changes import Changes
@@ -183,6 +184,7 @@ def _checked_router(config: RunConfig, own: Sequence[RunConfig]) -> Router:
     """The router. own: the settings of each replica. InputError for settings that a fleet cannot have."""
     for one in own:
         check_settings(config.with_values(device=one.device))
+    check_no_sides(config)
     router = make_router(config.router or ROUTERS[0], len(own), config.seed)
     if config.router_state_age and STATE not in router.looks_at:
         raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")
@@ -445,13 +447,13 @@ def _summary(trace: Trace, config: RunConfig, engine: Engine, run: FleetRun) -> 
         up_s = [end_s - begin_s if figures else summary["duration_s"] for begin_s, end_s, _ in services]
         summary |= energy_of_replicas(summaries, summary, [one.hardware for one in own], up_s)
     members = [
-        Member(settings, one.tp_size * one.pp_size, _price_of(one), *service)
+        Member(settings, one.tp_size * one.pp_size, price_of(one), *service)
         for one, settings, service in zip(own, own_settings(own), services, strict=True)
     ]
     return summary | {"fleet": fleet_figures(config.router or ROUTERS[0], summaries, members) | figures}, whole
 
 
-def _price_of(config: RunConfig) -> float | None:
+def price_of(config: RunConfig) -> float | None:
     """The price of a GPU hour of a replica, where its profile has one."""
     return None if config.hardware is None else load_hardware(config.hardware).price_per_hour
 

@@ -42,6 +42,10 @@ def run_trace(
     on_recorded: when it has ended, also that of a run that ended early. Raises InputError before anything is written
     if the input or the settings are bad, and RunFailed if the run ends early; its directory is then marked partial."""
     _check_outputs(config)
+    if config.is_disaggregated:
+        from ifbbench.replay.disaggregated import run_disaggregated
+
+        return run_disaggregated(source, config, progress, on_recording=on_recording, on_recorded=on_recorded)
     if config.is_fleet:
         from ifbbench.replay.fleet import run_fleet
 
@@ -71,6 +75,10 @@ def summarise_run(
     """Replay `source` with `config` like `run_trace`, without a run directory; returns the same summary.
 
     on_end: takes the recorder that made the summary. InputError and RunFailed as there."""
+    if config.is_disaggregated:
+        from ifbbench.replay.disaggregated import summarise_disaggregated
+
+        return summarise_disaggregated(source, config, progress, on_end)
     if config.is_fleet:
         from ifbbench.replay.fleet import summarise_fleet
 

@@ -65,6 +65,10 @@ class ServedClient(ReplayClient):
         received_s = self._next_received_s()
         return None if received_s == inf else received_s
 
+    def accepted_s(self, number: int) -> float:
+        """When the process had accepted the request with this number."""
+        return self._ready[number]
+
     def queued(self) -> int:
         return self._due() - self.handed_out
 

@@ -33,7 +33,9 @@ SHOWN_EVERY = 256
 
 
 class SteppedReplica:
-    """A replica in steps. members: the index in the whole trace of each of its requests."""
+    """A replica in steps. members: the index in the whole trace of each of its requests.
+
+    clients: the classes of its client, without and with a serving process. more: arguments of its loop."""
 
     def __init__(
         self,
@@ -42,10 +44,13 @@ class SteppedReplica:
         trace: Trace,
         make_recorder: MakeRecorder,
         sees_first_tokens: bool = False,
+        *,
+        clients: tuple[type[RoutedClient], type[RoutedServedClient]] = (RoutedClient, RoutedServedClient),
+        **more: Any,
     ) -> None:
         self.engine = engine
         self.trace = replace(trace, requests=share_of(columns_of(trace.requests)))
-        client = client_of(self.trace, engine, RoutedClient, RoutedServedClient)
+        client = client_of(self.trace, engine, *clients)
         assert isinstance(client, Routed)
         self.client: Routed = client
         self._columns = columns_of(self.trace.requests)
@@ -54,7 +59,7 @@ class SteppedReplica:
         self._first_tokens = FirstTokens(self.recorder) if sees_first_tokens else None
         observer = self._first_tokens or self.recorder
         self.loop = loop_of(
-            engine, client, observer, is_open_loop=False, holds_ends=True, sees_first_tokens=sees_first_tokens
+            engine, client, observer, is_open_loop=False, holds_ends=True, sees_first_tokens=sees_first_tokens, **more
         )
         self.clock = engine.clock
         self.members = array("q")

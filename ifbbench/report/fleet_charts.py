@@ -19,7 +19,7 @@ from ifbbench.rundir.reader import Floats, RunData, load_run
 
 LANE_HEIGHT, OTHER_HEIGHT = 0.8, 1.4
 GREY = "0.5"
-KV_COLOUR, QUEUE_COLOUR = LIMIT_COLOURS["kv_blocks"], PAUSE
+KV_COLOUR, QUEUE_COLOUR, TRANSFER_COLOUR = LIMIT_COLOURS["kv_blocks"], PAUSE, LIMIT_COLOURS["batch_size"]
 
 
 def draw_replicas(run: RunData) -> Figure:
@@ -32,16 +32,19 @@ def draw_replicas(run: RunData) -> Figure:
     end_s = max((float(times[-1]) for times, _, _ in replicas if len(times)), default=1e-3)
     edges_s = np.linspace(0.0, max(end_s, 1e-3), MAX_BINS + 1)
     unit, scale = time_unit([end_s])
-    count, more = len(replicas), changes is not None
-    figure = Figure(figsize=(WIDTH, LANE_HEIGHT * (count + more) + OTHER_HEIGHT))
-    top, *lanes = ([] if more else [None]) + list(np.atleast_1d(figure.subplots(count + more, 1, sharex=True)))
+    count, names = len(replicas), _names(run, len(replicas))
+    extra = int(run.is_disaggregated)
+    more = changes is not None
+    figure = Figure(figsize=(WIDTH, LANE_HEIGHT * (count + more + extra) + OTHER_HEIGHT))
+    axes_of = list(np.atleast_1d(figure.subplots(count + more + extra, 1, sharex=True)))
+    top, *lanes = ([] if more else [None]) + axes_of
     most = max((float(waiting.max()) for _, _, waiting in replicas if len(waiting)), default=1.0)
-    for number, (axes, (times, used, waiting)) in enumerate(zip(lanes, replicas, strict=True)):
+    for number, (axes, (times, used, waiting)) in enumerate(zip(lanes[:count], replicas, strict=True)):
         steps(
             axes, _at(edges_s, times, used), edges_s * scale, fill=True, color=KV_COLOUR, alpha=0.35, linewidth=0,
             label="KV cache in use",
         )  # fmt: skip
-        axes.set(ylim=(0, 1.05), ylabel=str(number))
+        axes.set(ylim=(0, 1.05), ylabel=names[number])
         if changes is not None:
             _shade_absence(axes, changes.replicas[number], float(edges_s[-1]), scale)
         queue = axes.twinx()
@@ -61,11 +64,36 @@ def draw_replicas(run: RunData) -> Figure:
                     handles, ["KV cache in use (left)", "requests waiting (right)"], loc="lower left",
                     bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0,
                 )  # fmt: skip
+    if extra:
+        _draw_transfers(lanes[-1], run, edges_s, scale)
     lanes[-1].set_xlabel(f"time ({unit})")
     if changes is not None:
         _draw_sizes(top, changes, edges_s, scale)
     heading(lanes[0] if top is None else top, f"Replicas behind {run.config.get('router')}", run, legend=True)
     return figure
+
+
+def _names(run: RunData, count: int) -> list[str]:
+    """The name of each lane."""
+    if not run.is_disaggregated:
+        return list(map(str, range(count)))
+    return [f"{'prefill' if number < run.config['prefill_replicas'] else 'decode'} {number}" for number in range(count)]
+
+
+def _draw_transfers(axes: Axes, run: RunData, edges_s: Floats, scale: float) -> None:
+    """Transfers of keys and values in progress, the most in each bin."""
+    table = run.requests
+    sent = table[table["transfer_end_s"].notna()] if "transfer_end_s" in table else table.iloc[:0]
+    starts, ends = (
+        (sent[f"transfer_{edge}_s"].to_numpy(dtype=float) for edge in ("start", "end")) if len(sent) else ((), ())
+    )
+    times = np.concatenate([starts, ends])
+    order = np.lexsort((np.repeat([0, 1], len(starts)), times))
+    under_way = np.cumsum(np.repeat([1.0, -1.0], len(starts))[order])
+    found = _at(edges_s, times[order], under_way)
+    steps(axes, found, edges_s * scale, fill=True, color=TRANSFER_COLOUR, alpha=0.6, linewidth=0)
+    axes.set(ylim=(0, max(1.0, float(found.max())) * 1.05), ylabel="transfers")
+    round_ticks(axes.yaxis, 2, whole=True)
 
 
 def _shade_absence(axes: Axes, replica: Mapping[str, Any], end_s: float, scale: float) -> None:
@@ -108,14 +136,13 @@ def _until(lane: tuple[Floats, Floats, Floats], end_s: float) -> tuple[Floats, F
 
 
 def _at(edges_s: Floats, times: Floats, values: Floats) -> Floats:
-    """The highest value in each bin; in one in which nothing starts, the value before it."""
+    """The highest value in each bin; in one in which nothing changes, the last value before it."""
+    size = len(edges_s) - 1
     if not len(times):
-        return np.zeros(len(edges_s) - 1)
-    found = np.full(len(edges_s) - 1, np.nan)
-    bins = np.clip(np.searchsorted(edges_s, times, side="right") - 1, 0, len(found) - 1)
-    order = np.unique(bins)
-    found[order] = np.maximum.reduceat(values, np.searchsorted(bins, order))
-    known = np.where(np.isnan(found), 0, np.arange(len(found)))
-    latest = np.maximum.accumulate(known)
-    filled: Floats = np.nan_to_num(found[latest])
-    return filled
+        return np.zeros(size)
+    bins = np.clip(np.searchsorted(edges_s, times, side="right") - 1, 0, size - 1)
+    order, firsts = np.unique(bins, return_index=True)
+    before = np.searchsorted(bins, np.arange(size), side="right") - 1
+    found: Floats = np.where(before >= 0, values[np.maximum(before, 0)], 0.0)
+    found[order] = np.maximum.reduceat(values, firsts)
+    return np.nan_to_num(found)

@@ -15,7 +15,7 @@ from ifbbench.rundir.figures import figures
 from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import find_lines
-from ifbbench.settings.fields import as_text
+from ifbbench.settings.fields import as_text, memory_size
 
 LATENCIES = {"queue_time_s": "Queue time", "ttft_s": "TTFT", "itl_s": "ITL", "tpot_s": "TPOT", "e2e_s": "E2E"}
 STATISTICS = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "max": "max"}
@@ -146,6 +146,8 @@ def settings_line(run: RunData) -> str:
     gpus = [f"{name} {size}" for name in ("TP", "PP") if (size := config.get(f"{name.lower()}_size") or 1) > 1]
     dtype = (run.run.get("model") or {}).get("quantization") or config.get("dtype")
     replicas = f"{config['replicas']} × {config.get('router')}" if config.get("router") else None
+    if run.is_disaggregated:
+        replicas = f"{config['prefill_replicas']} prefill + {config['decode_replicas']} decode × {config['router']}"
     parts = [trace.get("name"), replicas, run.decided_by, *sizes, chunking, *types, where, *gpus, engine, dtype]
     return " · ".join(str(part) for part in parts if part)
 
@@ -409,7 +411,7 @@ def _fleet_table(known: dict[str, Any]) -> Table | None:
         )
         peak, pool = blocks.get("peak_used"), blocks.get("max")
         table.add_row(
-            str(one["replica"]),
+            f"{one['replica']} {one.get('side', '')}".strip(),
             count(one["requests"]["total"]),
             *(significant(value, scale) for value in latencies),
             significant(one["output_throughput_tokens_per_s"]),
@@ -443,6 +445,10 @@ def fleet_sentences(known: dict[str, Any]) -> list[str]:
     text += "."
     if number == 1:
         return [text]
+    transfers = fleet.get("transfers") or {}
+    if transfers.get("count"):
+        mean_ms = significant(transfers["transfer_s"]["mean"] * 1e3)
+        text += f" {count(transfers['count'])} transfers of {memory_size(transfers['bytes'])}, {mean_ms} ms on average."
     more = {name: share for name, share in (fleet.get("imbalance") or {}).items() if share}
     parts = [f"{significant(share)} times the mean of {name.replace('_', ' ')}" for name, share in more.items()]
     return [f"{text} The replica with most has {', '.join(parts)}." if parts else text]

@@ -379,6 +379,9 @@ class RequestLine(Struct, gc=False):
     request. retries, lost_tokens: how often it was sent again because its replica had failed, and its tokens that had
     been computed there for nothing; where there were any. host_reused_tokens: of reused_tokens, those that were copied
     from host memory, of requests with any.
+    prefill_replica, decode_replica: with prefill and decode apart, the numbers of the replicas that computed the prompt
+    and that generated, None where none did. transfer_tokens, transfer_start_s, transfer_end_s: of the keys and values
+    that went from one to the other, where they did.
     """
 
     request_id: int
@@ -410,4 +413,9 @@ class RequestLine(Struct, gc=False):
     name: str | UnsetType = UNSET
     retries: int | UnsetType = UNSET
     lost_tokens: int | UnsetType = UNSET
+    prefill_replica: int | UnsetType | None = UNSET
+    decode_replica: int | UnsetType | None = UNSET
+    transfer_tokens: int | UnsetType = UNSET
+    transfer_start_s: float | UnsetType = UNSET
+    transfer_end_s: float | UnsetType = UNSET
     host_reused_tokens: int | UnsetType = UNSET

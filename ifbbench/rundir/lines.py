@@ -49,6 +49,11 @@ def number(value: float) -> Any:
     return value if 1e-4 <= value < 1e16 or not value else Raw(repr(value).encode())
 
 
+def value_of(encoded: Any) -> float:
+    """The value that `number` was called of."""
+    return float(bytes(encoded)) if isinstance(encoded, Raw) else float(encoded)
+
+
 class Phase:
     """What a request does in an iteration."""
 

@@ -107,6 +107,11 @@ class RunData:
         return self.run.get("endpoint")
 
     @property
+    def is_disaggregated(self) -> bool:
+        """Whether it is the run of a fleet with prefill and decode apart."""
+        return self.is_fleet and bool(self.config.get("prefill_replicas"))
+
+    @property
     def is_fleet(self) -> bool:
         """Whether it is the run of several replicas, which have iterations and spans, in directories of their own."""
         return bool(self.config.get("router")) and self.config.get("replica") is None

@@ -156,7 +156,7 @@ class SummaryRecorder:
 
     config: the resolved settings. arrival_s(request): its arrival by the trace, in seconds on the run's clock.
     held_until_s: see SpanTracker. class_of: see RequestMetrics. delivery: of the tokens; at the end of their iteration
-    if None.
+    if None. on_request: takes the line of each request that has ended.
     """
 
     def __init__(
@@ -175,6 +175,7 @@ class SummaryRecorder:
         self._digest = ScheduleDigest()
         self._starts, self._ends = array("d"), array("d")
         self._delivery = delivery
+        self.on_request: Callable[[RequestLine], None] | None = None
 
     def iteration(self, record: IterationRecord) -> None:
         """Take in one iteration."""
@@ -212,7 +213,7 @@ class SummaryRecorder:
         """Take in a request that was refused, failed or was stopped."""
         self._digest.leave(request)
         self._tracker.drop(request, self.totals.iterations)
-        self._write_request(self.metrics.add_failure(request, self._arrival_s(request), error))
+        self._take_request(self.metrics.add_failure(request, self._arrival_s(request), error))
 
     def flush(self) -> None:
         """Make everything up to here readable, in case the run is killed."""
@@ -253,7 +254,12 @@ class SummaryRecorder:
         """These requests are complete with `iteration`."""
         for request in finished:
             timeline = self._tracker.end(request, iteration)
-            self._write_request(self.metrics.add_request(timeline, self._starts, self._ends))
+            self._take_request(self.metrics.add_request(timeline, self._starts, self._ends))
+
+    def _take_request(self, line: RequestLine) -> None:
+        self._write_request(line)
+        if self.on_request is not None:
+            self.on_request(line)
 
     # What a recorder of files does with lines.
 

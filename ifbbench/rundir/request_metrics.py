@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from ifbbench.engine.request import Request
 from ifbbench.rundir.line_types import RequestLine
-from ifbbench.rundir.lines import number, request_line
+from ifbbench.rundir.lines import number, request_line, value_of
 from ifbbench.rundir.metrics import Population, by_group, limit_waited_for, slow_ttft_s
 from ifbbench.rundir.spans import RequestTimeline
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
@@ -87,6 +88,34 @@ class RequestMetrics:
         if request.host_reused_tokens:
             line.host_reused_tokens = request.host_reused_tokens
         return self._with_group(line, name, request)
+
+    def add_line(self, line: RequestLine) -> None:
+        """Take in a request that has ended, as its line says, but for the gaps between its tokens (`add_gaps`)."""
+        name = line.request_class if isinstance(line.request_class, str) else None
+        priority = DEFAULT_PRIORITY if line.priority is UNSET else value_of(line.priority)
+        population, arrival_s = self._populations[name, priority], value_of(line.arrival_s)
+        self.first_arrival_s = min(self.first_arrival_s, arrival_s)
+        if line.outcome != "completed":
+            population.failed += line.error is not None
+            return
+        queue_time_s, ttft_s, e2e_s = value_of(line.queue_time_s), value_of(line.ttft_s), value_of(line.e2e_s)
+        tpot_s = None if line.tpot_s is None else value_of(line.tpot_s)
+        place = self._completed
+        population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, line.prompt_len, line.output_len, place)
+        population.reused_tokens += line.reused_tokens
+        self._completed += 1
+        self.last_end_s = max(self.last_end_s, value_of(line.end_s))
+        for part, seconds in line.attribution_s.items():
+            if (limit := limit_waited_for(part)) is not None:
+                self._waited_s[limit] = self._waited_s.get(limit, 0.0) + value_of(seconds)
+        if self._has_goodput:
+            latencies = {"queue_time_s": queue_time_s, "ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
+            line.slo_met = meets_all(self._objectives, latencies)
+
+    def add_gaps(self, parts: tuple[Any, ...], iterations: int) -> None:
+        """Take in only the gaps between tokens of another server, of its `parts`. iterations: see `add_server`."""
+        for key, population in parts[-1].items():
+            self._populations[key].gaps.extend(Population.of_parts(population).gaps, iterations)
 
     def add_failure(self, request: Request, arrival_s: float, error: str | None) -> RequestLine:
         """Take in a request that was refused, failed, or was stopped by its client (`error` None); returns its line of

@@ -247,6 +247,19 @@ class ReplicaFigures(Struct):
     iterations: int
     pauses: int
     kv_blocks: KvBlocks
+    side: str | UnsetType
+
+
+class TransferFigures(Struct):
+    """Keys and values that prefill replicas sent to decode replicas. local_requests: those whose prompts the decode
+    replica computed. transfer_s: how long each took. decode_wait_s: how long each waited for blocks there."""
+
+    count: int
+    tokens: int
+    bytes: float
+    local_requests: int
+    transfer_s: Distribution
+    decode_wait_s: Distribution
 
 
 class FleetEvent(Struct):
@@ -277,6 +290,7 @@ class FleetFigures(Struct):
     imbalance: dict[str, float]
     replicas: list[ReplicaFigures]
     events: list[FleetEvent] | UnsetType
+    transfers: TransferFigures | UnsetType
 
 
 class Summary(RequestFigures):

@@ -110,7 +110,17 @@ READ_SETTINGS = (
 # The value of `arrival` with which requests come in the iterations in which a recorded engine got them.
 BY_ITERATION = "iteration"
 ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
-# Settings that only a fleet has.
+# Settings that only a fleet with prefill and decode apart has, and those that only a fleet has.
+SIDE_SETTINGS = (
+    "prefill_replicas",
+    "decode_replicas",
+    "prefill",
+    "decode",
+    "decode_router",
+    "disaggregate_from",
+    "transfer_bandwidth",
+    "transfer_latency",
+)
 FLEET_SETTINGS = (
     "replicas",
     "replica_config",
@@ -120,6 +130,7 @@ FLEET_SETTINGS = (
     "request_retries",
     "autoscale",
     "replica_start_up",
+    *SIDE_SETTINGS,
 )
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
@@ -208,6 +219,15 @@ def _autoscale(value: Any) -> Any:
     """The rule of an autoscaler, checked."""
     if isinstance(value, str):
         parse_autoscale(value)
+    return value
+
+
+def _side(value: Any) -> Any:
+    """Settings of one side of a fleet, NAME=VALUE,…, as one text; also given as a list of such texts."""
+    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+        value = ",".join(value)
+    if isinstance(value, str) and not value.partition("=")[1]:
+        raise InputError(f"--prefill, --decode: {value!r} is no setting; expected NAME=VALUE, such as tp_size=2.")
     return value
 
 
@@ -459,6 +479,62 @@ class RunConfig:
     replica_start_up: float = _fleet(
         0.0,
         "From the start of a replica by --replica_events or --autoscale until it takes requests; its GPUs are taken.",
+        minimum=0.0,
+        maximum=MAX_SPAN_S,
+        unit="s",
+    )
+    prefill_replicas: int = _fleet(
+        0,
+        "Engines that compute prompts only, and send their keys and values to those of --decode_replicas.",
+        minimum=0,
+        maximum=MAX_REPLICAS,
+    )
+    decode_replicas: int = _fleet(
+        0,
+        "Engines that generate from the keys and values that those of --prefill_replicas send.",
+        minimum=0,
+        maximum=MAX_REPLICAS,
+    )
+    prefill: str | None = _fleet(
+        None,
+        "Settings of the prefill replicas that differ, NAME=VALUE,… such as max_num_tokens=16384,tp_size=2. May be "
+        "given several times.",
+        convert=_side,
+        is_list=True,
+    )
+    decode: str | None = _fleet(
+        None,
+        "Settings of the decode replicas that differ, in the form of --prefill.",
+        convert=_side,
+        is_list=True,
+    )
+    decode_router: str | None = _fleet(
+        None,
+        "The router of the decode replicas. Default: that of the prefill replicas (--router).",
+        choices=ROUTERS,
+        other_texts=".+:.+",
+        others="prefix_affinity:WEIGHT, or package.module:ClassName",
+        convert=_router,
+        elsewhere="decode_policy",
+    )
+    disaggregate_from: int = _fleet(
+        0,
+        "Prompts with fewer tokens that the decode replica is not expected to hold are computed there.",
+        minimum=0,
+        unit="tokens",
+        elsewhere="max_local_prefill_length",
+    )
+    transfer_bandwidth: float | None = _fleet(
+        None,
+        "What each GPU sends, or receives, of keys and values. Default: the network of the hardware profile; no limit "
+        "on the null device.",
+        above=0.0,
+        maximum=1e18,
+        unit="bytes/s",
+    )
+    transfer_latency: float | None = _fleet(
+        None,
+        "Time from the last byte of a transfer to its arrival. Default: that of the network of the hardware profile.",
         minimum=0.0,
         maximum=MAX_SPAN_S,
         unit="s",
@@ -1169,7 +1245,13 @@ class RunConfig:
     def is_fleet(self) -> bool:
         """Whether a router distributes the requests to replicas, of which there may be only one."""
         others = (self.router, self.replica_config, self.replica_events, self.autoscale)
-        return self.replicas > 1 or any(given is not None for given in others)
+        is_other = self.is_disaggregated or any(given is not None for given in others)
+        return self.replicas > 1 or is_other
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether some replicas compute prompts, and others generate."""
+        return self.prefill_replicas > 0 or self.decode_replicas > 0
 
     def of_one_replica(self, **values: Any) -> "RunConfig":
         """The settings of a replica on its own, with some of them changed."""

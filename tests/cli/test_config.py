@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from ifbbench.cli.main import main
 from ifbbench.cli.options import PLACES, given_config
 from ifbbench.cli.run import SweepKeys
-from ifbbench.settings.config import ENGINES, settings
+from ifbbench.settings.config import ENGINES, SIDE_SETTINGS, settings
 from ifbbench.settings.names import from_mapping
 from ifbbench.settings.yaml_text import parse_yaml
 
@@ -108,6 +108,8 @@ OTHER_VALUES: dict[str, Any] = {
     "arrival": "all_at_once", "rate_schedule": "rates.csv", "duration": 0.2, "replica": "2/3",
     "replicas": 3, "router": "random", "router_state_age": 0.5, "replica_config": "replicas.yaml",
     "replica_events": "events.yaml", "request_retries": 1, "autoscale": "queue=4,max=3", "replica_start_up": 0.5,
+    "prefill_replicas": 2, "decode_replicas": 2, "prefill": "max_batch_size=3", "decode": "max_batch_size=5",
+    "decode_router": "random", "disaggregate_from": 200, "transfer_bandwidth": 1e9, "transfer_latency": 0.5,
     "reserve": "factor:1.5",
     "max_prompt_len": 200, "skip_bad_rows": True, "trace_format": "ifbbench", "characters_per_token": 3.0,
     "default_output_len": 3, "concurrency": 2, "wait_sleep": 3, "beam_width": 2, "streaming": True,
@@ -160,6 +162,9 @@ NEEDS: dict[str, dict[str, Any]] = {
     "replica_events": {"replicas": 2},
     "request_retries": {"replicas": 2},
     "replica_start_up": {"autoscale": "queue=4,max=3"},
+    **{name: {"engine": "vllm", "prefill_replicas": 1, "decode_replicas": 1} for name in SIDE_SETTINGS},
+    "prefill_replicas": {"engine": "vllm", "decode_replicas": 1},
+    "decode_replicas": {"engine": "vllm", "prefill_replicas": 1},
     "sink_token_len": {"max_attention_window": "64"},
     "kv_cache_type": {"enable_chunked_context": False},
     "lora_rank": {"num_loras": 3},

@@ -172,7 +172,7 @@ class Planner:
         victim.pause(self._limits.max_seq_len)
         table.confirmed[row] = -in_flight
         self._queue.put_back(victim)
-        self._state.num_preempted += 1
+        self._state.num_with_rows += 1
         step.paused.append(Pause(victim, beneficiary, Limit.KV_BLOCKS))
 
     # Waiting requests.
@@ -201,6 +201,10 @@ class Planner:
 
     def _start(self, request: Request, step: Step) -> Limit | None:
         """Start the head of the queue; or the limit that keeps it there, with nothing done."""
+        if request.table is None and request.remote_len:
+            return self._await(request, step)
+        if request.table is not None and self._kv_cache.held[request.slot]:
+            return self._start_received(request, step)
         hits = self._kv_cache.lookup(request)
         reused = hits.num_blocks * self._limits.tokens_per_block
         tokens, available = request.prompt_len - reused, step.available
@@ -220,13 +224,10 @@ class Planner:
         if request.table is None:
             if not self._table.free_rows:
                 return Limit.BATCH_SIZE
-            order = request.order
-            request.enter(self._table, 0)
-            request.order = order
+            self._enter(request, reused)
             step.entered.append(request)
-            request.reused_tokens = reused
         else:
-            self._state.num_preempted -= 1
+            self._state.num_with_rows -= 1
         self._queue.pop()
         self._running.add(request)
         request.position = request.prepopulated = reused
@@ -235,6 +236,50 @@ class Planner:
             request.set_draft_tokens(num_drafts)
         self._take(request, tokens, self._kv_cache.missing(request.slot, reused + tokens + num_drafts))
         step.add_chunk(request, tokens, num_drafts)
+        return None
+
+    def _enter(self, request: Request, reused: int) -> None:
+        """A request of the queue takes a row."""
+        order = request.order
+        request.enter(self._table, 0)
+        request.order = order
+        request.reused_tokens = reused
+
+    def _await(self, request: Request, step: Step) -> Limit | None:
+        """Take blocks for the keys and values that another engine sends of the head of the queue (Connectors); or the
+        limit that keeps it there, with nothing done. It runs no token until they have come."""
+        hits = self._kv_cache.lookup(request)
+        reused = hits.num_blocks * self._limits.tokens_per_block
+        is_alone = not len(self._running)
+        limit, slack = self._kv_cache.limit_of_start(request, hits, request.prompt_len - reused, is_alone)
+        if limit is not None:
+            step.slack = slack
+            return limit
+        if not self._table.free_rows:
+            return Limit.BATCH_SIZE
+        self._enter(request, reused)
+        self._queue.pop()
+        request.position = request.prepopulated = reused
+        self._kv_cache.start(request, hits)
+        self._kv_cache.grow(request.slot, self._kv_cache.missing(request.slot, request.prompt_len))
+        self._state.begin_transfer(request)
+        step.receiving.append(request)
+        step.repeats = False
+        return None
+
+    def _start_received(self, request: Request, step: Step) -> Limit | None:
+        """Start the head of the queue, which holds what another engine has sent: all but the last token of its
+        prompt."""
+        needed = self._kv_cache.missing(request.slot, request.prompt_len)
+        if not self._kv_cache.has_free(needed):
+            step.slack = self._kv_cache.pool.num_free
+            return Limit.KV_BLOCKS
+        self._state.num_with_rows -= 1
+        self._queue.pop()
+        self._running.add(request)
+        self._take(request, 1, needed)
+        step.add_chunk(request, 1)
+        step.entered.append(request)
         return None
 
     def _padding(self, request: Request, reused: int, step: Step) -> int:

@@ -48,7 +48,7 @@ class VllmScheduler(QueueingScheduler):
     @property
     def waiting(self) -> Sequence[Request]:
         """Requests that have not run yet."""
-        if not self.state.num_preempted:
+        if not self.state.num_with_rows:
             return self.queue.requests
         return [request for request in self.queue.requests if request.table is None]
 
@@ -66,19 +66,47 @@ class VllmScheduler(QueueingScheduler):
         self._forget(request)
         row = request.slot
         if request in self.running.requests:
-            if self.state.generation.is_active and self.state.generation.remove(request):
-                self.running.finish_scheduling(request)
-            self.running.remove(request)
+            self._leave_running(request)
             if self.kv_cache.held[row]:
                 self.state.release(request)
+        elif request in self.state.transferring:
+            self.state.end_transfer(request)
+            self.state.release(request)
         else:
             self.queue.remove(request)
-            self.state.num_preempted -= request.table is not None
+            self.state.num_with_rows -= request.table is not None
+            if request.table is not None and self.kv_cache.held[row]:
+                self.state.release(request)
         self.kv_cache.forget(request)
         if request.table is not None:
             self.state.in_flight.drop(row)
             request.leave()
         request.complete()
+
+    def _leave_running(self, request: Request) -> None:
+        if self.state.generation.is_active and self.state.generation.remove(request):
+            self.running.finish_scheduling(request)
+        self.running.remove(request)
+
+    # Keys and values that are sent to other engines, or come from them (connectors).
+
+    def keep(self, request: Request) -> None:
+        self._leave_running(request)
+        if request.in_generation:
+            request.finish_scheduling()
+        self.state.in_flight.drop(request.slot)
+        self.state.begin_transfer(request)
+
+    def receive(self, requests: Sequence[Request]) -> None:
+        """They go before all others; the last token of each prompt is computed again."""
+        for request in requests:
+            number = self.state.end_transfer(request)
+            computed = request.prompt_len - 1
+            self.kv_cache.filled_tokens += computed - request.position
+            request.position = request.prepopulated = computed
+            self.kv_cache.set_hashes(request, computed)
+            self.queue.add_received(request, number)
+            self.state.num_with_rows += 1
 
     # One iteration.
 
@@ -106,6 +134,7 @@ class VllmScheduler(QueueingScheduler):
             chunks=tuple([ContextChunk(request, request.position, request.chunk) for request in step.chunks]),
             entered=step.entered,
             num_ending=self.running.num_ending,
+            receiving=step.receiving,
         )
 
     def _join(self) -> None:

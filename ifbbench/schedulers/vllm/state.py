@@ -15,7 +15,9 @@ class VllmState:
     """The requests of the scheduler, waiting, running and in flight, and the blocks that they hold.
 
     computed: [rows], of generation requests, how many tokens were computed or scheduled, where they do not run jointly.
-    num_preempted: requests in the queue that were pre-empted.
+    num_with_rows: requests in the queue that have a row: pre-empted ones, and those that have received their prompt's
+    keys and values. transferring: requests whose keys and values are on their way, from here or to here, and how many
+    there had been before each.
     """
 
     def __init__(self, limits: BatchingConfig, rules: VllmRules, is_predicted: bool) -> None:
@@ -37,8 +39,21 @@ class VllmState:
         self.generation = JointGeneration(limits, self.table, self.kv_cache)
         self.kv_cache.settle = self.generation.settle
         self.computed = self.generation.computed
-        self.num_preempted = 0
+        self.num_with_rows = 0
+        self.transferring: dict[Request, int] = {}
+        self._num_transfers = 0
         self.max_running = min(limits.max_batch_size, rules.max_active or limits.max_batch_size)
+
+    def begin_transfer(self, request: Request) -> None:
+        """Keys and values of `request` are to be sent, or to come."""
+        self.transferring[request] = self._num_transfers
+        self._num_transfers += 1
+        self.table.num_transferring += 1
+
+    def end_transfer(self, request: Request) -> int:
+        """They were sent, or have come; returns how many transfers had begun before this one."""
+        self.table.num_transferring -= 1
+        return self.transferring.pop(request)
 
     def computed_by(self, request: Request) -> int:
         """Tokens of a running request that were computed or scheduled."""

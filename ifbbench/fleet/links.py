@@ -1,0 +1,67 @@
+"""Transfers of keys and values between the replicas of a fleet, which share the links of their two ends."""
+
+from collections.abc import Sequence
+from math import inf
+
+from ifbbench.clock import tick, to_seconds
+
+
+class _Flow:
+    """A transfer. tokens: what was left of it at `since_s`. end_s: when its last token has left, unless another one
+    begins or ends before."""
+
+    def __init__(self, key: int, source: int, target: int, tokens: float, since_s: float) -> None:
+        self.key, self.source, self.target, self.tokens, self.since_s = key, source, target, tokens, since_s
+        self.rate, self.end_s = 0.0, inf
+
+
+class Links:
+    """Each replica has a link out, or in. Transfers through a link at the same time have equal shares of it, and each
+    is as quick as the smaller of its two shares. Its keys and values are there a latency after they have left.
+
+    out_rates, in_rates: tokens per second of each replica that sends, and that receives; infinite ones take no time.
+    Calls come in order of time, in seconds."""
+
+    def __init__(self, out_rates: Sequence[float], in_rates: Sequence[float], latency_s: float) -> None:
+        self._out_rates, self._in_rates, self._latency_s = out_rates, in_rates, latency_s
+        self._num_out, self._num_in = [0] * len(out_rates), [0] * len(in_rates)
+        self._flows: dict[int, _Flow] = {}
+        self._arriving: list[tuple[float, int]] = []  # those that have left, in order of arrival
+
+    @property
+    def next_s(self) -> float:
+        """When `take` has something to do next; infinite if nothing is on its way."""
+        left_s = min([flow.end_s for flow in self._flows.values()], default=inf)
+        return min(left_s, self._arriving[0][0]) if self._arriving else left_s
+
+    def send(self, key: int, source: int, target: int, tokens: float, now_s: float) -> None:
+        """Begin the transfer `key`, which no other one on its way has."""
+        self._flows[key] = _Flow(key, source, target, tokens, now_s)
+        self._num_out[source] += 1
+        self._num_in[target] += 1
+        self._share_again(now_s)
+
+    def take(self, now_s: float) -> list[int]:
+        """The transfers that have arrived by now, in order; what has left makes room on its links."""
+        left = sorted([flow for flow in self._flows.values() if flow.end_s <= now_s], key=lambda flow: flow.end_s)
+        for flow in left:
+            del self._flows[flow.key]
+            self._num_out[flow.source] -= 1
+            self._num_in[flow.target] -= 1
+            self._arriving.append((to_seconds(tick(flow.end_s + self._latency_s)), flow.key))
+        if left:
+            self._share_again(now_s)
+        count = sum(arrival_s <= now_s for arrival_s, _ in self._arriving)
+        arrived, self._arriving = self._arriving[:count], self._arriving[count:]
+        return [key for _, key in arrived]
+
+    def _share_again(self, now_s: float) -> None:
+        """The number of transfers on some link has changed."""
+        for flow in self._flows.values():
+            if now_s > flow.since_s:
+                flow.tokens = max(0.0, flow.tokens - flow.rate * (now_s - flow.since_s))
+                flow.since_s = now_s
+            out_rate, in_rate = self._out_rates[flow.source], self._in_rates[flow.target]
+            flow.rate = min(out_rate / self._num_out[flow.source], in_rate / self._num_in[flow.target])
+            duration_s = flow.tokens / flow.rate if flow.tokens > 0 else 0.0
+            flow.end_s = to_seconds(tick(now_s + duration_s))

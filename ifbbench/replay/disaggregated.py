@@ -1,0 +1,279 @@
+"""A fleet with prefill and decode apart: its run directory, and the figures of all requests together."""
+
+import gc
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ifbbench.build.engine import Engine
+from ifbbench.build.resolve import kv_value_bytes
+from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
+from ifbbench.errors import InputError, RunFailed
+from ifbbench.fleet.links import Links
+from ifbbench.fleet.router import PREFILLS, STATE, Router, make_router
+from ifbbench.fleet.sides import check_sides, side_values
+from ifbbench.replay.client import ReplayClient
+from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed, price_of, unlogged
+from ifbbench.replay.single import (
+    REPLAYING,
+    RunResult,
+    beginning,
+    describe,
+    engine_for,
+    places,
+    recorder_of,
+    say_number,
+    summary_recorder_of,
+)
+from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
+from ifbbench.rundir import run_directory
+from ifbbench.rundir.disaggregated import DECODE, PREFILL, transfer_figures, write_lines
+from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_directory
+from ifbbench.rundir.metrics import BOUND_BY
+from ifbbench.rundir.recorder import SummaryRecorder
+from ifbbench.rundir.request_metrics import RequestMetrics
+from ifbbench.settings.config import FLEET_SETTINGS, ROUTERS, VLLM, RunConfig
+from ifbbench.simulated.energy import energy_of_replicas
+from ifbbench.simulated.hardware import load_hardware
+from ifbbench.simulated.interconnect import NETWORK_SHARE
+from ifbbench.simulated.shard import Shard
+from ifbbench.workload.formats import write_trace
+from ifbbench.workload.load import Source, load_trace
+from ifbbench.workload.trace import Trace, columns_of
+
+SIDES = (PREFILL, DECODE)
+NOT_BUILT = {
+    "draft_model": "drafts are not sent", "draft_ngram": "drafts are not sent", "draft_mtp": "drafts are not sent",
+    "draft_len": "drafts are not sent", "acceptance_rate": "drafts are not sent",
+    "beam_width": "the blocks of beams are not sent",
+    "num_loras": "adapters of two engines are not built", "lora_dir": "adapters of two engines are not built",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What is left of the replicas once they have ended. ended: of each, those of prefill first."""
+
+    fleet: SteppedSides
+    ended: list[Ended]
+    engines: list[Engine]
+    bytes_per_token: float
+
+
+def run_disaggregated(
+    source: Source,
+    config: RunConfig,
+    progress: Progress = NO_PROGRESS,
+    *,
+    on_recording: Callable[[Path], None] | None = None,
+    on_recorded: Callable[[Path], None] | None = None,
+) -> RunResult:
+    """`run_trace` of a fleet with prefill and decode apart: a run directory, with those of the replicas in it."""
+    trace = load_trace(source, config, progress)
+    routers, own = _checked(config)
+    run_directory.check_some(places(config, trace), config.overwrite)
+    with ExitStack() as stack:
+        engines = _engines(stack, trace, config, own, progress)
+        description = _description(trace, config, engines[-1], own[1])
+        begin = beginning(trace, config, description, progress)
+        directory = stack.enter_context(run_directory.begun(places(config, trace), config.overwrite, begin))
+        say_number(config, trace, directory)
+        if on_recording:
+            on_recording(directory)
+        if on_recorded:
+            stack.callback(on_recorded, directory)
+        with _running(trace, config, routers, own, engines, directory, progress) as ran:
+            ran.fleet.run()
+        write_lines(directory, config.recording_format, ran.fleet.lines)
+        summary, _ = _summary(trace, config, ran)
+        run_directory.write_json(directory / "summary.json", summary)
+        digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
+        run_directory.write_json(directory / run_directory.RUN, {**description, **digest})
+    return RunResult(directory, summary, summary["requests"]["failed"], description)
+
+
+def summarise_disaggregated(
+    source: Source,
+    config: RunConfig,
+    progress: Progress = NO_PROGRESS,
+    on_end: Callable[[SummaryRecorder], None] = lambda recorder: None,
+) -> dict[str, Any]:
+    """`summarise_run` of such a fleet. on_end: takes a recorder of all replicas together."""
+    trace = load_trace(source, config, progress)
+    routers, own = _checked(config)
+    with ExitStack() as stack:
+        engines = _engines(stack, trace, config, own, progress)
+        with _running(trace, config, routers, own, engines, None, progress) as ran:
+            ran.fleet.run()
+        summary, recorder = _summary(trace, config, ran)
+    on_end(recorder)
+    return summary
+
+
+def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig, RunConfig]]:
+    """The routers and the settings of both sides. InputError for what they cannot have."""
+    check_sides(config)
+    check_settings(config)
+    if config.engine != VLLM:
+        raise InputError(
+            f"--engine {config.engine}: prefill and decode apart are built for --engine vllm only; add it, or use "
+            "--replicas."
+        )
+    usual = RunConfig()
+    for name, why in NOT_BUILT.items():
+        if getattr(config, name) != getattr(usual, name):
+            raise InputError(f"--{name}: {why} with --prefill_replicas and --decode_replicas; leave it out.")
+    router = config.router or ROUTERS[0]
+    routers = (
+        make_router(router, config.prefill_replicas, config.seed),
+        make_router(config.decode_router or router, config.decode_replicas, config.seed),
+    )
+    if any(PREFILLS in one.looks_at for one in routers):
+        raise InputError(
+            "--router dynamo: is not built with --prefill_replicas and --decode_replicas; give another one."
+        )
+    if config.router_state_age and not any(STATE in one.looks_at for one in routers):
+        raise InputError("--router_state_age: no router reads states of replicas; leave it out.")
+    own = config.of_one_replica(concurrency=None, duration=None, output=None, **NO_SIDE_OUTPUTS)
+    prefill, decode = (own.with_values(**side_values(config, side)) for side in SIDES)
+    return routers, (prefill, decode)
+
+
+def _engines(
+    stack: ExitStack, trace: Trace, config: RunConfig, own: tuple[RunConfig, RunConfig], progress: Progress
+) -> list[Engine]:
+    """An engine for each replica, those of prefill first."""
+    engines: list[Engine] = []
+    for side, count in zip(own, (config.prefill_replicas, config.decode_replicas), strict=True):
+        for number in range(count):
+            if number:
+                with unlogged():
+                    engine = stack.enter_context(engine_for(trace, side))
+            else:
+                engine = stack.enter_context(engine_for(trace, side, progress))
+            # The null device takes no time on the one clock of a fleet.
+            is_real_time = not isinstance(engine.clock, VirtualClock)
+            engines.append(replace(engine, clock=VirtualClock()) if is_real_time else engine)
+    kinds = {engine.config.kv_cache_dtype or engine.config.weight_dtype for engine in engines}
+    if len(kinds) > 1:
+        raise InputError(
+            f"--prefill, --decode: keys and values are {' and '.join(sorted(kinds))}; expected the same on both sides. "
+            "Give --kv_cache_dtype."
+        )
+    return engines
+
+
+def _description(trace: Trace, config: RunConfig, engine: Engine, own: RunConfig) -> dict[str, Any]:
+    """The content of run.json: what the decode replicas have but for their own settings, which are in `decode`."""
+    description = describe(trace, engine, own)
+    given = config.as_dict()
+    names = {*FLEET_SETTINGS, *side_values(config, DECODE), "concurrency", "duration"}
+    description["config"] |= {name: given[name] for name in names} | {"router": config.router or ROUTERS[0]}
+    description["derived"] = [name for name in description["derived"] if name not in names]
+    description["derived"] += ["router"] if config.router is None else []
+    return description
+
+
+def _links(config: RunConfig, engines: Sequence[Engine]) -> Links:
+    """The link of each replica: what all of its devices send or receive at once, of the same tokens."""
+    rates, latency_s = list[float](), config.transfer_latency
+    for engine in engines:
+        per_gpu = config.transfer_bandwidth
+        if (name := engine.config.hardware) is not None:
+            hardware = load_hardware(name)
+            per_gpu = per_gpu or NETWORK_SHARE * hardware.network_bandwidth
+            latency_s = hardware.network_latency_s if latency_s is None else latency_s
+        shard = Shard.of_config(engine.model, engine.config)
+        rates.append(inf if per_gpu is None else per_gpu / shard.kv_bytes_per_token)
+    number = config.prefill_replicas
+    return Links(rates[:number], rates[number:], latency_s or 0.0)
+
+
+@contextmanager
+def _running(
+    trace: Trace,
+    config: RunConfig,
+    routers: tuple[Router, Router],
+    own: tuple[RunConfig, RunConfig],
+    engines: list[Engine],
+    directory: Path | None,
+    progress: Progress,
+) -> Iterator[_Ran]:
+    """Replicas that are ready; their recordings end with the block."""
+    descriptions: dict[int, dict[str, Any]] = {}
+    with ExitStack() as stack:
+
+        def make_recorder(number: int, share: Trace, engine: Engine, client: ReplayClient) -> SummaryRecorder:
+            if directory is None:
+                return summary_recorder_of(share, engine, client)
+            path = replica_directory(directory, number)
+            of_replica = replace(engine, config=engine.config.with_values(output=str(path)))
+            side = own[number >= config.prefill_replicas]
+            description = descriptions[number] = describe(share, of_replica, side)
+            description["name"] = path.name
+
+            def begin(there: Path, _name: str) -> None:
+                write_trace(share.requests, there / f"trace.{side.recording_format}", overwrite=True)
+                run_directory.write_begun(there, description)
+
+            stack.enter_context(run_directory.begun([path], False, begin))
+            return recorder_of(share, engine, client, path, description)
+
+        count = config.prefill_replicas
+        replicas = [
+            SideReplica(number, engine, trace, make_recorder, number < count) for number, engine in enumerate(engines)
+        ]
+        sides = replicas[:count], replicas[count:]
+        fleet = SteppedSides(trace, config, routers, sides, _links(config, engines), progress)
+        per_token = engines[0].model.kv_bytes_per_token(kv_value_bytes(engines[0].config))
+        ran = _Ran(fleet, [], engines, per_token)
+        progress.stage(REPLAYING)
+        gc.freeze()
+        try:
+            yield ran
+        except KeyboardInterrupt as interrupt:
+            kept = "nothing was recorded" if directory is None else f"results are kept in {directory}"
+            interrupt.add_note(f"{fleet.front.answered} of {len(trace)} requests were done; {kept}.")
+            raise
+        except Exception as error:
+            done = f"{fleet.front.answered} of {len(trace)} requests were done"
+            raise RunFailed(f"the fleet's run ended early: {error}", done) from error
+        finally:
+            gc.unfreeze()
+            for number, one in enumerate(replicas):
+                ran.ended.append(closed(one, not fleet.front.done, descriptions.get(number), directory))
+
+
+def _summary(trace: Trace, config: RunConfig, ran: _Ran) -> tuple[dict[str, Any], SummaryRecorder]:
+    """The summary of all requests, from their arrival to their end, with the iterations of all replicas; and its
+    recorder."""
+    settings = ran.engines[-1].config.as_dict() | {"concurrency": config.concurrency}
+    class_of = columns_of(trace.requests).class_at
+    whole = SummaryRecorder(settings, 0, lambda request: 0.0, class_of=class_of)
+    metrics = RequestMetrics(len(ran.fleet.lines), class_of, settings, BOUND_BY)
+    for line in ran.fleet.lines:
+        metrics.add_line(line)
+    for _, parts in ran.ended:
+        metrics.add_gaps(parts[0], whole.totals.iterations)
+        whole.add_server(parts)
+    whole.metrics = metrics
+    summaries = [summary for summary, _ in ran.ended]
+    digest = hashlib.sha256(" ".join(one["schedule_digest"] for one in summaries).encode()).hexdigest()
+    summary = whole.summary(any(one["partial"] for one in summaries), digest)
+    summary |= {"arrivals": ran.fleet.front.arrivals()}
+    own, end_s = [engine.config for engine in ran.engines], metrics.last_end_s
+    up_s = [summary["duration_s"]] * len(own)
+    summary |= energy_of_replicas(summaries, summary, [one.hardware for one in own], up_s)
+    members = [Member({}, one.tp_size * one.pp_size, price_of(one), 0.0, end_s, {}) for one in own]
+    figures = fleet_figures(config.router or ROUTERS[0], summaries, members)
+    for number, one in enumerate(figures["replicas"]):
+        one["side"] = PREFILL if number < config.prefill_replicas else DECODE
+    count = config.prefill_replicas
+    of_sides = imbalance(summaries[:count]), imbalance(summaries[count:])
+    figures["imbalance"] = {name: max(one[name] for one in of_sides) for name in of_sides[0]}
+    figures["transfers"] = transfer_figures(ran.fleet.lines, ran.bytes_per_token)
+    return summary | {"fleet": figures}, whole

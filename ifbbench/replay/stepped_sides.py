@@ -1,0 +1,397 @@
+"""A fleet with prefill and decode apart, in steps: the loops of all replicas on one clock, and the transfers of keys
+and values between them.
+
+A router chooses both replicas of a request when it arrives. The prefill replica computes the prompt and one token, and
+keeps the blocks; then the request goes to the decode replica, which takes blocks for the prompt as its engine's rules
+say. The transfer begins then, and once it has arrived, the decode replica goes on, and the blocks of the prefill
+replica are released.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+from ifbbench.build.engine import Engine
+from ifbbench.clock import NANOSECONDS, Progress, VirtualClock
+from ifbbench.engine.interfaces import NO_LIMIT
+from ifbbench.engine.request import EarlierAttempts, Request
+from ifbbench.errors import RunFailed
+from ifbbench.fleet.links import Links
+from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
+from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, RoutedRequest, Router
+from ifbbench.replay.client import make_client
+from ifbbench.replay.routed import RoutedClient, RoutedServedClient
+from ifbbench.replay.served import ServedClient
+from ifbbench.replay.stepped_fleet import SHOWN_EVERY, MakeRecorder, SteppedReplica, arriving, final_response
+from ifbbench.rundir.disaggregated import Passage
+from ifbbench.rundir.line_types import RequestLine
+from ifbbench.settings.config import RunConfig
+from ifbbench.workload.load import session_numbers
+from ifbbench.workload.trace import RequestColumns, Trace, columns_of
+
+
+class KvMailbox:
+    """The `KvTransfers` of a replica. Requests are named by their index in its trace.
+
+    to_send: those whose keys and values are sent when their prompt is complete. kept: those that are complete, while
+    their blocks are kept. reservations: those that have got blocks for what is sent to them, until the fleet takes
+    them, and when."""
+
+    def __init__(self) -> None:
+        self.to_send: set[int] = set()
+        self.kept: dict[int, Request] = {}
+        self.reservations: list[tuple[float, Request]] = []
+        self._receiving: dict[int, Request] = {}
+        self._sent: list[Request] = []
+        self._received: list[Request] = []
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the loop has something to take."""
+        return bool(self._sent or self._received)
+
+    def sent(self, index: int) -> None:
+        """What the prefill replica kept is no longer needed."""
+        self._sent.append(self.kept.pop(index))
+
+    def received(self, index: int) -> None:
+        """What the decode replica waited for has come."""
+        self._received.append(self._receiving.pop(index))
+
+    # Called by the loop.
+
+    def keeps(self, request: Request) -> bool:
+        if request.index not in self.to_send:
+            return False
+        self.to_send.remove(request.index)
+        self.kept[request.index] = request
+        return True
+
+    def reserved(self, requests: Sequence[Request], now_s: float) -> None:
+        for request in requests:
+            self._receiving[request.index] = request
+            self.reservations.append((now_s, request))
+
+    def take_sent(self) -> Sequence[Request]:
+        sent, self._sent = self._sent, []
+        return sent
+
+    def take_received(self) -> Sequence[Request]:
+        received, self._received = self._received, []
+        return received
+
+
+class _Receiving:
+    """What the clients of a decode replica have in common. remote: indices of the requests whose prompts are computed
+    elsewhere. taken_s: when the engine took each request. received_s: when keys and values of each came, which is when
+    it arrives for the records of this replica."""
+
+    remote: set[int]
+    taken_s: dict[int, float]
+    received_s: dict[int, float]
+
+    def prepare(self, share: RequestColumns) -> None:
+        self.remote, self.taken_s, self.received_s = set(), {}, {}
+        super().prepare(share)  # type: ignore[misc]
+
+    def get_requests(self: Any, max_requests: int) -> list[Request]:
+        """See ReplayClient."""
+        requests: list[Request] = super().get_requests(max_requests)  # type: ignore[misc]
+        now_s = self._clock.now()
+        for request in requests:
+            self.taken_s[request.index] = now_s
+            if request.index in self.remote:
+                request.remote_len = request.prompt_len
+        return requests
+
+    def arrival_s(self, request: Request) -> float:
+        """When the request arrived, or its keys and values did."""
+        arrival_s: float = super().arrival_s(request)  # type: ignore[misc]
+        return self.received_s.get(request.index, arrival_s)
+
+    def held_until_s(self, request: Request) -> float:
+        """See ReplayClient; the client of a replica holds nothing back."""
+        return self.arrival_s(request)
+
+
+class _ReceivingClient(_Receiving, RoutedClient):
+    """The client of a decode replica."""
+
+
+class _ReceivingServedClient(_Receiving, RoutedServedClient):
+    """The client of a decode replica, behind a serving process."""
+
+
+class SideReplica(SteppedReplica):
+    """A replica that computes prompts, or one that generates. lines: of its requests that have ended, by index in its
+    trace."""
+
+    def __init__(
+        self, number: int, engine: Engine, trace: Trace, make_recorder: MakeRecorder, is_prefill: bool
+    ) -> None:
+        self.is_prefill, self.mail = is_prefill, KvMailbox()
+        clients = (RoutedClient, RoutedServedClient) if is_prefill else (_ReceivingClient, _ReceivingServedClient)
+        super().__init__(number, engine, trace, make_recorder, clients=clients, transfers=self.mail)
+        self.lines: dict[int, RequestLine] = {}
+        self.recorder.on_request = self._keep_line
+
+    def _keep_line(self, line: RequestLine) -> None:
+        self.lines[line.index] = line
+
+    @property
+    def is_busy(self) -> bool:
+        return super().is_busy or self.mail.has_news
+
+    @property
+    def next_time_s(self) -> float:
+        return self.clock.now() if self.mail.has_news else super().next_time_s
+
+    def offer(
+        self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None
+    ) -> None:
+        super().offer(columns, index, arrival_s, earlier)
+        self.loop.wake()
+
+    def shorten_latest(self) -> None:
+        """The request that was offered last ends with its first token."""
+        self._columns.max_new_tokens[-1] = self._columns.output_len[-1] = 1
+
+    def wake(self, now_s: float) -> None:
+        """There is something in the mailbox."""
+        if self.loop.is_idle:
+            self.clock.wait_until(now_s)
+        self.loop.wake()
+
+
+class SteppedSides:
+    """The routers, the replicas of both sides and the client in front of them, which has the whole trace.
+
+    Events at the same time are taken in this order: what routers read, arrivals, answers, ends of transfers, and then
+    iterations. prefill, decode: the replicas; the numbers of the latter go on from those of the former. lines: of the
+    requests that have ended, in order of time."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: RunConfig,
+        routers: tuple[Router, Router],
+        sides: tuple[Sequence[SideReplica], Sequence[SideReplica]],
+        links: Links,
+        progress: Progress,
+    ) -> None:
+        self._columns, self._routers, self._links, self._progress = columns_of(trace.requests), routers, links, progress
+        self.prefill, self.decode = sides
+        self.replicas = [*self.prefill, *self.decode]
+        self._clock = VirtualClock()
+        self.front = make_client(config, trace, self._clock, arriving)
+        self._age_ns, self._read_ns = round(config.router_state_age * NANOSECONDS), -1
+        self._least_remote = config.disaggregate_from
+        self._looks_at = frozenset(routers[0].looks_at) | frozenset(routers[1].looks_at)
+        self._has_prefixes = PREFIXES in self._looks_at or config.disaggregate_from > 0
+        self._sessions = session_numbers(self._columns)
+        self._beginnings: dict[object, int] = {}
+        self._routed = [0, 0]  # by each router
+        self._passages: dict[int, Passage] = {}
+        self._offers: dict[int, dict[str, list[float | None]]] = {}
+        self.lines: list[RequestLine] = []
+
+    def run(self) -> None:
+        """Run until each request is answered."""
+        shown, total = 0, len(self._columns)
+        while not self.front.done:
+            event_s = self.front.next_event_s
+            event_s = inf if event_s is None else event_s
+            answered_s, answering = min(
+                [(one.client.answers[0][0], at) for at, one in enumerate(self.replicas) if one.client.answers],
+                default=(inf, -1),
+            )
+            times = sorted([(one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy])[:2]
+            next_s = times[0][0] if times else inf
+            known_s = min(self._read_s(event_s), answered_s, self._links.next_s)
+            if known_s < inf and known_s <= next_s:
+                self._take_event(known_s, event_s, answered_s, answering)
+            elif next_s < inf:
+                self._step(self.replicas[times[0][1]], min(known_s, times[1][0] if len(times) > 1 else inf), known_s)
+            elif not self.front.done:
+                raise RunFailed("no progress: no replica is busy, and no request arrives.")
+            if self.front.answered >= shown + SHOWN_EVERY:
+                shown = self.front.answered
+                self._progress.update(shown, total, f"{len(self.prefill)} + {len(self.decode)} replicas")
+        for one in self.replicas:
+            one.client.horizon_s = inf
+            while one.loop.is_held or one.loop.step():  # iterations in flight of no outstanding request
+                one.loop.take_in()
+
+    # Events, in order of time.
+
+    def _read_s(self, event_s: float) -> float:
+        """When states are read for an arrival at `event_s`; or then, if they need not be read before."""
+        if event_s == inf or STATE not in self._looks_at:
+            return event_s
+        time_ns = round(event_s * NANOSECONDS)
+        read_ns = time_ns - time_ns % self._age_ns if self._age_ns else time_ns
+        return event_s if read_ns == self._read_ns else read_ns / NANOSECONDS
+
+    def _take_event(self, now_s: float, event_s: float, answered_s: float, answering: int) -> None:
+        if self._read_s(event_s) == now_s and (STATE in self._looks_at and self._take_states(event_s)):
+            return
+        if event_s == now_s:
+            self._clock.wait_until(event_s)
+            for request in self.front.get_requests(NO_LIMIT):
+                self._route(request, self.front.arrival_s(request), self.front.held_until_s(request))
+        elif answered_s == now_s:
+            self._take_answer(self.replicas[answering])
+        else:
+            for index in self._links.take(now_s):
+                self._receive(self._passages[index], now_s)
+
+    def _take_states(self, event_s: float) -> bool:
+        """Read the states of all replicas, if they are to be read now; whether they were."""
+        time_ns = round(event_s * NANOSECONDS)
+        read_ns = time_ns - time_ns % self._age_ns if self._age_ns else time_ns
+        if read_ns == self._read_ns:
+            return False
+        self._read_ns = read_ns
+        for one in self.replicas:
+            one.view.state = one.state()
+        return True
+
+    def _step(self, one: SideReplica, horizon_s: float, known_s: float) -> None:
+        one.client.horizon_s = horizon_s
+        if not one.advance():  # a request of its own comes when another replica may have news
+            one.client.horizon_s = known_s
+            one.advance()
+        reservations, one.mail.reservations = one.mail.reservations, []
+        for now_s, request in reservations:
+            self._send(self._passages[one.members[request.index]], request, now_s)
+
+    # The way of a request.
+
+    def _route(self, request: Request, arrival_s: float, submitted_s: float) -> None:
+        index, columns = request.index, self._columns
+        pieces: Pieces = prompt_pieces(columns[index], self._beginnings) if self._has_prefixes else ()
+        passage = self._passages[index] = Passage(index, arrival_s, submitted_s)
+        routed = self._request_for(1, index, arrival_s, pieces)
+        self._note(index, routed)
+        decode = self._chosen(self._routers[1], self.decode, routed)
+        is_remote = routed.prompt_len - decode.view.expected_hit(routed) >= self._least_remote
+        if is_remote:
+            prefill = self._chosen(self._routers[0], self.prefill, self._request_for(0, index, arrival_s, pieces))
+            passage.prefill, passage.of_prefill = prefill.view.number, len(prefill.members)
+            self._count(prefill.view, 0, routed)
+            prefill.offer(columns, index, submitted_s)
+            prefill.shorten_latest()
+        if not is_remote or columns.output_len[index] > 1:
+            passage.decode = decode.view.number
+            self._count(decode.view, 1, routed)
+        if not is_remote:
+            self._offer_to_decode(passage, submitted_s)
+        elif passage.decode is not None:
+            self._prefill_of(passage).mail.to_send.add(passage.of_prefill)
+
+    def _request_for(self, side: int, index: int, arrival_s: float, pieces: Pieces) -> RoutedRequest:
+        columns = self._columns
+        return RoutedRequest(
+            self._routed[side],
+            columns.request_id[index],
+            arrival_s,
+            columns.prompt_len[index],
+            int(self._sessions[index]),
+            pieces,
+        )
+
+    def _chosen(self, router: Router, side: Sequence[SideReplica], routed: RoutedRequest) -> SideReplica:
+        number = router.choose(routed, [one.view for one in side]).number
+        return self.replicas[number]
+
+    def _count(self, view: Replica, side: int, routed: RoutedRequest) -> None:
+        """The request goes to this replica."""
+        self._routed[side] += 1
+        view.requests += 1
+        view.tokens += routed.prompt_len
+        if routed.pieces:
+            view.prefixes.add(routed.pieces)
+
+    def _note(self, index: int, routed: RoutedRequest) -> None:
+        """Keep what the routers see."""
+        views, offers = [one.view for one in self.replicas], dict[str, list[float | None]]()
+        if REQUESTS in self._looks_at:
+            offers |= {"requests": [one.requests for one in views], "tokens": [one.tokens for one in views]}
+        if PREFIXES in self._looks_at:
+            offers["hit_tokens"] = [one.expected_hit(routed) for one in views]
+        if STATE in self._looks_at:
+            offers |= {"queued": [one.state.queued for one in views], "kv_use": [one.state.kv_use for one in views]}
+        if offers:
+            self._offers[index] = offers
+
+    def _take_answer(self, one: SideReplica) -> None:
+        answered_s, own = one.client.answers.popleft()
+        index = one.members[own]
+        passage = self._passages[index]
+        one.view.requests -= 1
+        one.view.tokens -= self._columns.prompt_len[index]
+        if one.is_prefill and own in one.mail.kept:
+            passage.prefilled_s = answered_s
+            self._offer_to_decode(passage, answered_s)
+            return
+        if one.is_prefill and passage.decode is not None:  # it failed
+            one.mail.to_send.discard(own)
+            view = self.replicas[passage.decode].view
+            view.requests -= 1
+            view.tokens -= self._columns.prompt_len[index]
+            passage.decode = None
+        elif passage.prefill is not None and passage.of_prefill in self._prefill_of(passage).mail.kept:
+            self._release(passage, answered_s)  # the decode replica has refused it
+        self._end(passage, answered_s)
+
+    def _offer_to_decode(self, passage: Passage, arrival_s: float) -> None:
+        decode = self._decode_of(passage)
+        passage.of_decode = len(decode.members)
+        if passage.prefill is not None:
+            decode.client.remote.add(passage.of_decode)  # type: ignore[union-attr]
+        decode.offer(self._columns, passage.index, arrival_s)
+
+    def _send(self, passage: Passage, request: Request, now_s: float) -> None:
+        """The decode replica has blocks for the prompt."""
+        client = self._decode_of(passage).client
+        own = passage.of_decode
+        passage.accepted_s = client.accepted_s(own) if isinstance(client, ServedClient) else passage.prefilled_s
+        passage.taken_s = client.taken_s[own]  # type: ignore[union-attr]
+        passage.reserved_s = passage.transfer_s = now_s
+        passage.tokens = request.prompt_len - request.position
+        source, target = self._prefill_of(passage).view.number, self._decode_of(passage).view.number
+        self._links.send(passage.index, source, target - len(self.prefill), passage.tokens, now_s)
+
+    def _receive(self, passage: Passage, now_s: float) -> None:
+        """Keys and values have arrived."""
+        passage.received_s = now_s
+        self._release(passage, now_s)
+        decode = self._decode_of(passage)
+        decode.client.received_s[passage.of_decode] = now_s  # type: ignore[union-attr]
+        decode.mail.received(passage.of_decode)
+        decode.wake(now_s)
+
+    def _release(self, passage: Passage, now_s: float) -> None:
+        """What the prefill replica has kept is no longer needed."""
+        prefill = self._prefill_of(passage)
+        prefill.mail.sent(passage.of_prefill)
+        prefill.wake(now_s)
+
+    def _end(self, passage: Passage, answered_s: float) -> None:
+        prefilled = None if passage.prefill is None else self._prefill_of(passage).lines.pop(passage.of_prefill)
+        decoded = None if passage.decode is None else self._decode_of(passage).lines.pop(passage.of_decode)
+        line = passage.line(prefilled, decoded, self._columns.max_new_tokens[passage.index])
+        if passage.index in self._offers:
+            line.offers = self._offers.pop(passage.index)
+        self.lines.append(line)
+        del self._passages[passage.index]
+        self._clock.wait_until(answered_s)
+        self.front.send_response(final_response(passage.index))
+
+    def _prefill_of(self, passage: Passage) -> SideReplica:
+        assert passage.prefill is not None
+        return self.replicas[passage.prefill]
+
+    def _decode_of(self, passage: Passage) -> SideReplica:
+        assert passage.decode is not None
+        return self.replicas[passage.decode]

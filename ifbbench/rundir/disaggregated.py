@@ -1,0 +1,115 @@
+"""The records of a fleet with prefill and decode apart: the line of a request, made of those of two replicas, and the
+figures of transfers."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ifbbench.rundir.line_types import RequestLine
+from ifbbench.rundir.lines import JsonLinesWriter, encode, number, value_of
+from ifbbench.rundir.metrics import WAITING_FOR, WAITING_ITERATION, distribution
+
+ROUTER, TRANSFER, DECODE_BLOCKS = "router", "transfer", f"{WAITING_FOR}decode_blocks"
+CONCURRENCY = f"{WAITING_FOR}concurrency"
+PREFILL, DECODE = "prefill", "decode"
+
+
+@dataclass(slots=True)
+class Passage:
+    """The way of a request through a fleet with prefill and decode apart, in seconds.
+
+    index: in the whole trace. submitted_s: the client let it go, after its arrival where the number of requests at a
+    time is limited. prefill, decode: numbers of its replicas; prefill is None if the decode replica computes
+    the prompt, decode if the request ends with the first token. of_prefill, of_decode: its indices in the traces of the
+    two. prefilled_s: its prompt was computed, and the router has the answer. accepted_s: the decode replica has it;
+    taken_s: its scheduler has; reserved_s: it has blocks there. transfer_s, received_s: its keys and values left, and
+    came. tokens: how many tokens' keys and values were sent."""
+
+    index: int
+    arrival_s: float
+    submitted_s: float
+    prefill: int | None = None
+    decode: int | None = None
+    of_prefill: int = -1
+    of_decode: int = -1
+    prefilled_s: float = -1.0
+    accepted_s: float = -1.0
+    taken_s: float = -1.0
+    reserved_s: float = -1.0
+    transfer_s: float = -1.0
+    received_s: float = -1.0
+    tokens: int = 0
+
+    def line(self, prefilled: RequestLine | None, decoded: RequestLine | None, max_new_tokens: int) -> RequestLine:
+        """The line of the whole request. prefilled, decoded: those of its replicas, None where it has none."""
+        first, last = prefilled or decoded, decoded or prefilled
+        assert first is not None
+        assert last is not None
+        line = msgspec.structs.replace(
+            last, index=self.index, arrival_s=number(self.arrival_s), max_new_tokens=max_new_tokens
+        )
+        if self.received_s >= 0:
+            line.transfer_tokens = self.tokens
+            line.transfer_start_s, line.transfer_end_s = number(self.transfer_s), number(self.received_s)
+        if last.outcome == "completed":
+            line.first_scheduled_s, line.reused_tokens = first.first_scheduled_s, first.reused_tokens
+            line.queue_time_s = number(value_of(first.first_scheduled_s) - self.arrival_s)
+            line.ttft_s = number(value_of(last.first_token_s) - self.arrival_s)
+            line.e2e_s = number(value_of(last.end_s) - self.arrival_s)
+            held = {CONCURRENCY: self.submitted_s - self.arrival_s} if self.submitted_s > self.arrival_s else {}
+            parts = [held, first.attribution_s]
+            if first is not last:
+                line.pauses += first.pauses
+                line.recomputed_tokens += first.recomputed_tokens
+                parts += [self._between(), last.attribution_s]
+            line.attribution_s = _added(*parts)
+        line.prefill_replica, line.decode_replica = self.prefill, self.decode
+        ended_at = self.prefill if self.decode is None else self.decode
+        assert ended_at is not None
+        line.replica = ended_at
+        return line
+
+    def _between(self) -> dict[str, float]:
+        """Seconds between the answer of the prefill replica and the arrival of keys and values, by what for."""
+        return {
+            ROUTER: self.accepted_s - self.prefilled_s,
+            WAITING_ITERATION: self.taken_s - self.accepted_s,
+            DECODE_BLOCKS: self.reserved_s - self.taken_s,
+            TRANSFER: self.received_s - self.transfer_s,
+        }
+
+
+def _added(*parts: dict[str, float]) -> dict[str, float]:
+    """The sums of attributions, in the order in which their names come first."""
+    seconds: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            seconds[name] = seconds.get(name, 0.0) + value_of(value)
+    return {name: number(value) for name, value in seconds.items()}
+
+
+def write_lines(directory: Path, recording_format: str, lines: Iterable[RequestLine]) -> None:
+    """Write the `requests.jsonl` of the fleet."""
+    with closing(JsonLinesWriter(directory / f"requests.{recording_format}")) as writer:
+        for line in lines:
+            writer.write([encode(line)])
+
+
+def transfer_figures(lines: Sequence[RequestLine], bytes_per_token: float) -> dict[str, Any]:
+    """The entry `transfers` of a fleet's figures: how many there were, their tokens and bytes, how long each took, and
+    how long requests waited for blocks of decode replicas. local_requests: those whose prompts were computed there."""
+    sent = [line for line in lines if isinstance(line.transfer_tokens, int)]
+    tokens = sum(line.transfer_tokens for line in sent if isinstance(line.transfer_tokens, int))
+    waits_s = [value_of(line.attribution_s.get(DECODE_BLOCKS, 0.0)) for line in sent if line.attribution_s]
+    return {
+        "count": len(sent),
+        "tokens": tokens,
+        "bytes": tokens * bytes_per_token,
+        "local_requests": sum(line.prefill_replica is None for line in lines),
+        "transfer_s": distribution([value_of(line.transfer_end_s) - value_of(line.transfer_start_s) for line in sent]),
+        "decode_wait_s": distribution(waits_s),
+    }

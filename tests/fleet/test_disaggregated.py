@@ -1,0 +1,348 @@
+"""Prefill and decode apart: held to a literal simulation, and nothing is lost between the two sides."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from ifbbench.errors import InputError
+from ifbbench.fleet.links import Links
+from ifbbench.replay import disaggregated
+from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.replay.stepped_sides import SteppedSides
+from ifbbench.rundir.fleet import replica_directories
+from ifbbench.settings.config import ROUTERS
+from ifbbench.simulated.hardware import load_hardware, write_profile
+from tests.fleet.literal_sides import BLOCK, Job, LiteralSides, Sizes
+from tests.fleet.test_fleet import FILES, config_of, lines, write_rows
+
+ITERATION_S = 0.01
+ROUTERS_OF_SIDES = [name for name in ROUTERS if name != "dynamo"]
+KV_BYTES = 131_072  # of a token of llama-3.1-8b in bf16
+
+
+def constant_device(path: Path) -> str:
+    """A device that takes the same time for each iteration."""
+    base = load_hardware("h100-sxm")
+    constants = replace(base.constants, kernel_s=0.0, launch_s=0.0, context_s=0.0)
+    profile = replace(
+        base,
+        peak_flops=dict.fromkeys(base.peak_flops, 1e40),
+        memory_bandwidth=1e40,
+        host_iteration_s=ITERATION_S,
+        host_request_s=0.0,
+        constants=constants,
+    )
+    write_profile(profile, path / "constant.toml", "Constant.")
+    return str(path / "constant.toml")
+
+
+def draw_jobs(draw: Random, count: int) -> list[Job]:
+    arrival_s, jobs = 0.0, []
+    for _ in range(count):
+        arrival_s += draw.choice((0.0, 0.0, 0.0013, 0.0217, 0.1003))
+        jobs.append(Job(round(arrival_s, 9), draw.randrange(0, 40) * BLOCK + 1, draw.choice((1, 2, 5, 12, 15))))
+    return jobs
+
+
+def draw_sizes(draw: Random, least_blocks: int) -> Sizes:
+    return Sizes(
+        replicas=draw.randint(1, 3),
+        requests=draw.choice((1, 2, 5, 64)),
+        tokens=draw.choice((256, 300, 1024)),
+        blocks=least_blocks + draw.choice((0, 3, 30, 400)),
+        rate=draw.choice((1e11, 40_000.0, 8_000.0)),
+    )
+
+
+def side_text(sizes: Sizes) -> str:
+    return (
+        f"max_batch_size={sizes.requests},max_num_tokens={sizes.tokens},"
+        f"max_tokens_in_paged_kvcache={sizes.blocks * BLOCK}"
+    )
+
+
+def check_against_literal(seed: int, path: Path) -> None:
+    draw = Random(seed)
+    jobs = draw_jobs(draw, 30)
+    largest = max(job.blocks for job in jobs)
+    prefill, decode = draw_sizes(draw, largest), draw_sizes(draw, largest)
+    decode.rate = prefill.rate  # both have the bandwidth of --transfer_bandwidth
+    latency_s = draw.choice((0.0, 0.0007))
+    trace = path / "trace.jsonl"
+    rows = [
+        {"request_id": number, "arrival_s": job.arrival_s, "prompt_len": job.prompt_len, "output_len": job.output_len}
+        for number, job in enumerate(jobs)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(
+        engine="vllm",
+        device=constant_device(path),
+        engine_overhead="none",
+        async_scheduling=False,
+        enable_kv_cache_reuse=False,
+        prefill_replicas=prefill.replicas,
+        decode_replicas=decode.replicas,
+        prefill=side_text(prefill),
+        decode=side_text(decode),
+        transfer_bandwidth=prefill.rate * KV_BYTES,
+        transfer_latency=latency_s,
+        output=str(path / "run"),
+    )
+    run_trace(str(trace), config)
+    expected = LiteralSides(jobs, ITERATION_S, prefill, decode, latency_s).run()
+    for row in lines(path / "run" / "requests.jsonl"):
+        times = expected[row["index"]]
+        found = (row["first_token_s"], row["end_s"], row.get("transfer_start_s"), row.get("transfer_end_s"))
+        assert found == pytest.approx(tuple(times), abs=1e-6), (seed, row)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_requests_take_the_times_of_a_literal_simulation(seed: int, tmp_path: Path) -> None:
+    check_against_literal(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12, 300))
+def test_more_requests_take_the_times_of_a_literal_simulation(seed: int, tmp_path: Path) -> None:
+    check_against_literal(seed, tmp_path)
+
+
+def fleet_of(path: Path, trace: Path, **values: Any) -> Path:
+    given = {"engine": "vllm", "prefill_replicas": 1, "decode_replicas": 1, "output": str(path)} | values
+    run_trace(str(trace), config_of(**given))
+    return path
+
+
+def check_nothing_is_lost(trace: Path, fleet: Path, num_prefill: int) -> None:
+    """Each request ends once, in order of time; the parts of its time add up; and each side has what it was sent."""
+    asked, ended = lines(trace), lines(fleet / "requests.jsonl")
+    assert sorted(row["request_id"] for row in ended) == [row["request_id"] for row in asked]
+    directories = replica_directories(fleet)
+    of_replicas = [{row["request_id"]: row for row in lines(path / "requests.jsonl")} for path in directories]
+    sent = 0
+    for row in ended:
+        whole, prefill, decode = asked[row["index"]], row["prefill_replica"], row["decode_replica"]
+        assert whole["request_id"] == row["request_id"]
+        assert row["output_len"] == whole["output_len"]
+        assert row["arrival_s"] <= row["first_scheduled_s"] <= row["first_token_s"] <= row["end_s"]
+        assert sum(row["attribution_s"].values()) == pytest.approx(row["e2e_s"])
+        assert min(row["attribution_s"].values()) >= 0
+        for number, directory in enumerate(of_replicas):
+            assert (row["request_id"] in directory) == (number in (prefill, decode))
+        if prefill is not None and decode is not None:
+            first, second = of_replicas[prefill][row["request_id"]], of_replicas[decode][row["request_id"]]
+            assert first["end_s"] <= row["transfer_start_s"] <= row["transfer_end_s"] == second["arrival_s"]
+            assert first["output_len"] == 1
+            assert 0 < row["transfer_tokens"] <= row["prompt_len"]
+            assert row["transfer_tokens"] == row["prompt_len"] - second["reused_tokens"]
+            sent += row["transfer_tokens"]
+    ends = [row["end_s"] for row in ended]
+    assert ends == sorted(ends)
+    summary = json.loads((fleet / "summary.json").read_text())
+    assert summary["requests"]["completed"] == len(asked)
+    assert summary["output_tokens"] == sum(row["output_len"] for row in asked)
+    transfers = summary["fleet"]["transfers"]
+    assert transfers["tokens"] == sent
+    assert transfers["bytes"] == sent * KV_BYTES
+    assert transfers["local_requests"] == sum(row["prefill_replica"] is None for row in ended)
+    for number, path in enumerate(directories):
+        check_times_and_blocks(path, is_prefill=number < num_prefill)
+
+
+def check_times_and_blocks(path: Path, is_prefill: bool) -> None:
+    """No iteration begins before the one before it, and no more blocks are in use than there are."""
+    before_s = 0.0
+    for row in lines(path / "iterations.jsonl"):
+        assert before_s <= row["ifbbench"]["start_s"]
+        before_s = row["ifbbench"]["start_s"]
+        assert 0 <= row["Used KV cache blocks"] <= row["Max KV cache blocks"]
+        assert not (is_prefill and row["Generation Requests"])
+
+
+class CheckedSides(SteppedSides):
+    """At the end no replica holds a block, and nothing is on its way."""
+
+    def run(self) -> None:
+        super().run()
+        for one in self.replicas:
+            cache: Any = one.loop.scheduler.kv_cache  # type: ignore[attr-defined]
+            cache.check_consistency()
+            assert cache.num_used == 0
+            assert cache.filled_tokens == 0
+            assert one.loop.scheduler.table.num_transferring == 0
+            assert not one.loop.scheduler.table.requests
+            assert not one.mail.kept
+            assert not one.mail.to_send
+            assert not one.mail.has_news
+
+
+def check_random_fleet(seed: int, path: Path) -> None:
+    draw = Random(f"sides {seed}")
+    trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
+    values: dict[str, Any] = {
+        "prefill_replicas": draw.randint(1, 3),
+        "decode_replicas": draw.randint(1, 3),
+        "router": draw.choice(ROUTERS_OF_SIDES),
+        "decode_router": draw.choice((None, *ROUTERS_OF_SIDES)),
+        "disaggregate_from": draw.choice((0, 0, 300, 10_000)),
+        "transfer_bandwidth": draw.choice((None, 2e9, 2e10, 1e17)),
+        "transfer_latency": draw.choice((None, 0.0, 0.02)),
+        "async_scheduling": draw.choice((True, False)),
+        "engine_overhead": draw.choice(("none", "vllm")),
+        "scheduling_policy": draw.choice(("fcfs", "priority")),
+        "enable_kv_cache_reuse": draw.choice((True, False)),
+        "concurrency": draw.choice((None, None, 7)),
+    }
+    for side in ("prefill", "decode"):
+        tokens = draw.choice((3_200, 6_400, 64_000))
+        values[side] = f"max_batch_size={draw.choice((1, 3, 64))},max_tokens_in_paged_kvcache={tokens}"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disaggregated, "SteppedSides", CheckedSides)
+        fleet_of(path / "fleet", trace, **values)
+    check_nothing_is_lost(trace, path / "fleet", values["prefill_replicas"])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_lost_between_the_sides(seed: int, tmp_path: Path) -> None:
+    check_random_fleet(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 200))
+def test_nothing_is_lost_between_the_sides_of_more_fleets(seed: int, tmp_path: Path) -> None:
+    check_random_fleet(seed, tmp_path)
+
+
+def test_the_same_settings_give_the_same_files(tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(4), 40, sessions=True)
+    values: dict[str, Any] = {
+        "prefill_replicas": 2,
+        "decode_replicas": 2,
+        "router": "least_kv",
+        "disaggregate_from": 100,
+    }
+    one, other = (fleet_of(tmp_path / name, trace, **values) for name in ("one", "other"))
+    for name in ("requests.jsonl", "summary.json", "trace.jsonl"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    for first, second in zip(replica_directories(one), replica_directories(other), strict=True):
+        for name in FILES:
+            assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_figures_without_files_are_those_of_the_run(tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(5), 30)
+    fleet = fleet_of(tmp_path / "fleet", trace, decode_replicas=2)
+    config = config_of(engine="vllm", prefill_replicas=1, decode_replicas=2)
+    assert summarise_run(str(trace), config) == json.loads((fleet / "summary.json").read_text())
+
+
+def test_one_request_at_a_time_takes_what_its_parts_take(tmp_path: Path) -> None:
+    """With transfers that take no time, a request takes what it takes on one engine, and a step more: the decode
+    replica computes the last token of the prompt again."""
+    rows = [
+        {
+            "request_id": number,
+            "arrival_s": 10.0 * number,
+            "prompt_len": 100 + 700 * number,
+            "output_len": 2 + 9 * number,
+        }
+        for number in range(4)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more: dict[str, Any] = {"engine_overhead": "none"}
+    fleet = fleet_of(tmp_path / "fleet", trace, transfer_bandwidth=1e18, transfer_latency=0.0, **more)
+    run_trace(str(trace), config_of(engine="vllm", output=str(tmp_path / "run"), **more))
+    decoded = lines(fleet / "replica=1" / "requests.jsonl")
+    ended, plain = lines(fleet / "requests.jsonl"), lines(tmp_path / "run" / "requests.jsonl")
+    for row, second, whole in zip(ended, decoded, plain, strict=True):
+        assert row["tpot_s"] == pytest.approx(whole["tpot_s"], rel=1e-6)
+        assert row["e2e_s"] == pytest.approx(whole["e2e_s"] + second["ttft_s"], abs=1e-8)
+
+
+def test_a_prefill_replica_is_a_run_of_the_requests_that_it_got(tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(6), 40)
+    fleet = fleet_of(tmp_path / "fleet", trace, prefill_replicas=2, decode_replicas=1)
+    for number in range(2):
+        again = tmp_path / f"again-{number}"
+        run_trace(str(fleet / f"replica={number}"), config_of(engine="vllm", output=str(again)))
+        assert lines(again / "requests.jsonl") == lines(fleet / f"replica={number}" / "requests.jsonl")
+
+
+def test_short_prompts_stay_on_the_decode_side(tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(7), 40)
+    fleet = fleet_of(tmp_path / "fleet", trace, disaggregate_from=600)
+    for row in lines(fleet / "requests.jsonl"):
+        if row["prompt_len"] < 600:
+            assert row["prefill_replica"] is None
+            assert row["decode_replica"] == 1
+        if not lines(trace)[row["index"]].get("prefix_ids"):
+            assert (row["prefill_replica"] is None) == (row["prompt_len"] < 600)
+    all_local = fleet_of(tmp_path / "local", trace, disaggregate_from=100_000)
+    run_trace(str(trace), config_of(engine="vllm", output=str(tmp_path / "run")))
+    for name in FILES:
+        assert (all_local / "replica=1" / name).read_bytes() == (tmp_path / "run" / name).read_bytes(), name
+
+
+def test_requests_that_are_refused_release_what_they_hold(tmp_path: Path) -> None:
+    """The KV cache of the prefill replica is too small for some, that of the decode replica for others."""
+    rows = [
+        {"request_id": number, "arrival_s": 0.01 * number, "prompt_len": 200 + 400 * (number % 4), "output_len": 30}
+        for number in range(16)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = "max_tokens_in_paged_kvcache={}"
+    fleet = fleet_of(tmp_path / "fleet", trace, prefill=small.format(1_300), decode=small.format(900))
+    ended = {row["request_id"]: row for row in lines(fleet / "requests.jsonl")}
+    for number, row in ended.items():
+        assert row["outcome"] == ("failed" if number % 4 > 1 else "completed")
+        assert (row["decode_replica"] is None) == (number % 4 == 3)
+    last = lines(fleet / "replica=0" / "iterations.jsonl")[-1]
+    assert last["Used KV cache blocks"] == 63  # what its prompt holds: those of the others were released
+    summary = json.loads((fleet / "summary.json").read_text())
+    assert summary["requests"] == {"total": 16, "completed": 8, "failed": 8}
+
+
+def test_links_share_their_bandwidth() -> None:
+    links = Links([10.0, 10.0], [10.0], 0.5)
+    links.send(0, 0, 0, 20, 0.0)
+    assert links.next_s == 2.0
+    links.send(1, 1, 0, 5, 1.0)  # 10 tokens of the first are left, and both have half of the link
+    assert links.next_s == 2.0
+    assert links.take(2.0) == []
+    assert links.next_s == 2.5  # the second has left at 2.0, and the first has 5 tokens left
+    assert links.take(2.5) == [1]
+    assert links.take(3.0) == [0]
+    assert links.next_s == float("inf")
+
+
+BAD = [
+    ({"decode_replicas": 0}, "--prefill_replicas 1: needs --decode_replicas"),
+    ({"replicas": 2}, "--replicas: is a fleet of replicas that do both"),
+    ({"engine": "sglang"}, "--engine sglang: prefill and decode apart are built for --engine vllm only"),
+    ({"prefill": "seed=3"}, "--prefill seed: both sides have it in common"),
+    ({"prefill": "tp_size=2,tp_size=1"}, "--prefill gives tp_size twice"),
+    ({"decode": "max_batch_size=0"}, "max_batch_size is '0'"),
+    ({"device": "cpu"}, "a fleet needs a simulated device"),
+    ({"router_state_age": 1.0}, "--router_state_age: no router reads states"),
+    ({"draft_len": 2, "acceptance_rate": "0.5"}, "drafts are not sent"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD)
+def test_settings_that_do_not_fit_are_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(8), 3)
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        fleet_of(tmp_path / "fleet", trace, **values)
+    assert not (tmp_path / "fleet").exists()
+
+
+def test_settings_of_sides_need_sides(tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(8), 3)
+    with pytest.raises(InputError, match="--decode_router: is for a fleet with --prefill_replicas"):
+        run_trace(str(trace), config_of(engine="vllm", replicas=2, decode_router="random", output=str(tmp_path / "f")))
