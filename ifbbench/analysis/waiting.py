@@ -156,10 +156,12 @@ class HeadsOfLine:
             iterations = self._run.iterations
             changes = np.flatnonzero(np.diff(iterations.left_out, prepend=NO_REQUEST - 1))
             firsts = iterations.number[changes].tolist()
-            pairs = [
-                None if code == NO_REQUEST else iterations.left_out_pairs[code]
-                for code in iterations.left_out[changes].tolist()
-            ]
+            for code in iterations.left_out[changes].tolist():
+                pair = None if code == NO_REQUEST else iterations.left_out_pairs[code]
+                if pair is not None and pair[1] == Limit.PREFILL:
+                    # A request that generates stands aside for prompts; the line is held as before.
+                    pair = pairs[-1] if pairs else None
+                pairs.append(pair)
         # Requests that another scheduler left out have a span of their own; so have the paused, which do not fit.
         held = sorted(
             (

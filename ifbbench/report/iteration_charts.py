@@ -1,12 +1,14 @@
 """Charts of iterations over time: use of the token budget and of the batch, the queue by cause, and what bound them."""
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.token_times import span_ends
 from ifbbench.analysis.words import Words, words_of
+from ifbbench.engine.plan import Limit
 from ifbbench.report.cells import tint
 from ifbbench.report.colours import FAINT, INK, LIMIT, MUTED, PHASE_COLOURS, limit_colours
 from ifbbench.report.style import (
@@ -26,6 +28,7 @@ from ifbbench.report.style import (
 )
 from ifbbench.report.timeline import phase_names
 from ifbbench.rundir.reader import Floats, RunData, once_a_run
+from ifbbench.settings.config import SGLANG, VLLM
 
 HISTOGRAM_BINS = 40
 # Prefix of the cause of requests that stand behind another one, which a limit held.
@@ -99,8 +102,13 @@ def draw_queue(run: RunData) -> Figure:
     figure = Figure(figsize=(WIDTH, 4))
     axes = figure.subplots()
     bins = TimeBins.of(run)
+    all_causes = run.spans["cause"]
+    if run.config.get("engine") in (VLLM, SGLANG):
+        # In the queue all wait for what holds its head at each time; a span has only what held it last.
+        is_first = ~run.spans.sort_values("first_iteration")["request_id"].duplicated().sort_index()
+        all_causes = all_causes.mask(is_first & (run.spans["phase"] == "waiting"), Limit.BATCH_SIZE.value)
     spans = run.spans[run.spans["phase"].isin(["waiting", "paused"])]
-    causes = spans["cause"].where(spans["phase"] == "waiting", "paused").fillna("none").astype(str)
+    causes = all_causes[spans.index].where(spans["phase"] == "waiting", "paused").fillna("none").astype(str)
     ends_s = span_ends(run)
     layers = {cause: bins.covered(spans[causes == cause], ends_s) for cause in causes.unique()}
     layers = _by_head(layers, bins, run)
@@ -142,8 +150,10 @@ def _cause_name(cause: str, words: Words) -> str:
 def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[str, Floats]:
     """`layers` with the requests behind another one by the limit that held that one, the limit of the iteration.
 
-    A request that is not active yet waits for a batch slot only if no other limit bound the iteration."""
-    times = _bound_times(run)
+    A request that is not active yet waits for a batch slot only if no other limit bound the iteration. One that
+    generates and stands aside for prompts holds no line: what waits is held as in the iteration before."""
+    bound = run.iterations["bound_by"].fillna("none").astype(str)
+    times = _shares(bound.mask(bound == Limit.PREFILL.value).ffill().fillna("none"), run)
     whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
     slots = times.get("batch_size", 0.0) + times.get("none", 0.0)
     queued, behind = (layers.pop(name, np.zeros(len(whole))) for name in ("batch_size", "head_of_line"))
@@ -160,7 +170,11 @@ def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[st
 @once_a_run
 def _bound_times(run: RunData) -> dict[str, Floats]:
     """The share of each bin in which iterations were bound by each limit."""
-    bound = run.iterations["bound_by"].fillna("none").astype(str)
+    return _shares(run.iterations["bound_by"].fillna("none").astype(str), run)
+
+
+def _shares(bound: "pd.Series[str]", run: RunData) -> dict[str, Floats]:
+    """The share of each bin in which iterations have each value."""
     return {limit: TimeBins.of(run).means((bound == limit).to_numpy(dtype=float)) for limit in bound.unique()}
 
 

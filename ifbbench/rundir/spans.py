@@ -21,6 +21,8 @@ _BATCH_SIZE: Final = Limit.BATCH_SIZE.value
 _IN_QUEUE: Final = f"{WAITING_FOR}{_BATCH_SIZE}"
 # In a queue of which the scheduler names the head: all in it wait for the limit that holds the head.
 _BEHIND_NAMED_HEAD: Final = "queued"
+# Nothing was left out, or requests that generate stood aside for prompts: the queue is held as before.
+_HOLD_NO_QUEUE: Final = ("none", Limit.PREFILL.value)
 _IN_LINE: Final = frozenset((_IN_QUEUE, _BEHIND_NAMED_HEAD, f"{WAITING_FOR}{HEAD_OF_LINE}"))
 
 
@@ -29,8 +31,8 @@ class Span:
 
     cause, first_output: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these
     phases, 1 (with draft tokens, or more) once they have yielded output tokens that were not there before. extra: of
-    generation with draft tokens: iterations that yielded several tokens, and how many beyond one. is_queued: whether the
-    request waited in a queue of which the scheduler names the head.
+    generation with draft tokens: iterations that yielded several tokens, and how many beyond one. is_queued: whether
+    the request waited in a queue of which the scheduler names the head.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class SpanTracker:
         self._held: dict[int, RequestTimeline] = {}
         self._blocked: dict[int, RequestTimeline] = {}
         # Has a limit if the scheduler names what holds the head of the queue; others wait there for free batch slots.
-        self.queue_head = HeadOfLine()
+        self.queue_head, self._names_queue_head = HeadOfLine(), False
 
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
         """Take in one iteration, except for the requests that it completed. starts: of the iterations so far, in s."""
@@ -252,6 +254,8 @@ class SpanTracker:
             self._run_context(record)
         if record.blocked or self._blocked:
             self._block(record)
+        if self._names_queue_head and limit not in _HOLD_NO_QUEUE and limit != self.queue_head.limit:
+            self.queue_head.change(limit, record.start_s)
         self.follows_requests = bool(self._held or self._blocked or any(self._partial.values()))
 
     def add_chunks(self, chunk: ContextChunk, count: int) -> None:
@@ -372,8 +376,7 @@ class SpanTracker:
                 continue
             timeline = self._timelines.get(left_out.request.request_id)
             if timeline is None:  # it is in the queue
-                if left_out.limit != self.queue_head.limit:
-                    self.queue_head.change(str(left_out.limit), record.start_s)
+                self._names_queue_head = True
             elif self._set_cause(timeline, left_out.limit, record.iteration):
                 blocked[left_out.request.request_id] = timeline
         for request_id, timeline in self._blocked.items():

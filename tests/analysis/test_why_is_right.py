@@ -11,7 +11,7 @@ import pytest
 from ifbbench.analysis.explain import iteration_facts, request_life
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
-from tests.analysis.runs import simulate
+from tests.analysis.runs import simulate, write_requests
 from tests.analysis.slow_replay import Decision, SlowReplay
 
 SEEDS = [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 200))]
@@ -130,3 +130,16 @@ def named(waiting: dict[Any, Any], paused: set[Any]) -> dict[Any, Any]:
     if len(paused) < 2:
         return waiting
     return {one: (limit, "paused" if behind in paused else behind) for one, (limit, behind) in waiting.items()}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_queue_with_a_named_head_waits_for_what_held_it_at_each_time(engine: str, seed: int, tmp_path: Path) -> None:
+    """The record of each request and `why` agree with the limits that iterations name, in runs with two of them."""
+    trace = write_requests(tmp_path / "trace.jsonl", seed, count=150, rate=60.0)
+    run = simulate(tmp_path, "run", trace, engine=engine, max_batch_size=9)
+    in_requests = json.loads((tmp_path / "run/summary.json").read_text())["waiting_by_limit"]
+    in_why = Findings(run).waiting_s
+    assert min(in_why["batch_size"], in_why["kv_blocks"]) > 10
+    del in_requests["none"]  # for the iteration in progress
+    assert {limit: seconds for limit, seconds in in_requests.items() if seconds} == pytest.approx(in_why)
