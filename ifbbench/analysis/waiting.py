@@ -29,7 +29,8 @@ MICRO_BATCH_LIMIT = Limit.NUM_TOKENS.value
 
 class Held(NamedTuple):
     """From iteration `first` to `last` a request was held by `limit`: itself at the head of the line if `behind` is
-    None, else behind that request. `limit` is None where the recording does not say what held the line."""
+    None, else behind that request. `limit` is None where the recording does not say what held the line, and "none" in a
+    queue that nothing held: the request came while an iteration was decided, and waits for the next one."""
 
     first: int
     last: int
@@ -65,12 +66,13 @@ class Blocker:
 class HeadsOfLine:
     """The heads of the line of a run, in stretches of iterations in which they stay the same.
 
-    from_spans: iterations are not read, which is quicker; heads that ran a part of their prompt are then unknown.
+    from_spans: iterations are not read, which is quicker; heads that ran a part of their prompt are then unknown. Those
+    of vLLM and SGLang are read all the same: what holds the head of their queues is in iterations only.
     """
 
     def __init__(self, run: RecordedRun, from_spans: bool = False) -> None:
         self._run = run
-        self._starts, self._heads = self._found(from_spans)
+        self._starts, self._heads = self._found(from_spans and not names_queue_head(run))
 
     @property
     def stretches(self) -> tuple[list[int], list[list[Head]]]:
@@ -84,11 +86,12 @@ class HeadsOfLine:
             yield Held(span.first, span.last, str(span.cause), None)
             return
         rank = self._run.rank.get(span.request_id, NO_REQUEST)
+        without_head = "none" if names_queue_head(self._run) else QUEUE
         latest: Held | None = None
         index = max(bisect_left(self._starts, span.first + 1) - 1, 0)
         while index < len(self._starts) and self._starts[index] <= span.last:
             end = self._starts[index + 1] - 1 if index + 1 < len(self._starts) else span.last
-            head, limit, behind = nearest(self._heads[index], rank), QUEUE if is_queued else None, None
+            head, limit, behind = nearest(self._heads[index], rank), without_head if is_queued else None, None
             if head is not None:
                 limit, behind = head.limit, head.request_id
             own = [one.limit for one in self._heads[index] if one.request_id == span.request_id]
@@ -194,10 +197,15 @@ class HeadsOfLine:
         return bounds, heads
 
 
+def names_queue_head(run: RecordedRun) -> bool:
+    """Whether iterations name what holds the head of the queue. vLLM and SGLang start requests from their queue."""
+    return run.config.get("engine") in (VLLM, SGLANG)
+
+
 def is_in_queue(span: Span, spans: list[Span], run: RecordedRun) -> bool:
-    """Whether `span`, one of `spans` of a request, is its time in the queue. vLLM and SGLang start requests from their
-    queue, and such spans have the limit that held its head last, not the one that held it at each time."""
-    return span is spans[0] and (span.cause == QUEUE or run.config.get("engine") in (VLLM, SGLANG))
+    """Whether `span`, one of `spans` of a request, is its time in the queue. Where iterations name what holds its head,
+    such spans have the limit that held it last, not the one that held it at each time."""
+    return span is spans[0] and (span.cause == QUEUE or names_queue_head(run))
 
 
 def is_own_wait(span: Span, spans: list[Span], run: RecordedRun) -> bool:

@@ -32,7 +32,7 @@ LIMITS = {
         "full prompt reserved", "KV blocks for its full prompt", "full", "full prompt", "scheduler_reserve_full_isl"
     ),
     "prefill": LimitText("prompts first", "an iteration without prompts", "fill", "prompts"),
-    "none": LimitText("no limit", "no limit", "none"),
+    "none": LimitText("no limit", "the next iteration", "none"),
     "head_of_line": LimitText("behind another request", "the request before it", "line"),
     "paused": LimitText("paused", "blocks after a pause", "paused"),
     "static_batch": LimitText("end of the static batch", "the static batch to end", "static", "static"),

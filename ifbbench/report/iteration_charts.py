@@ -1,7 +1,6 @@
 """Charts of iterations over time: use of the token budget and of the batch, the queue by cause, and what bound them."""
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -143,22 +142,25 @@ def draw_queue(run: RunData) -> Figure:
 
 def _cause_name(cause: str, words: Words) -> str:
     limit = cause.removeprefix(BEHIND)
-    name = words.limit_name(limit)
+    name = words.limit_name(limit) if limit != "none" else words.waits_for(limit)
     return name if limit == cause else f"behind one that waits for {name}"
 
 
 def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[str, Floats]:
     """`layers` with the requests behind another one by the limit that held that one, the limit of the iteration.
 
-    A request that is not active yet waits for a batch slot only if no other limit bound the iteration. One that
-    generates and stands aside for prompts holds no line: what waits is held as in the iteration before."""
+    A request that is not active yet waits for a batch slot only if that limit bound the iteration; if none did, it came
+    while the iteration was decided, and waits for the next one. One that generates and stands aside for prompts holds
+    no line: what waits is held as in the iteration before."""
     bound = run.iterations["bound_by"].fillna("none").astype(str)
-    times = _shares(bound.mask(bound == Limit.PREFILL.value).ffill().fillna("none"), run)
+    bound = bound.mask(bound == Limit.PREFILL.value).ffill().fillna("none")
+    # As requests wait: from the start of an iteration to that of the next, also where they overlap.
+    times = {limit: bins.until_next((bound == limit).to_numpy(dtype=float)) for limit in bound.unique()}
     whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)
-    slots = times.get("batch_size", 0.0) + times.get("none", 0.0)
+    nothing = times.get("none", 0.0)
     queued, behind = (layers.pop(name, np.zeros(len(whole))) for name in ("batch_size", "head_of_line"))
-    held = np.maximum(whole - times.get("none", 0.0), 1e-12)
-    layers["batch_size"] = queued * slots / whole
+    held = np.maximum(whole - nothing, 1e-12)
+    layers["batch_size"], layers["none"] = queued * times.get("batch_size", 0.0) / whole, queued * nothing / whole
     for limit, time in times.items():
         if limit != "none":
             of_queue = 0.0 if limit == "batch_size" else queued * time / whole
@@ -170,11 +172,7 @@ def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[st
 @once_a_run
 def _bound_times(run: RunData) -> dict[str, Floats]:
     """The share of each bin in which iterations were bound by each limit."""
-    return _shares(run.iterations["bound_by"].fillna("none").astype(str), run)
-
-
-def _shares(bound: "pd.Series[str]", run: RunData) -> dict[str, Floats]:
-    """The share of each bin in which iterations have each value."""
+    bound = run.iterations["bound_by"].fillna("none").astype(str)
     return {limit: TimeBins.of(run).means((bound == limit).to_numpy(dtype=float)) for limit in bound.unique()}
 
 

@@ -429,6 +429,13 @@ class TimeBins:
         begin_s, end_s = self._alone
         return self.rates(values * (end_s - begin_s))
 
+    def until_next(self, values: Floats) -> Floats:
+        """Per-iteration values averaged over the time of each bin, those of an iteration from its start to the next."""
+        bounds = np.append(self.clock.start_s, max(self.clock.end_s.max(), self.edges_s[-1]))
+        total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(values) * np.diff(bounds))])
+        gathered: Floats = np.diff(np.interp(self.edges_s, bounds, total)) / np.diff(self.edges_s)
+        return gathered
+
     @cached_property
     def _alone(self) -> tuple[Floats, Floats]:
         """Begin and end of each iteration. With overlap, one begins when the one before has ended."""

@@ -21,8 +21,9 @@ _BATCH_SIZE: Final = Limit.BATCH_SIZE.value
 _IN_QUEUE: Final = f"{WAITING_FOR}{_BATCH_SIZE}"
 # In a queue of which the scheduler names the head: all in it wait for the limit that holds the head.
 _BEHIND_NAMED_HEAD: Final = "queued"
-# Nothing was left out, or requests that generate stood aside for prompts: the queue is held as before.
-_HOLD_NO_QUEUE: Final = ("none", Limit.PREFILL.value)
+_NO_LIMIT: Final = "none"
+# Requests that generate stood aside for prompts: the queue is held as before.
+_HOLDS_NO_QUEUE: Final = Limit.PREFILL.value
 _IN_LINE: Final = frozenset((_IN_QUEUE, _BEHIND_NAMED_HEAD, f"{WAITING_FOR}{HEAD_OF_LINE}"))
 
 
@@ -162,7 +163,8 @@ class RequestTimeline:
         """Seconds by what the request did or waited for; they add up to its end-to-end latency.
 
         A span lasts until the next one begins. Before the first, the request waits for an iteration to begin. In the
-        queue and behind the head of the line, it waits for the limit that holds the head."""
+        queue and behind the head of the line, it waits for the limit that holds the head; if none does, it came while
+        an iteration was decided, and waits for the next one."""
         seconds: dict[str, float] = {}
         name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
         for next_name, first in self.closed:
@@ -172,10 +174,12 @@ class RequestTimeline:
             if name not in _IN_LINE:
                 seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
             elif until_s > begin_s:
-                is_named = name == _BEHIND_NAMED_HEAD
-                for limit, part_s in (self.queue_head if is_named else self.head).split(begin_s, until_s).items():
-                    is_slot = name == _IN_QUEUE and limit == Limit.BATCH_SIZE.value
-                    part = f"{WAITING_FOR if is_named or is_slot else WAITING_BEHIND}{limit}"
+                is_named, is_queued = name == _BEHIND_NAMED_HEAD, name in (_BEHIND_NAMED_HEAD, _IN_QUEUE)
+                for limit, part_s in (self.queue_head if is_queued else self.head).split(begin_s, until_s).items():
+                    is_own = is_named or (is_queued and limit == _BATCH_SIZE)
+                    part = f"{WAITING_FOR if is_own else WAITING_BEHIND}{limit}"
+                    if is_queued and limit == _NO_LIMIT:
+                        part = WAITING_ITERATION
                     seconds[part] = seconds.get(part, 0.0) + part_s
             name, begin_s = next_name, until_s
         # The last span is one in which the request ran.
@@ -231,7 +235,7 @@ class SpanTracker:
         self._partial: defaultdict[int, dict[int, RequestTimeline]] = defaultdict(dict)
         self._held: dict[int, RequestTimeline] = {}
         self._blocked: dict[int, RequestTimeline] = {}
-        # Has a limit if the scheduler names what holds the head of the queue; others wait there for free batch slots.
+        # What holds the queue. Whether the scheduler names its head: if not, requests wait there for batch slots.
         self.queue_head, self._names_queue_head = HeadOfLine(), False
 
     def add(self, record: IterationRecord, starts: Sequence[float]) -> None:
@@ -254,7 +258,9 @@ class SpanTracker:
             self._run_context(record)
         if record.blocked or self._blocked:
             self._block(record)
-        if self._names_queue_head and limit not in _HOLD_NO_QUEUE and limit != self.queue_head.limit:
+        if limit == _HOLDS_NO_QUEUE:
+            limit = self.queue_head.limit or _NO_LIMIT
+        if limit != self.queue_head.limit:
             self.queue_head.change(limit, record.start_s)
         self.follows_requests = bool(self._held or self._blocked or any(self._partial.values()))
 
@@ -311,8 +317,9 @@ class SpanTracker:
             if held_until_s > timeline.arrival_s and held_from < queued_from:
                 timeline.begin(Span(Phase.WAITING, held_from, CONCURRENCY))
             if queued_from < iteration:
-                span = Span(Phase.WAITING, queued_from, self.queue_head.limit or _BATCH_SIZE)
-                span.is_queued = self.queue_head.limit is not None
+                limit = self.queue_head.limit if self._names_queue_head else None
+                span = Span(Phase.WAITING, queued_from, _BATCH_SIZE if limit in (None, _NO_LIMIT) else limit)
+                span.is_queued = self._names_queue_head
                 self._begin(timeline, span)
         self._begin(timeline, Span(Phase.WAITING, iteration, HEAD_OF_LINE))
 

@@ -3,6 +3,7 @@ whom, and why each pause happened."""
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from ifbbench.analysis.explain import iteration_facts, request_life
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.rundir.metrics import limit_waited_for
 from tests.analysis.runs import simulate, write_requests
 from tests.analysis.slow_replay import Decision, SlowReplay
 
@@ -143,3 +146,23 @@ def test_a_queue_with_a_named_head_waits_for_what_held_it_at_each_time(engine: s
     assert min(in_why["batch_size"], in_why["kv_blocks"]) > 10
     del in_requests["none"]  # for the iteration in progress
     assert {limit: seconds for limit, seconds in in_requests.items() if seconds} == pytest.approx(in_why)
+
+
+@pytest.mark.parametrize("rate", [5.0, 60.0])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_each_request_waits_for_the_same_in_its_row_and_in_why(engine: str, rate: float, tmp_path: Path) -> None:
+    """Also one that nothing held, because it came while an iteration was decided: it waits for the next one."""
+    trace = write_requests(tmp_path / "trace.jsonl", 4, count=60, rate=rate)
+    run = simulate(tmp_path, "run", trace, engine=engine, max_batch_size=9)
+    heads, found = HeadsOfLine(run), set[str]()
+    for request_id, row in run.row_of.items():
+        in_row, in_why = Counter[str](), Counter[str]()
+        for part, seconds in row["attribution_s"].items():
+            if (limit := limit_waited_for(part)) is not None:
+                in_row[limit] += seconds
+        for stretch in request_life(run, heads, request_id).stretches:
+            if stretch.phase in ("arrival", "waiting"):
+                in_why[stretch.limit or "none"] += stretch.duration_s
+        assert dict(in_why) == pytest.approx({limit: spent for limit, spent in in_row.items() if spent}, abs=1e-9)
+        found |= in_why.keys()
+    assert found >= ({"none"} if rate < 10 else {"none", "kv_blocks"})
