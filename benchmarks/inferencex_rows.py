@@ -16,7 +16,7 @@ run by themselves.
   WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part.
 - Before WARMED_UP the client sent no requests to warm the server up. SGLang on Blackwell then compiles kernels when it
   first cuts a prompt into chunks: nothing runs for COMPILING_S, which the throughput has in it. (TTFT p99 has them
-  too. That this happens was found with all rows in view; how long it takes is fitted.)
+  too. That this happens was found with all rows in view; how long it takes was set by eye.)
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,10 @@ DTYPES = {"fp4": "nvfp4", "fp8": "fp8_block"}
 LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms")
 # The date of the commit that sends twice as many requests as there are clients before it measures.
 WARMED_UP = "2026-01-22"
-# Fitted: extra time of the SGLang rows of fit_rows.csv in which a prompt is cut.
+# Set by eye, not fitted: about the extra time of the SGLang rows of fit_rows.csv in which a prompt is cut, 68 to 98 s.
 COMPILING_S = 72.0
-# The client's own part of a TTFT, from sending a request to reading the first chunk: fitted to rows of all engines.
+# The client's own part of a TTFT, from sending a request to reading the first chunk: set by eye, with the rows of all
+# engines in view.
 CLIENT_S = 0.02
 # Draft tokens: SGLang's `--speculative-num-steps`; TensorRT-LLM's `num_nextn_predict_layers`, and with attention DP.
 SGLANG_DRAFTS, TENSORRT_LLM_DRAFTS, DRAFTS_WITH_DP = 2, 3, 1

@@ -23,7 +23,7 @@ NotReplayable, with the reason.
 - With NIM 1.0, load generators send ROUNDS requests a client. The first round and LATER_ROUNDS more are
   replayed, and the means weighted as if there were all. The load generator takes CLIENT_S of a TTFT itself, which is no
   part of the server, and output lengths spread by SPREAD around those of the row, so that clients of equal requests do
-  not return together for ever. ROUNDS, SPREAD and CLIENT_S are fitted.
+  not return together for ever. ROUNDS and SPREAD are fitted, CLIENT_S was set by eye.
 - `replicas` are servers that share the load evenly; one of them is replayed with its part, and the throughput is that
   of all.
 - Of InferenceX: see inferencex_rows.
