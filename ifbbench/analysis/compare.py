@@ -260,6 +260,9 @@ class Comparison:
         """Settings in which the runs differ, with both values; not where their results go."""
         a, b = self.a.config, self.b.config
         names = [name for name in a | b if name not in ("output", "overwrite", "quiet")]
+        for run in (self.a, self.b):
+            if imported := run.data.run.get("imported"):  # a log says only some settings of its server
+                names = [name for name in names if name in ("engine", *imported.get("settings", ()))]
         if self.has_endpoint:  # the settings of a server that is not ours are unknown
             only_own = {one.name for one in settings() if one.group == "endpoint"} | {"model", "warm_up", "streaming"}
             if self.same_trace:  # one run drew what the other read

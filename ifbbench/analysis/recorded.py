@@ -62,7 +62,7 @@ class RecordedRun:
     @property
     def lacks_requests(self) -> bool:
         """Whether it was imported from a log that has no requests."""
-        return bool(self.data.run.get("imported")) and not self.data.run["trace"]["requests"]
+        return self.data.lacks_requests
 
     @cached_property
     def nothing_ran(self) -> str:

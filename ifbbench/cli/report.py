@@ -134,7 +134,7 @@ def print_result(result: "RunResult", print_whole: Callable[["RunData"], None]) 
 
 def print_run(run: "RunData", with_lines: bool | None, steady_state: bool = False) -> None:
     """Print the tables of a run. with_lines: whether gptManagerBenchmark's [BENCHMARK] lines follow; None is
-    where standard output is no terminal. steady_state: tables of the steady state only."""
+    where standard output is no terminal, of a run with requests. steady_state: tables of the steady state only."""
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.report.compat.gpt_manager_benchmark import benchmark_lines
     from ifbbench.report.tables import print_report
@@ -142,7 +142,8 @@ def print_run(run: "RunData", with_lines: bool | None, steady_state: bool = Fals
 
     with progress_line("report", quiet=False) as progress:
         progress.stage("reading results")
-        lines = benchmark_lines(run) if with_lines or (with_lines is None and not sys.stdout.isatty()) else []
+        is_wanted = with_lines or (with_lines is None and not sys.stdout.isatty() and not run.lacks_requests)
+        lines = benchmark_lines(run) if is_wanted else []
         steady = steady_figures(run) if steady_state else None
     print_report(run, report_console(), steady)
     for line in lines:

@@ -435,6 +435,8 @@ def _print_findings(findings: "Findings", slow: "list[SlowRequest]", slowest: in
     _print_ledger(findings, console)
     if findings.generation is not None and findings.generation.of_run:
         _print_generation(findings.generation, console)
+    if run.lacks_requests:
+        return
     _print_lower_bound(findings.lower_bound, console)
     console.print(f"`ifbbench why {run.path} --request {slow[0].request_id if slow else 'ID'}` explains one request.")
 

@@ -133,7 +133,8 @@ def draw_queue(run: RunData) -> Figure:
         mean = sum(waited_s.values()) / (bins.edges_s[-1] - bins.edges_s[0])
         label_mean(axes, mean)
     else:
-        axes.text(0.5, 0.5, "no request waited for a limit", transform=axes.transAxes, ha="center", color=MUTED)
+        about = "the log has no requests" if run.lacks_requests else "no request waited for a limit"
+        axes.text(0.5, 0.5, about, transform=axes.transAxes, ha="center", color=MUTED)
     bins.label(axes)
     title_rows = -(-len(layers) // 3)
     heading(axes, "Queue by cause", run, legend=True, rows=title_rows)

@@ -56,8 +56,8 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         covers = "" if run.summary else " Latencies and throughput cover the requests that completed."
         console.print(f"[yellow]Partial: the run did not reach its end.{covers}[/yellow]")
     if imported := run.run.get("imported"):
-        lost = " ".join(imported["lost"])
-        text = f"Imported from {imported['file']} ({imported['format']}). Not in it: {lost}"
+        lost = "".join(f"\n- {sentence}" for sentence in imported["lost"])
+        text = f"Imported from {imported['file']} ({imported['format']}). Not in it:{lost}"
         console.print(escape(text), style="yellow", highlight=False, soft_wrap=True)
     if run.recorded_every > 1:
         covers = "The figures are of all." if run.summary else "ITL and padding of this partial run are unknown."
@@ -66,6 +66,8 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
     if reason := (run.run.get("model") or {}).get("missing_kernels"):
         console.print(f"[yellow]Without compiled kernels, so slower: {escape(reason)}.[/yellow]", soft_wrap=True)
     cautions, sentences = warnings(known), [bound_sentence(known, run.config), *traffic_sentences(known)]
+    if imported and not any(share for limit, share in known["bound_by"].items() if limit != "none"):
+        sentences[0] = "The log names no limit that left a request out, which does not say that none did."
     if run.endpoint:
         from ifbbench.report.client_side import client_sentences, client_warnings
 

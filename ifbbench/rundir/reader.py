@@ -107,6 +107,11 @@ class RunData:
         return self.run.get("endpoint")
 
     @property
+    def lacks_requests(self) -> bool:
+        """Whether it was imported from a log that has no requests."""
+        return bool(self.run.get("imported")) and not self.run["trace"]["requests"]
+
+    @property
     def is_disaggregated(self) -> bool:
         """Whether it is the run of a fleet with prefill and decode apart."""
         return self.is_fleet and bool(self.config.get("prefill_replicas"))

@@ -70,6 +70,8 @@ def import_log(path: Path, output: Path, overwrite: bool) -> tuple[Path, Importe
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{path}: cannot be read ({reason}); expected {EXPECTED}.") from None
     log, text = Log(path), content.decode("utf-8", errors="replace").removeprefix("\ufeff")
+    if is_vllm(text) and is_sglang(text):
+        raise InputError(f"{path}: has lines of vLLM and of SGLang; give the log of one server.")
     if is_tensorrt_llm(text):
         found = _of_tensorrt_llm(log, text)
     elif is_vllm(text):

@@ -112,7 +112,7 @@ def _description(log: Imported, source: Path, sha256: str) -> dict[str, Any]:
     # Where the log does not say it, the default of a setting is not what the server had.
     for name in {"model", "max_batch_size", "max_num_tokens", "dtype", "device"} - known.keys():
         del config[name]
-    about = {"file": source.name, "format": log.format, "sha256": sha256, "lost": log.lost}
+    about = {"file": source.name, "format": log.format, "sha256": sha256, "lost": log.lost, "settings": [*known]}
     return {
         "name": "",
         "config": config,
@@ -208,6 +208,7 @@ def _summary(log: Imported, directory: Path, has_requests: bool) -> dict[str, An
         computed = generated + sum(one.context_tokens for one in log.iterations)
         rates = [tokens / seconds if seconds > 0 else None for tokens in (generated, computed)]
         found |= {"duration_s": seconds, "request_throughput_per_s": None, "prefix_hit_rate": None}
+        found |= {"waiting_by_limit": {}}
         found |= {"output_throughput_tokens_per_s": rates[0], "total_throughput_tokens_per_s": rates[1]}
     return found | _ENDED
 

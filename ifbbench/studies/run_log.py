@@ -43,7 +43,12 @@ def read_run(log: Log) -> None:
     """Add the iterations of the run directory `log.path`. InputError for a run of a kind that calibration cannot use,
     and for a bad file."""
     directory = log.path
-    config = read_object(directory / "run.json").get("config") or {}
+    description = read_object(directory / "run.json")
+    config, imported = description.get("config") or {}, description.get("imported")
+    if imported and not description["trace"]["requests"]:
+        raise InputError(
+            f"{directory}: was imported from {imported['file']}, which has no requests; give --from that log itself."
+        )
     for name, unusable in (("type", "v1"), ("device", "null")):
         if config.get(name) == unusable:
             raise InputError(

@@ -72,14 +72,24 @@ def test_other_commands_read_it(of_vllm: tuple[Path, Path], command: str) -> Non
     result = call(*command.split()[:1], str(of_vllm[1]), *command.split()[1:])
     assert result.exit_code == 0, result.output
     if command == "report":
-        assert "Imported from vllm.log (vLLM log). Not in it: Requests" in result.output
+        assert "Imported from vllm.log (vLLM log). Not in it:\n- Requests" in result.output
+        assert "The log names no limit" in result.output
+        assert "[BENCHMARK]" not in result.output
     if command == "why":
         assert "vllm.log (vLLM log) has no requests" in result.output
+        assert "--request" not in result.output
 
 
 def test_it_is_compared_with_a_run(of_vllm: tuple[Path, Path]) -> None:
     result = call("compare", *map(str, of_vllm))
     assert result.exit_code == 0, result.output
+    assert "Settings" not in result.output  # of those of the server the log has one, which is the same
+
+
+def test_calibrate_asks_for_the_log_itself(of_vllm: tuple[Path, Path], tmp_path: Path) -> None:
+    result = call("calibrate", "--from", str(of_vllm[1]), "--gpu", "h100-sxm", "--output", str(tmp_path / "a.toml"))
+    assert result.exit_code == 2
+    assert "was imported from vllm.log, which has no requests; give --from that log itself" in result.output
 
 
 def test_it_has_no_requests_to_replay(of_vllm: tuple[Path, Path], tmp_path: Path) -> None:
@@ -200,6 +210,7 @@ ITERATION += "iteration elapsed time: 5.00 ms"
             "Waiting: 0 reqs, GPU KV cache usage: 1.0%",
             "start the server with --enable-logging-iteration-details",
         ),
+        (f"{ITERATION}\nDecode batch, #running-req: 1\n", "has lines of vLLM and of SGLang"),
         ("Decode batch, #running-req: x\n\n", "line 1: a batch of another version of SGLang"),
         ('{"iterLatencyMS": 1, "inflightBatchingStats": 3}', "no inflightBatchingStats"),
         (
