@@ -265,7 +265,7 @@ def _of_tensorrt_llm(log: Log, text: str) -> Imported:
     if any(one.requests for one in iterations):
         lost = ["When requests came: they arrive with the first iteration that lists them.", TRTLLM_LIMITS]
     else:
-        lost = [*NO_REQUESTS, "With enable_iter_req_stats, the statistics have each request."]
+        lost = [f"{NO_REQUESTS[0]} With enable_iter_req_stats: true, it has each request.", *NO_REQUESTS[1:]]
     if begun is None:
         lost.append("Waits between iterations: without time stamps, they follow each other.")
     most = max((row.get("maxNumActiveRequests") or 0 for _, row in rows), default=0)

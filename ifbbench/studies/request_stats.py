@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from ifbbench.errors import InputError
 from ifbbench.rundir.line_types import RequestLine, SpanLine
-from ifbbench.rundir.lines import Phase
+from ifbbench.rundir.lines import RUNNING, Phase
 from ifbbench.rundir.metrics import WAITING_FOR
 from ifbbench.settings.fields import integer
 from ifbbench.workload.trace import TraceRequest
@@ -86,54 +86,61 @@ class RequestStats:
         position, outputs = (
             integer(stats.get(key), f"{name}{key}", 0) for key in ("contextPrefillPosition", "numGeneratedTokens")
         )
-        chunk, produced = max(position - one.position, 0), max(outputs - one.outputs, 0)
-        was_paused, has_run = bool(stats.get("paused")), one.scheduled_s is not None
-        if not stats.get("scheduled") or was_paused:
-            phase = (
-                Phase.PAUSED if was_paused or one.part == Phase.PAUSED else Phase.SKIPPED if has_run else Phase.WAITING
-            )
-            self._go_on(one, phase, iteration, start_s, cause=NOT_LOGGED if phase == Phase.WAITING else None)
-            one.position, one.pauses = position, one.pauses + was_paused
-            one.outputs = max(one.outputs, outputs)
-            return was_paused
-        if not has_run:
-            one.scheduled_s = start_s
-            blocks = stats.get("reusedBlocksPerRequest") or 0
-            one.reused = min(integer(blocks, f"{name}reusedBlocksPerRequest", 0) * self._block_size, max(chunk - 1, 0))
-            chunk -= one.reused
-        if chunk:
-            self._go_on(one, Phase.RECOMPUTE if one.pauses else Phase.CONTEXT, iteration, start_s)
-            assert one.span is not None
-            one.span.chunks = [*(one.span.chunks or ()), chunk]
-            one.span.tokens += chunk
-            one.span.produced = (one.span.produced or 0) + produced
+        was_paused = bool(stats.get("paused"))
+        if stats.get("scheduled") and not was_paused:
+            if one.scheduled_s is None:
+                one.scheduled_s = start_s
+                blocks = integer(stats.get("reusedBlocksPerRequest") or 0, f"{name}reusedBlocksPerRequest", 0)
+                one.reused = min(blocks * self._block_size, max(position - one.position - 1, 0))
+                one.position += one.reused
+            self._run(one, position, outputs, iteration, start_s, end_s)
         else:
-            self._go_on(one, Phase.GENERATION, iteration, start_s)
-            assert one.span is not None
-            if one.span.first_output is UNSET:
-                one.span.first_output = one.outputs
-            one.span.tokens += 1
-            one.span.produced = (one.span.produced or 0) + produced
+            self._wait(one, was_paused, iteration, start_s)
+        # A pause takes the position back; the tokens that were generated stay.
         one.position, one.outputs = position, max(outputs, one.outputs)
-        if produced:
-            one.first_s, one.last_s = one.first_s or end_s, end_s
-        if stats.get("stage") == COMPLETE:
+        if stats.get("stage") == COMPLETE and one.part in RUNNING:
             one.is_complete = True
             self._end_part(one, end_s)
-        return False
+        return was_paused
 
-    def _go_on(self, one: _Known, phase: str, iteration: int, start_s: float, cause: str | None = None) -> None:
-        """A request does in an iteration what `phase` says: its span goes on, or another one begins."""
+    def _run(self, one: _Known, position: int, outputs: int, iteration: int, start_s: float, end_s: float) -> None:
+        """The request ran: up to this position of its prompt, if it was not there yet, and to so many output tokens."""
+        chunk, produced = max(position - one.position, 0), max(outputs - one.outputs, 0)
+        phase = Phase.GENERATION if not chunk else Phase.RECOMPUTE if one.pauses else Phase.CONTEXT
+        span = self._go_on(one, phase, iteration, start_s)
+        span.tokens += chunk or 1
+        span.produced = (span.produced or 0) + produced
+        if chunk:
+            span.chunks = [*(span.chunks or ()), chunk]
+        elif span.first_output is UNSET:
+            span.first_output = one.outputs
+        if produced:
+            one.first_s, one.last_s = one.first_s or end_s, end_s
+
+    def _wait(self, one: _Known, was_paused: bool, iteration: int, start_s: float) -> None:
+        """The request did not run: it was paused, in this iteration or before, was skipped, or has not begun."""
+        one.pauses += was_paused
+        if was_paused or one.part == Phase.PAUSED:
+            self._go_on(one, Phase.PAUSED, iteration, start_s)
+        elif one.scheduled_s is not None:
+            self._go_on(one, Phase.SKIPPED, iteration, start_s)
+        else:
+            self._go_on(one, Phase.WAITING, iteration, start_s, cause=NOT_LOGGED)
+
+    def _go_on(self, one: _Known, phase: str, iteration: int, start_s: float, cause: str | None = None) -> SpanLine:
+        """A request does in an iteration what `phase` says: its span goes on, or another one begins. Returns it."""
         span = one.span
         if span is not None and span.phase == phase and span.last_iteration == iteration - 1:
             span.last_iteration = iteration
-            return
+            return span
         if span is not None:
             self.spans.append(span)
         self._end_part(one, start_s)
         one.part = phase
-        has_output = phase in (Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION)
-        one.span = SpanLine(one.index, phase, iteration, iteration, 0, cause, UNSET, UNSET, 0 if has_output else UNSET)
+        has_output = phase in RUNNING
+        span = SpanLine(one.index, phase, iteration, iteration, 0, cause, UNSET, UNSET, 0 if has_output else UNSET)
+        one.span = span
+        return span
 
     def _end_part(self, one: _Known, until_s: float) -> None:
         if one.part:
