@@ -3,7 +3,7 @@ whom, and why each pause happened."""
 
 import json
 import random
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def test_each_request_waits_for_the_same_in_its_row_and_in_why(engine: str, rate
     run = simulate(tmp_path, "run", trace, engine=engine, max_batch_size=9)
     heads, found = HeadsOfLine(run), set[str]()
     for request_id, row in run.row_of.items():
-        in_row, in_why = Counter[str](), Counter[str]()
+        in_row, in_why = defaultdict[str, float](float), defaultdict[str, float](float)
         for part, seconds in row["attribution_s"].items():
             if (limit := limit_waited_for(part)) is not None:
                 in_row[limit] += seconds

@@ -51,7 +51,9 @@ limits = st.fixed_dictionaries(
         "overlap": st.sampled_from([None, Overlap.ASYNC]),
         "num_host_blocks": st.sampled_from([0, 30, 200]),
         "reuse": st.sampled_from([ReuseRules(), ReuseRules(enabled=True), ReuseRules(enabled=True)]),
-        "drafts": st.sampled_from([DraftSettings(), DraftSettings(1, 0, (0.6,), 3), DraftSettings(3, 0, (0.9, 0.4), 5)]),
+        "drafts": st.sampled_from(
+            [DraftSettings(), DraftSettings(1, 0, (0.6,), 3), DraftSettings(3, 0, (0.9, 0.4), 5)]
+        ),
     }
 )
 
@@ -76,7 +78,7 @@ def test_together_is_as_one_by_one(
     every: int,
 ) -> None:
     """share: of the pages of the longest sequence, so that there are retractions."""
-    more = {"tokens_per_block": size, "num_blocks": int(96 / size * share) + 1, "max_input_len": 95}
+    more: dict[str, Any] = {"tokens_per_block": size, "num_blocks": int(96 / size * share) + 1, "max_input_len": 95}
     if changes["drafts"].max_len:  # drafts do not run with overlap
         more["overlap"] = None
     config, trace = config_of(engine="sglang", **(changes | more)), trace_of(rows)
