@@ -120,7 +120,7 @@ def test_each_replica_is_a_run_of_its_requests(engine: str, router: str, tmp_pat
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_refused_turn_lets_the_next_one_arrive_in_time(engine: str, tmp_path: Path) -> None:
-    """A request is refused within a step; no iteration of that step may start later than what its answer lets arrive."""
+    """A request is refused within a step. No iteration of that step may start after what its answer lets arrive."""
     for seed in range(3):
         path = tmp_path / str(seed)
         path.mkdir()
