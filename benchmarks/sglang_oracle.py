@@ -35,9 +35,16 @@ from tests.conformance.sglang_workloads import draw_case
 
 # What SGLang imports and does not need for a schedule.
 GPU_PACKAGES = (
-    "IPython", "deep_ep", "flash_attn", "flashinfer", "gguf", "pynvml", "sgl_kernel", "torch_memory_saver",
+    "IPython",
+    "deep_ep",
+    "flash_attn",
+    "flashinfer",
+    "gguf",
+    "pynvml",
+    "sgl_kernel",
+    "torch_memory_saver",
     "torchvision",
-)  # fmt: skip
+)
 
 
 class _NothingToo(type):
@@ -198,9 +205,17 @@ class Original(Scheduler):  # type: ignore[misc]
             vocab_size=VOCABULARY, is_encoder_decoder=False, self_opened_think_start_ids=None, think_end_ids=None
         )
         for name in (
-            "dllm_config", "dynamic_chunk_sizer", "min_free_slots_delayer", "prefill_delayer", "truncation_align_size",
-            "max_queued_requests", "lora_drainer", "decode_offload_manager", "hisparse_coordinator", "draft_worker",
-        ):  # fmt: skip
+            "dllm_config",
+            "dynamic_chunk_sizer",
+            "min_free_slots_delayer",
+            "prefill_delayer",
+            "truncation_align_size",
+            "max_queued_requests",
+            "lora_drainer",
+            "decode_offload_manager",
+            "hisparse_coordinator",
+            "draft_worker",
+        ):
             setattr(self, name, None)
         self.prefill_decode_interval = self._prefill_decode_interval_remaining = 0
         self.processed_tokens_counter = self.forward_ct = 0
@@ -338,10 +353,16 @@ def launch(scheduler: Original, batch: ScheduleBatch, given: dict[int, dict[str,
         num_correct_drafts=0,
     )
     for name in (
-        "copy_done", "auxiliary_host_output", "routed_experts_output", "indexer_topk_output", "logits_output",
-        "extend_input_len_per_req", "extend_logprob_start_len_per_req", "num_correct_drafts_per_req_cpu",
+        "copy_done",
+        "auxiliary_host_output",
+        "routed_experts_output",
+        "indexer_topk_output",
+        "logits_output",
+        "extend_input_len_per_req",
+        "extend_logprob_start_len_per_req",
+        "num_correct_drafts_per_req_cpu",
         "next_token_logprobs",
-    ):  # fmt: skip
+    ):
         setattr(result, name, None)
     scheduler.result_queue.append((batch.copy() if scheduler.enable_overlap else batch, result))
     return {

@@ -117,12 +117,18 @@ def _request(prompt_len: int, outputs: int, max_new_tokens: int, ignore_eos: boo
         kv=SimpleNamespace(req_pool_idx=None, holds_mamba=False),
         **dict.fromkeys(
             (
-                "host_hit_length", "swa_host_hit_length", "auxiliary_swa_host_hit_length", "mamba_host_hit_length",
-                "storage_hit_length", "already_computed", "cached_tokens", "host_loaded_length",
+                "host_hit_length",
+                "swa_host_hit_length",
+                "auxiliary_swa_host_hit_length",
+                "mamba_host_hit_length",
+                "storage_hit_length",
+                "already_computed",
+                "cached_tokens",
+                "host_loaded_length",
             ),
             0,
         ),
-    )  # fmt: skip
+    )
 
 
 def draw_pass(seed: int) -> dict[str, Any]:

@@ -22,11 +22,32 @@ from ifbbench.settings.config import RECORDINGS
 REPEATS = 5
 TRACES = Path("../shared/traces")
 SETTINGS = {
-    "azure": ("--device", "sim:a100-80gb-sxm", "--model", "llama-3-8b", "--dtype", "bf16", "--enable_chunked_context",
-              "--max_num_tokens", "512", "--max_batch_size", "512"),
-    "mooncake": ("--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--enable_kv_cache_reuse",
-                 "--tokens_per_block", "128", "--max_seq_len", "200000", "--enable_chunked_context"),
-}  # fmt: skip
+    "azure": (
+        "--device",
+        "sim:a100-80gb-sxm",
+        "--model",
+        "llama-3-8b",
+        "--dtype",
+        "bf16",
+        "--enable_chunked_context",
+        "--max_num_tokens",
+        "512",
+        "--max_batch_size",
+        "512",
+    ),
+    "mooncake": (
+        "--device",
+        "sim:h100-sxm",
+        "--model",
+        "llama-3.1-8b",
+        "--enable_kv_cache_reuse",
+        "--tokens_per_block",
+        "128",
+        "--max_seq_len",
+        "200000",
+        "--enable_chunked_context",
+    ),
+}
 DEFAULTS = {"azure": TRACES / "azure_conv_2023.csv", "mooncake": TRACES / "mooncake_synthetic.jsonl"}
 
 

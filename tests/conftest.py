@@ -73,11 +73,11 @@ def small_model() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_process() -> Iterator[None]:
-    """Searches, sweeps and trials simulate in this process: to fork one with all tests takes longer than runs of a few
-    requests."""
+    """Searches, sweeps, trials and fleets simulate in this process: to fork one with all tests takes longer than runs of
+    a few requests."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("points", "what_if"):
-            patch.setattr(f"ifbbench.studies.{module}.usable_cores", lambda: 1)
+        for module in ("studies.points", "studies.what_if", "replay.fleet"):
+            patch.setattr(f"ifbbench.{module}.usable_cores", lambda: 1)
         yield
 
 

@@ -23,12 +23,25 @@ def test_each_setting_is_an_option(values: dict[str, Any], words: str) -> None:
 
 def test_vllm_has_its_own_names_which_are_options_here_too() -> None:
     values: dict[str, Any] = {
-        "max_seq_len": 4096, "max_batch_size": 8, "max_num_tokens": 512, "max_num_scheduled_tokens": 256,
-        "max_num_active_seqs": 6, "max_queue_size": 7, "scheduling_policy": "priority",
-        "long_prefill_token_threshold": 64, "watermark": 0.05, "tokens_per_block": 32, "gpu_memory_utilization": 0.5,
-        "num_gpu_blocks_override": 4000, "kv_cache_dtype": "fp8", "dtype": "bf16", "tp_size": 2, "pp_size": 1,
-        "seed": 3, "prefix_cache_retention_interval": 64,
-    }  # fmt: skip
+        "max_seq_len": 4096,
+        "max_batch_size": 8,
+        "max_num_tokens": 512,
+        "max_num_scheduled_tokens": 256,
+        "max_num_active_seqs": 6,
+        "max_queue_size": 7,
+        "scheduling_policy": "priority",
+        "long_prefill_token_threshold": 64,
+        "watermark": 0.05,
+        "tokens_per_block": 32,
+        "gpu_memory_utilization": 0.5,
+        "num_gpu_blocks_override": 4000,
+        "kv_cache_dtype": "fp8",
+        "dtype": "bf16",
+        "tp_size": 2,
+        "pp_size": 1,
+        "seed": 3,
+        "prefix_cache_retention_interval": 64,
+    }
     values |= {name: name == "enable_chunked_context" for name in VLLM_SERVE.flags}
     assert values.keys() == VLLM_SERVE.options.keys()
     words = option_words(values, "vllm")

@@ -19,9 +19,22 @@ from tests.conformance.sglang import replay_run
 CASES = Path(__file__).with_name("sglang_cases.json.gz")
 # In the order of their imports; the replay imports the scheduler.
 NAMES = (
-    "radix_tree", "cache", "admission", "order", "ratio", "in_flight", "running", "state", "slots", "retraction",
-    "decode", "preemption", "prefill", "repetition", "scheduler",
-)  # fmt: skip
+    "radix_tree",
+    "cache",
+    "admission",
+    "order",
+    "ratio",
+    "in_flight",
+    "running",
+    "state",
+    "slots",
+    "retraction",
+    "decode",
+    "preemption",
+    "prefill",
+    "repetition",
+    "scheduler",
+)
 MODULES = [
     *(f"ifbbench.schedulers.sglang.{name}" for name in NAMES),
     "ifbbench.schedulers.engines",

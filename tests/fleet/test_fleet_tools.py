@@ -171,8 +171,11 @@ def test_a_sweep_over_replicas_and_routers(fleets: Path, tmp_path: Path) -> None
     with (tmp_path / "sweep" / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["replicas"], row["router"]) for row in rows] == [
-        ("1", "round_robin"), ("1", "least_requests"), ("3", "round_robin"), ("3", "least_requests"),
-    ]  # fmt: skip
+        ("1", "round_robin"),
+        ("1", "least_requests"),
+        ("3", "round_robin"),
+        ("3", "least_requests"),
+    ]
     assert rows[0]["ttft_s.p99"] == rows[1]["ttft_s.p99"]
     assert float(rows[2]["ttft_s.p99"]) < float(rows[0]["ttft_s.p99"])
     assert np.isclose(float(rows[3]["fleet.gpu_hours"]), 3 * float(rows[3]["duration_s"]) / 3600, rtol=0.01)

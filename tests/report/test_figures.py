@@ -15,17 +15,37 @@ from tests.report.example_runs import timeline, write_documentation_run, write_l
 
 # The columns as gptManagerBenchmark writes them.
 COLUMNS = [
-    "num_samples", "num_error_samples", "total_latency(ms)", "seq_throughput(seq/sec)", "token_throughput(token/sec)",
-    "avg_sequence_latency(ms)", "max_sequence_latency(ms)", "min_sequence_latency(ms)", "p99_sequence_latency(ms)",
-    "p90_sequence_latency(ms)", "p50_sequence_latency(ms)", "avg_acceptance_rate(tokens/decoding steps)",
-    "avg_time_to_first_token(ms)", "max_time_to_first_token(ms)", "min_time_to_first_token(ms)",
-    "p99_time_to_first_token(ms)", "p90_time_to_first_token(ms)", "p50_time_to_first_token(ms)",
-    "avg_inter_token_latency(ms)", "max_inter_token_latency(ms)", "min_inter_token_latency(ms)",
-    "p99_inter_token_latency(ms)", "p90_inter_token_latency(ms)", "p50_inter_token_latency(ms)",
-    "avg_user_tokens_per_second(tokens/sec/user)", "max_user_tokens_per_second(tokens/sec/user)",
-    "min_user_tokens_per_second(tokens/sec/user)", "p99_user_tokens_per_second(tokens/sec/user)",
-    "p90_user_tokens_per_second(tokens/sec/user)", "p50_user_tokens_per_second(tokens/sec/user)",
-]  # fmt: skip
+    "num_samples",
+    "num_error_samples",
+    "total_latency(ms)",
+    "seq_throughput(seq/sec)",
+    "token_throughput(token/sec)",
+    "avg_sequence_latency(ms)",
+    "max_sequence_latency(ms)",
+    "min_sequence_latency(ms)",
+    "p99_sequence_latency(ms)",
+    "p90_sequence_latency(ms)",
+    "p50_sequence_latency(ms)",
+    "avg_acceptance_rate(tokens/decoding steps)",
+    "avg_time_to_first_token(ms)",
+    "max_time_to_first_token(ms)",
+    "min_time_to_first_token(ms)",
+    "p99_time_to_first_token(ms)",
+    "p90_time_to_first_token(ms)",
+    "p50_time_to_first_token(ms)",
+    "avg_inter_token_latency(ms)",
+    "max_inter_token_latency(ms)",
+    "min_inter_token_latency(ms)",
+    "p99_inter_token_latency(ms)",
+    "p90_inter_token_latency(ms)",
+    "p50_inter_token_latency(ms)",
+    "avg_user_tokens_per_second(tokens/sec/user)",
+    "max_user_tokens_per_second(tokens/sec/user)",
+    "min_user_tokens_per_second(tokens/sec/user)",
+    "p99_user_tokens_per_second(tokens/sec/user)",
+    "p90_user_tokens_per_second(tokens/sec/user)",
+    "p50_user_tokens_per_second(tokens/sec/user)",
+]
 
 
 NOT_STREAMING = 12  # so many of them when not streaming
