@@ -70,7 +70,8 @@ class FleetFindings:
         done = self.run.completed
         # A replica is not to blame for the time before a request was sent to it.
         queue_s = done["queue_time_s"].to_numpy(dtype=float) - at_router_s(done)
-        replicas = done["replica"].to_numpy(dtype=int)
+        # No line has a replica where none has answered a request.
+        replicas = done["replica"].to_numpy(dtype=int) if len(done) else np.empty(0, int)
         ttft_s = done["ttft_s"].to_numpy(dtype=float)
         found, total_s = [], float(queue_s.sum()) or 1.0
         matters = self.num_replicas > 1 and total_s >= LEAST_SHARE_OF_E2E * float(done["e2e_s"].sum())
@@ -105,7 +106,9 @@ class FleetFindings:
 
     @cached_property
     def hits(self) -> Hits | None:
-        """None if no prompts share prefixes, or the trace does not say which."""
+        """None if no prompts share prefixes, the trace does not say which, or no request has been sent."""
+        if "replica" not in self.run.requests:
+            return None
         requests = self.run.requests[self.run.requests["replica"].notna()]
         requests = requests.assign(sent_s=requests["arrival_s"] + at_router_s(requests))
         requests = requests.sort_values(["sent_s", "index"], kind="stable")

@@ -4,6 +4,7 @@ from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
+from ifbbench.settings.fields import located
 from ifbbench.settings.names import setting
 
 # Groups of settings that the replicas of a fleet have in common, and settings: what both sides must agree on.
@@ -23,12 +24,14 @@ def side_values(config: RunConfig, side: str) -> dict[str, Any]:
             parts[number - 1 : number + 1] = [f"{parts[number - 1]},{parts[number]}"]
     for part in parts:
         name, _, value = part.partition("=")
-        found = setting(name.strip())
+        with located(f"--{side}"):
+            found = setting(name.strip())
         if found.group in COMMON_GROUPS or found.name in COMMON:
             raise InputError(f"--{side} {found.name}: both sides have it in common; give it as --{found.name}.")
         if found.name in values:
             raise InputError(f"--{side} gives {found.name} twice; expected each setting once.")
-        values[found.name] = found.check(value.strip())
+        with located(f"--{side}"):
+            values[found.name] = found.check(value.strip())
     return values
 
 

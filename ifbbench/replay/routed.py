@@ -45,9 +45,10 @@ class _Routed:
     """What the two clients have in common. horizon_s: a request may arrive then that is not routed yet.
 
     answers: when each answer reached the router, and the index of its request, in order of time. open: the requests
-    that are not answered, in order. earlier: see Request."""
+    that are not answered, in order. earlier: see Request. answers_let_in: a request may arrive after each answer."""
 
     horizon_s: float
+    answers_let_in: bool
     answers: deque[tuple[float, int]]
     open: dict[int, None]
     earlier: dict[int, EarlierAttempts]
@@ -55,7 +56,7 @@ class _Routed:
     def prepare(self, share: RequestColumns) -> None:
         """Take requests as they come. Called once, on a client made with an empty share."""
         client: Any = self
-        self.horizon_s, self.answers = inf, deque()
+        self.horizon_s, self.answers, self.answers_let_in = inf, deque(), False
         self.open, self.earlier = {}, {}
         client._places, client._first = UNLIMITED, list[int]()
         if share.priority is not None:
@@ -98,7 +99,10 @@ class _Routed:
         self._room_s = 0.0
         if response.is_final:
             del self.open[response.request.index]
-            self.answers.append((self._answered_s(), response.request.index))
+            answered_s = self._answered_s()
+            self.answers.append((answered_s, response.request.index))
+            if self.answers_let_in:  # also that to a request which is refused before the first iteration of a step
+                self.horizon_s = min(self.horizon_s, answered_s)
 
 
 class RoutedClient(_Routed, ReplayClient):

@@ -374,9 +374,11 @@ class SteppedFleet:
             if next_s >= time_s:
                 return True
             one = self.replicas[chosen]
+            one.client.answers_let_in = True
             one.client.horizon_s = min(time_s, times[1][0] if len(times) > 1 else inf, answered_s)
             if not one.advance():  # a request of its own comes when another one may answer
-                one.client.horizon_s = min(time_s, answered_s)
+                own_s = one.client.answers[0][0] if one.client.answers else inf
+                one.client.horizon_s = min(time_s, answered_s, own_s)
                 one.advance()
 
     def _route(self, request: Request, arrival_s: float, is_later: bool = False) -> None:

@@ -511,6 +511,14 @@ def test_why_says_what_a_failure_cost(changed: Path) -> None:
     assert "router" in ifbbench("why", fleet, "--request", again["request_id"])
 
 
+def test_tools_take_a_fleet_that_answered_nothing(tmp_path: Path) -> None:
+    fleet = run_with_events(tmp_path, {"at": 0.0, "fail": 0}, {"at": 0.0, "fail": 1})
+    assert summary_of(fleet)["requests"]["completed"] == 0
+    assert "Replica 1 failed at 0 s" in ifbbench("why", fleet)
+    assert json.loads(ifbbench("why", fleet, "--json"))["hits"] is None
+    assert "0 of 40" in ifbbench("report", fleet)
+
+
 def test_waiting_while_a_replica_starts_is_counted_literally(changed: Path) -> None:
     fleet = changed / "round_robin"
     starting = [

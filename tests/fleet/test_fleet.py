@@ -118,6 +118,17 @@ def test_each_replica_is_a_run_of_its_requests(engine: str, router: str, tmp_pat
     check_replicas(write_rows(tmp_path / "trace.jsonl", Random(f"{engine} {router}"), 40), tmp_path, engine, router)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_refused_turn_lets_the_next_one_arrive_in_time(engine: str, tmp_path: Path) -> None:
+    """A request is refused within a step. No iteration of that step may start after what its answer lets arrive."""
+    for seed in range(3):
+        path = tmp_path / str(seed)
+        path.mkdir()
+        trace = write_rows(path / "trace.jsonl", Random(seed), 40, sessions=True)
+        check_replicas(trace, path, engine, "least_requests", max_seq_len=1200)
+        assert {row["outcome"] for row in lines(path / "fleet" / "requests.jsonl")} == {"completed", "failed"}
+
+
 def check_replicas(trace: Path, path: Path, engine: str, router: str, **more: Any) -> None:
     fleet = path / "fleet"
     run_trace(str(trace), config_of(engine=engine, replicas=3, router=router, output=str(fleet), **more))
