@@ -138,7 +138,11 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("cache", "if 0 < prompt < length:", "if False:"),
     ],
     "copies of what the tree has become free": [
-        ("cache", "        self._give_up(pages[held.tokens // self.page_size : found.length // self.page_size])\n", ""),
+        (
+            "cache",
+            "        self.free.give_up(pages[held.tokens // self.page_size : found.length // self.page_size])\n",
+            "",
+        ),
     ],
     "a lookup is a use": [
         ("radix_tree", "            child.used = now\n", ""),

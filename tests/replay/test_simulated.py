@@ -1,5 +1,6 @@
 """Runs on simulated devices: the schedule of the real executor, the same bytes each time, and no tensors."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 
 from ifbbench.errors import InputError
+from ifbbench.kv.manager import KvCacheManager
 from ifbbench.replay.run import run_trace
+from ifbbench.schedulers.sglang.cache import SglangCache
+from ifbbench.schedulers.vllm.cache import VllmCache
 from ifbbench.settings.config import RunConfig
 
 SETTINGS: dict[str, Any] = {
@@ -136,3 +140,21 @@ def test_what_does_not_fit_is_told_before_anything_is_written(
     for word in words:
         assert word in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+def test_the_cache_of_a_run_is_freed_with_its_end(tmp_path: Path, engine: str) -> None:
+    """Searches make hundreds of runs in a process: a large cache cannot wait for a collection of cycles."""
+
+    def alive() -> int:
+        return sum(isinstance(one, KvCacheManager | VllmCache | SglangCache) for one in gc.get_objects())
+
+    reuse = {"enable_kv_cache_reuse": True, "enable_chunked_context": True}
+    gc.collect()
+    before = alive()
+    gc.disable()
+    try:
+        run(tmp_path / "run", device="sim:h100-sxm", model="llama-3.1-8b", engine=engine, **reuse)
+        assert alive() == before
+    finally:
+        gc.enable()

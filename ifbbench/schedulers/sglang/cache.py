@@ -8,6 +8,7 @@ from ifbbench.engine.records import CacheState
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.kv.blocks import BlockCounters
+from ifbbench.schedulers.sglang.free_pages import FreePages
 from ifbbench.schedulers.sglang.host_pages import HostPages
 from ifbbench.schedulers.sglang.radix_tree import Match, Node, RadixTree
 
@@ -26,7 +27,7 @@ class SglangCache:
     """The pages of each running request, by table row. docs/engines.md, SGLang: Radix cache.
 
     held: [rows], pages of each request. block_tables: [rows, 1, pages per sequence], the ids; entries beyond `held` are
-    meaningless. num_free: pages that hold nothing. tree: None without a radix cache. host: None without host memory.
+    meaningless. free: pages that hold nothing. tree: None without a radix cache. host: None without host memory.
     """
 
     def __init__(
@@ -40,11 +41,9 @@ class SglangCache:
         host: HostPages | None = None,
     ) -> None:
         self.num_pages, self.page_size = num_pages, page_size
-        # A stack: its first `num_free` entries are free pages, those released last at the end.
-        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
-        self.num_free = num_pages
+        self.free = FreePages(num_pages)
         self.host = host if keeps_prefixes else None
-        self.tree = RadixTree(page_size, self._give_up, eviction_policy, self.host) if keeps_prefixes else None
+        self.tree = RadixTree(page_size, self.free.give_up, eviction_policy, self.host) if keeps_prefixes else None
         self.held = np.zeros(rows, np.int64)
         self.block_tables = np.zeros((rows, 1, ceil_div(max_seq_len, page_size)), np.int32)
         self.counters = BlockCounters()
@@ -54,7 +53,7 @@ class SglangCache:
     @property
     def free_tokens(self) -> int:
         """Tokens that fit into pages that hold nothing."""
-        return self.num_free * self.page_size
+        return self.free.count * self.page_size
 
     @property
     def available(self) -> int:
@@ -169,7 +168,7 @@ class SglangCache:
         prompt -= prompt % self.page_size
         if 0 < prompt < length:
             tree.insert(known, pages, prompt, request.priority + 1, prompt)
-        self._give_up(pages[held.tokens // self.page_size : found.length // self.page_size])
+        self.free.give_up(pages[held.tokens // self.page_size : found.length // self.page_size])
         tree.lock(found.node)
         if held.node is not None:
             tree.unlock(held.node)
@@ -181,7 +180,7 @@ class SglangCache:
         """Release what the request in `row` holds: its pages that the tree does not own become free. tokens: those in
         its pages."""
         held = self._in_tree.pop(row)
-        self._give_up(self.block_tables[row, 0, held.tokens // self.page_size : int(self.held[row])])
+        self.free.give_up(self.block_tables[row, 0, held.tokens // self.page_size : int(self.held[row])])
         if held.node is not None and self.tree is not None:
             self.tree.unlock(held.node)
         self.held[row] = 0
@@ -205,14 +204,14 @@ class SglangCache:
 
     def check_consistency(self) -> None:
         """Raise AssertionError unless every page is free, in the tree, or held by one request."""
-        pages = self._free[: self.num_free].tolist()
+        pages = self.free.ids()
         if self.tree is not None:
             nodes = list(self.tree.nodes())
             pages += [page for node in nodes for page in node.pages.tolist()]
             evictable = sum(node.length for node in nodes if not node.locks and node.is_on_device)
             if self.host is not None:
                 kept = [node.host_pages for node in nodes if node.host_pages is not None]
-                own = self.host.free_pages() + [page for of_node in kept for page in of_node.tolist()]
+                own = self.host.free.ids() + [page for of_node in kept for page in of_node.tolist()]
                 assert sorted(own) == list(range(self.host.num_pages)), "a page of the host has no owner, or two"
             assert self.tree.evictable == evictable, f"evictable tokens are {self.tree.evictable}, expected {evictable}"
         for row, held in self._in_tree.items():
@@ -221,11 +220,6 @@ class SglangCache:
 
     def _take(self, count: int) -> IntArray:
         """So many free pages, a view that the next release overwrites. The caller has made room."""
-        self.num_free -= count
         self.counters.allocated_total += count
         self.counters.allocated_new += count
-        return self._free[self.num_free : self.num_free + count]
-
-    def _give_up(self, pages: IntArray) -> None:
-        self._free[self.num_free : self.num_free + len(pages)] = pages
-        self.num_free += len(pages)
+        return self.free.take(count)

@@ -1,9 +1,8 @@
 """Pages of SGLang's KV cache in host memory (HiCache): which are free, and what is copied between the memories."""
 
-import numpy as np
-
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import BlockCopy, CopyKind
+from ifbbench.schedulers.sglang.free_pages import FreePages
 
 # Insertions of a node after which it is copied to the host, by --hicache_write_policy.
 WRITE_THROUGH_HITS = {"write_through": 1, "write_through_selective": 2}
@@ -13,7 +12,7 @@ class HostPages:
     """The pages of host memory, `num_pages` of `page_size` tokens.
 
     writes_back: pages are copied to the host when they are evicted from the device; else once they were inserted
-    `min_hits` times. num_free: pages that hold nothing. keeps_copies: whether an executor makes the copies. stored,
+    `min_hits` times. free: pages that hold nothing. keeps_copies: whether an executor makes the copies. stored,
     loaded, evicted: tokens copied here and to the device, and given up, so far.
     """
 
@@ -21,16 +20,13 @@ class HostPages:
         self.num_pages, self.page_size, self._keeps_copies = num_pages, page_size, keeps_copies
         self.writes_back = write_policy not in WRITE_THROUGH_HITS
         self.min_hits = WRITE_THROUGH_HITS.get(write_policy, 0)
-        # A stack: its first `num_free` entries are free pages.
-        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
-        self.num_free = num_pages
+        self.free = FreePages(num_pages)
         self.stored = self.loaded = self.evicted = self._num_taken = 0
         self._copies: list[BlockCopy] = []
 
     def store(self, pages: IntArray) -> IntArray:
         """Copy pages of the device, for which there is room; returns their pages here."""
-        self.num_free -= len(pages)
-        taken = self._free[self.num_free : self.num_free + len(pages)].copy()
+        taken = self.free.take(len(pages)).copy()
         self.stored += len(pages) * self.page_size
         self._copy(CopyKind.OFFLOAD, pages, taken)
         return taken
@@ -42,8 +38,7 @@ class HostPages:
 
     def release(self, own: IntArray) -> None:
         """These pages hold nothing any more."""
-        self._free[self.num_free : self.num_free + len(own)] = own
-        self.num_free += len(own)
+        self.free.give_up(own)
         self.evicted += len(own) * self.page_size
 
     def take_loaded(self) -> int:
@@ -61,15 +56,11 @@ class HostPages:
         """What `summary.json` has of it."""
         return {
             "pages": self.num_pages,
-            "used_pages": self.num_pages - self.num_free,
+            "used_pages": self.num_pages - self.free.count,
             "stored_tokens": self.stored,
             "loaded_tokens": self.loaded,
             "evicted_tokens": self.evicted,
         }
-
-    def free_pages(self) -> list[int]:
-        free: list[int] = self._free[: self.num_free].tolist()
-        return free
 
     def _copy(self, kind: CopyKind, sources: IntArray, destinations: IntArray) -> None:
         if self._keeps_copies:

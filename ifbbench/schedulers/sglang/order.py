@@ -1,7 +1,6 @@
 """The order of SGLang's waiting queue (`SchedulePolicy` of SGLang 0.5.23)."""
 
 import random
-from collections.abc import Callable
 from operator import attrgetter
 
 import numpy as np
@@ -24,10 +23,10 @@ BY_MATCH = ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
 class QueueOrder:
     """Orders the queue before each prefill pass.
 
-    computed(): prompt tokens that all requests have computed so far, the clock of hrrn."""
+    num_computed: prompt tokens that all requests have computed so far, the clock of hrrn."""
 
-    def __init__(self, rules: SglangRules, cache: SglangCache, computed: Callable[[], int]) -> None:
-        self._rules, self._cache, self._computed = rules, cache, computed
+    def __init__(self, rules: SglangRules, cache: SglangCache) -> None:
+        self._rules, self._cache, self.num_computed = rules, cache, 0
         policy = rules.schedule_policy
         self.policy = "fcfs" if policy in BY_MATCH and cache.tree is None else policy
         self._random = random.Random(rules.seed)
@@ -37,7 +36,7 @@ class QueueOrder:
 
     def arrived(self, request: Request) -> None:
         """A request has joined the queue."""
-        self._arrived_at[request] = self._computed()
+        self._arrived_at[request] = self.num_computed
 
     def left(self, request: Request) -> None:
         """A request has ended."""
@@ -105,7 +104,7 @@ class QueueOrder:
         if is_later:
             return (float("inf"),)
         uncached = max(0, request.original_prompt_len - matched)
-        waited = self._computed() - self._arrived_at[request]
+        waited = self.num_computed - self._arrived_at[request]
         return (-waited / uncached if uncached else -float("inf"),)
 
 

@@ -144,7 +144,7 @@ def _take_pages(state: SglangState, chosen: Sequence[Request]) -> None:
     cache.make_room(needed if cache.page_size == 1 else needed + len(chosen) * cache.page_size)
     for request in chosen:
         count = cache.missing(request.slot, request.position + request.chunk)
-        if count > cache.num_free:
+        if count > cache.free.count:
             raise SchedulerStalled(f"SGLang's scheduler: the KV cache has no room for the chunk of {request!r}")
         cache.grow(request.slot, count)
 

@@ -284,7 +284,7 @@ class RadixTree:
         """Copy a node to the host, if that has room, or can make some."""
         host = self.host
         assert host is not None
-        missing = (len(node.pages) - host.num_free) * self.page_size
+        missing = (len(node.pages) - host.free.count) * self.page_size
         if missing > 0 and self.evict_host(missing) < missing:
             return False
         node.host_pages = host.store(node.pages)

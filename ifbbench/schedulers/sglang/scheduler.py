@@ -176,7 +176,7 @@ class SglangScheduler(QueueingScheduler):
         recomputed = 0
         for chunk in plan.chunks:
             recomputed += chunk.request.advance_context()
-            self.state.num_computed += chunk.length
+            self.state.order.num_computed += chunk.length
             if chunk.is_last:
                 chunk.request.start_generation()
         self._ran(plan, 1)

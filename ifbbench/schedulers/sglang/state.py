@@ -25,8 +25,7 @@ class SglangState:
     the latest prefill batch, which have not joined `running`. chunked: the one whose prompt is computed in chunks.
     is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest
     decision. has_finishing: the last output of some running request may be in flight. limit_of_head: why the head of
-    the queue waits. num_computed: prompt tokens that all requests have computed so far. judged: tokens that waiting
-    requests lacked when they were last judged, or ran.
+    the queue waits. judged: tokens that waiting requests lacked when they were last judged, or ran.
     """
 
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
@@ -54,8 +53,7 @@ class SglangState:
         self.is_full = self.has_left = self.has_finishing = False
         self.limit_of_head: Limit | None = None
         self.ratio = NewTokenRatio(rules.conservativeness)
-        self.num_computed = 0
-        self.order = QueueOrder(rules, self.kv_cache, lambda: self.num_computed)
+        self.order = QueueOrder(rules, self.kv_cache)
         self.judged: dict[Request, int] = {}
         self._num_queued = 0
 

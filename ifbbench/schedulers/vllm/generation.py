@@ -25,7 +25,9 @@ class JointGeneration:
     """
 
     def __init__(self, limits: BatchingConfig, table: RequestTable, kv_cache: VllmCache) -> None:
-        self._table, self._kv_cache, self._max_in_flight = table, kv_cache, limits.max_in_flight
+        self._table, self._max_in_flight = table, limits.max_in_flight
+        # Not the cache, which calls `settle`: a cycle would keep its arrays after the last use.
+        self._held, self._tokens_per_block = kv_cache.held, kv_cache.tokens_per_block
         self.computed = np.zeros(limits.num_slots, np.int64)
         self.is_active, self.num_ahead = False, 0
         self._ends = Ends(table, limits.is_async)
@@ -48,7 +50,7 @@ class JointGeneration:
 
     def begin(self, requests: list[tuple[int, Request]]) -> None:
         """All generation requests run together from now on; see `Ends.restart`."""
-        self.is_active, self._group = True, StepGroup(self._kv_cache.tokens_per_block)
+        self.is_active, self._group = True, StepGroup(self._tokens_per_block)
         for _, request in requests:
             self._join(int(self.computed[request.slot]))
         self._ends.restart(requests)
@@ -81,11 +83,11 @@ class JointGeneration:
         if not request.in_generation:
             self._ends.left(request)
             return False
-        row, group, table, cache = request.slot, self._group, self._table, self._kv_cache
+        row, group, table = request.slot, self._group, self._table
         table.generated[row] += table.deferred_steps
         table.confirmed[row] += table.deferred_confirmed
         self.computed[row] = computed = int(self.computed[row]) + table.deferred_steps
-        cache.held[row] = ceil_div(computed, cache.tokens_per_block)
+        self._held[row] = ceil_div(computed, self._tokens_per_block)
         group.count -= 1
         group.tokens -= computed
         group.growing[(group.step - computed) % len(group.growing)] -= 1
@@ -93,11 +95,11 @@ class JointGeneration:
 
     def settle(self) -> None:
         """Bring all arrays up to date."""
-        table, cache, ahead = self._table, self._kv_cache, self.num_ahead
+        table, ahead = self._table, self.num_ahead
         if table.deferred_steps or table.deferred_confirmed or ahead:
             rows = np.array([row for row, one in table.requests.items() if one.in_generation], np.int64)
             self.computed[rows] = computed = self.computed[rows] + table.deferred_steps
-            cache.held[rows] = -(-(computed + ahead) // cache.tokens_per_block)
+            self._held[rows] = -(-(computed + ahead) // self._tokens_per_block)
             table.generated[rows] += table.deferred_steps
             table.confirmed[rows] += table.deferred_confirmed
             table.deferred_steps = table.deferred_confirmed = 0
@@ -118,7 +120,7 @@ class JointGeneration:
     def horizon(self, free: int) -> int:
         """For how many iterations, of which the first has its blocks, they run up to the first end, with so many free
         blocks."""
-        steps, size = max(self._ends.steps_to_first(self._max_in_flight), 1), self._kv_cache.tokens_per_block
+        steps, size = max(self._ends.steps_to_first(self._max_in_flight), 1), self._tokens_per_block
         if self.count * ceil_div(steps, size) <= free:
             return steps
         for step, blocks in enumerate(accumulate(self._group.starting(min(steps, size * (free + 1)))), start=1):
