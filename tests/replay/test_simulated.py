@@ -149,7 +149,7 @@ def test_the_cache_of_a_run_is_freed_with_its_end(tmp_path: Path, engine: str) -
     def alive() -> int:
         return sum(isinstance(one, KvCacheManager | VllmCache | SglangCache) for one in gc.get_objects())
 
-    reuse = {"enable_kv_cache_reuse": True, "enable_chunked_context": True}
+    reuse: dict[str, Any] = {"enable_kv_cache_reuse": True, "enable_chunked_context": True}
     gc.collect()
     before = alive()
     gc.disable()
