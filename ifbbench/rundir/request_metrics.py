@@ -105,7 +105,8 @@ class RequestMetrics:
         population.reused_tokens += line.reused_tokens
         self._completed += 1
         self.last_end_s = max(self.last_end_s, value_of(line.end_s))
-        for part, seconds in line.attribution_s.items():
+        attribution_s: dict[str, Any] = line.attribution_s  # numbers to write; compiled code would expect floats
+        for part, seconds in attribution_s.items():
             if (limit := limit_waited_for(part)) is not None:
                 self._waited_s[limit] = self._waited_s.get(limit, 0.0) + value_of(seconds)
         if self._has_goodput:
