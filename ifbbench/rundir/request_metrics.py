@@ -91,22 +91,22 @@ class RequestMetrics:
 
     def add_line(self, line: RequestLine) -> None:
         """Take in a request that has ended, as its line says, but for the gaps between its tokens (`add_gaps`)."""
+        numbers: Any = line  # as they are written; compiled code would expect floats
         name = line.request_class if isinstance(line.request_class, str) else None
-        priority = DEFAULT_PRIORITY if line.priority is UNSET else value_of(line.priority)
-        population, arrival_s = self._populations[name, priority], value_of(line.arrival_s)
+        priority = DEFAULT_PRIORITY if numbers.priority is UNSET else value_of(numbers.priority)
+        population, arrival_s = self._populations[name, priority], value_of(numbers.arrival_s)
         self.first_arrival_s = min(self.first_arrival_s, arrival_s)
         if line.outcome != "completed":
             population.failed += line.error is not None
             return
-        queue_time_s, ttft_s, e2e_s = value_of(line.queue_time_s), value_of(line.ttft_s), value_of(line.e2e_s)
-        tpot_s = None if line.tpot_s is None else value_of(line.tpot_s)
+        queue_time_s, ttft_s, e2e_s = value_of(numbers.queue_time_s), value_of(numbers.ttft_s), value_of(numbers.e2e_s)
+        tpot_s = None if numbers.tpot_s is None else value_of(numbers.tpot_s)
         place = self._completed
         population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, line.prompt_len, line.output_len, place)
         population.reused_tokens += line.reused_tokens
         self._completed += 1
-        self.last_end_s = max(self.last_end_s, value_of(line.end_s))
-        attribution_s: dict[str, Any] = line.attribution_s  # numbers to write; compiled code would expect floats
-        for part, seconds in attribution_s.items():
+        self.last_end_s = max(self.last_end_s, value_of(numbers.end_s))
+        for part, seconds in numbers.attribution_s.items():
             if (limit := limit_waited_for(part)) is not None:
                 self._waited_s[limit] = self._waited_s.get(limit, 0.0) + value_of(seconds)
         if self._has_goodput:
