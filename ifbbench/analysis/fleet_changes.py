@@ -81,9 +81,9 @@ class FleetChanges:
             text = f"Replica {one['replica']} failed at {significant(one['at_s'])} s"
             parts = []
             if one["retried"]:
-                parts.append(f"{count(one['retried'])} requests were sent to other replicas")
+                parts.append(f"{_requests(one['retried'])} routed again")
             if one["lost"]:
-                parts.append(f"{count(one['lost'])} were lost")
+                parts.append(f"{_requests(one['lost'])} lost")
             if parts:
                 text += f": {' and '.join(parts)}, for which {count(one['lost_tokens'])} tokens had been computed"
             found.append(f"{text}.")
@@ -115,8 +115,8 @@ class FleetChanges:
         _, sizes = self.sizes
         mean = sum(one["up_s"] for one in self.replicas) / max(max(one["ended_s"] for one in self.replicas), 1e-12)
         text = (
-            f"{count(float(sizes.min()))} to {count(float(sizes.max()))} replicas took requests, and GPUs of "
-            f"{significant(mean)} were taken on average: {count(self.starts)} started, {count(self.drains)} drained"
+            f"{count(float(sizes.min()))} to {count(float(sizes.max()))} replicas took requests, and "
+            f"{significant(mean)} held GPUs on average: {count(self.starts)} started, {count(self.drains)} drained"
         )
         if self.waited_for_start_s:
             queue_s = float(self.run.completed["queue_time_s"].sum())
@@ -146,3 +146,7 @@ class FleetChanges:
             if one["event"] in ("drain", "fail"):
                 stops_s[one["replica"]] = min(stops_s[one["replica"]], one["at_s"])
         return stops_s
+
+
+def _requests(number: int) -> str:
+    return "1 request was" if number == 1 else f"{count(number)} requests were"

@@ -501,7 +501,7 @@ def test_why_says_what_a_failure_cost(changed: Path) -> None:
     text, facts = ifbbench("why", fleet), json.loads(ifbbench("why", fleet, "--json"))
     (failure,) = [one for one in summary_of(fleet)["fleet"]["events"] if one["event"] == "fail"]
     rows = lines(fleet / "requests.jsonl")
-    assert f"Replica 1 failed at 0.500 s: {failure['retried']} requests were sent to other replicas" in text
+    assert f"Replica 1 failed at 0.500 s: {failure['retried']} requests were routed again" in text
     assert facts["changes"]["failures"] == [failure]
     assert facts["changes"]["lost_s"] == pytest.approx(sum(row["attribution_s"].get("router", 0.0) for row in rows))
     waited_s = sum(row["queue_time_s"] - row["attribution_s"].get("router", 0.0) for row in rows)
