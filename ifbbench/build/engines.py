@@ -163,12 +163,16 @@ def check_requests_of_vllm(config: RunConfig, max_seq_len: int) -> None:
             f"--engine vllm: the trace has requests with {config.max_beam_width} beams, which are no part of vLLM's "
             "scheduler; add --beam_width 1, or choose another engine."
         )
-    if config.enable_chunked_context is False and (config.max_num_tokens or 0) < max_seq_len:
-        raise InputError(
-            f"--enable_chunked_context: without it vLLM needs the {max_seq_len} tokens of --max_seq_len "
-            f"(max_model_len) in one iteration, and --max_num_tokens is {config.max_num_tokens}; raise that, or lower "
-            "--max_seq_len."
-        )
+    limits = {
+        "--max_num_tokens": config.max_num_tokens or 0,
+        "--max_num_scheduled_tokens": config.max_num_scheduled_tokens,
+    }
+    for name, limit in limits.items():
+        if config.enable_chunked_context is False and limit is not None and limit < max_seq_len:
+            raise InputError(
+                f"--enable_chunked_context: without it vLLM needs the {max_seq_len} tokens of --max_seq_len "
+                f"(max_model_len) in one iteration, and {name} is {limit}; raise that, or lower --max_seq_len."
+            )
 
 
 def vllm_rules(config: RunConfig, layout: CacheLayout) -> VllmRules:

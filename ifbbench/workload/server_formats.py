@@ -98,8 +98,8 @@ def _attributes(span: Row) -> dict[str, Any]:
     for name in ("attributes", "tags"):
         for attribute in objects(span, name):
             value = attribute.get("value")
-            if isinstance(value, dict):  # {"intValue": "7"}
-                value = next(iter(value.values()), None)
+            if isinstance(value, dict):  # {"intValue": "7"}; in Parquet also the other types, as None
+                value = next((one for one in value.values() if one is not None), None)
             found[str(attribute.get("key"))] = value
     return found
 

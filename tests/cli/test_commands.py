@@ -3,7 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PosixPath
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,12 @@ def pretend_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -
     monkeypatch.setitem(sys.modules, name, module)
 
 
+class Loaded(PosixPath):
+    """A run in the place of the one in this directory."""
+
+    lacks_requests = False
+
+
 @pytest.fixture
 def runs(monkeypatch):
     """Replaces running, loading and reporting; `failed` requests fail in every run, `calls` are the runs made."""
@@ -47,7 +53,7 @@ def runs(monkeypatch):
 
     monkeypatch.setitem(KEEP, "run", run_point)
     pretend_module(monkeypatch, "ifbbench.replay.run", run_trace=run_trace, RunResult=Result)
-    monkeypatch.setattr("ifbbench.rundir.reader.load_run", lambda directory, without=(): directory)
+    monkeypatch.setattr("ifbbench.rundir.reader.load_run", lambda directory, without=(): Loaded(directory))
     monkeypatch.setattr("ifbbench.rundir.run_directory.is_lost", lambda directory: False)
     monkeypatch.setattr("ifbbench.report.tables.print_report", lambda run, console, known: console.print("the report"))
     monkeypatch.setattr(

@@ -73,6 +73,7 @@ def test_a_share_of_all_memory_includes_weights_and_activations() -> None:
         ("--num_loras 2", "not built"),
         ("--max-num-seqs 100 --max-num-batched-tokens 64", "which vLLM refuses"),
         ("--no-enable-chunked-prefill", "--max_seq_len"),
+        ("--no-enable-chunked-prefill --max-model-len 64 --max-num-scheduled-tokens 32", "scheduled_tokens is 32"),
         ("--acceptance_rate 0.5 --async-scheduling", "--async_scheduling"),
         ("--kv_cache_free_gpu_mem_fraction 0.5 --gpu-memory-utilization 0.5", "leave out one of them"),
     ],
