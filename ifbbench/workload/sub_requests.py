@@ -83,14 +83,17 @@ def with_sub_requests(
             return with_prefix(request, runs) if runs else request
         if request.after is None:
             return request
-        before = int(row_of_turn[at - 1])
-        return structs.replace(request, after=before, also_after=tuple(range(before + 1, sent_in)))
+        return structs.replace(request, after=int(row_of_turn[at - 1]), also_after=also_after.get(sent_in, ()))
 
     origin = np.where(np.asarray(turns.origin)[turn_at] == NO_ORIGIN, NO_ORIGIN, np.arange(count))
     follows = np.zeros(count, bool) if turns.after is None else np.asarray(turns.after) != NO_REQUEST
     after = np.where(follows[turn_at], row_of_turn[np.maximum(turn_at - 1, 0)], NO_REQUEST)
     after[is_sub] = row_of_turn[turn_at[is_sub]]
     waits = [at for at in turn[1:].tolist() if follows[at] and num_started[at - 1]]
+    # The sub-requests of a turn stand between it and the next one.
+    also_after = {
+        int(row_of_turn[at]): tuple(range(int(row_of_turn[at - 1]) + 1, int(row_of_turn[at]))) for at in waits
+    }
     return replace(
         turns,
         request_id=identifiers(np.arange(count)),
@@ -104,9 +107,7 @@ def with_sub_requests(
         class_of=None if turns.class_of is None else integers(np.asarray(turns.class_of)[turn_at]),
         after=identifiers(after),
         think_s=seconds(np.where(is_sub, 0.0, np.asarray(turns.think_s or np.zeros(count))[turn_at])),
-        also_after={
-            int(row_of_turn[at]): tuple(range(int(row_of_turn[at - 1]) + 1, int(row_of_turn[at]))) for at in waits
-        },
+        also_after=also_after,
     )
 
 
