@@ -40,7 +40,7 @@ class Times(NamedTuple):
 
 @dataclass
 class Sizes:
-    """The sizes of one side: replicas, requests at a time, tokens of an iteration, blocks, tokens a second of a link."""
+    """Sizes of one side: replicas, requests at a time, tokens of an iteration, blocks, tokens a second of a link."""
 
     replicas: int
     requests: int
