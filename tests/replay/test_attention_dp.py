@@ -1,5 +1,7 @@
 """Runs in which parts of the devices have requests of their own: their work, and iterations advanced together."""
 
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -7,6 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from ifbbench.clock import VirtualClock
+from ifbbench.engine.batch import Batch
 from ifbbench.engine.drafts import DraftInputs
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.models.named_models import load_model_config
@@ -16,9 +20,10 @@ from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.vllm.rules import VllmRules
 from ifbbench.settings.modes import Overlap
 from ifbbench.simulated.cost_model import CostModel
+from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard
-from ifbbench.simulated.step_work import StepWork, mtp_passes, parts_of
+from ifbbench.simulated.step_work import StepWork, mtp_passes
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.replay.test_fast_forward import COST_MODELS, FILES, config_of, run
 from tests.simulated.batches import batch_of
@@ -100,18 +105,46 @@ def test_every_scheduler_divides_its_rows(engine: str, rules: dict[str, Any]) ->
     assert scheduler.table.choose_row is not None
 
 
-def test_the_parts_of_a_batch_are_all_of_it():
-    batch = batch_of([(0, 10, True), (4, 5, False)], [3, 7, 9, 20, 1])
-    for index, chunk in enumerate(batch.context):
-        chunk.request.slot = 5 + index
-    batch = batch._replace(drafts=DraftInputs(np.array([0, 2, 1, 0, 3, 2], np.int32), np.zeros(8, np.int32)))
-    parts = list(parts_of(batch, 3))
-    works = [StepWork.of_batch(part) for part in parts]
+def parts_of(batch: Batch, num_parts: int) -> Iterator[Batch]:
+    """The requests of `batch` in each part of the devices, as batches of their own."""
+    of_slot = batch.slots % num_parts
+    drafts = None if batch.drafts is None else batch.drafts.counts[len(batch.drafts.counts) - len(batch.slots) :]
+    for part in range(num_parts):
+        rows = np.flatnonzero(of_slot == part)
+        of_part = None
+        if drafts is not None:
+            of_part = DraftInputs(drafts[rows], np.zeros(int(drafts[rows].sum()), np.int32))
+        yield batch._replace(
+            context=tuple(chunk for chunk in batch.context if chunk.request.slot % num_parts == part),
+            slots=batch.slots[rows],
+            positions=batch.positions[rows],
+            drafts=of_part,
+        )
 
-    assert [len(part.slots) for part in parts] == [2, 2, 1]
-    assert [part.drafts.counts.tolist() for part in parts if part.drafts is not None] == [[2, 3], [1, 2], [0]]
-    total = StepWork(*map(sum, zip(*works, strict=True)))
-    assert total == StepWork.of_batch(batch)
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_largest_work_is_that_of_parts_as_batches_of_their_own(seed: int):
+    draw = np.random.default_rng(seed)
+    windows = [((None, 1.0),), ((None, 0.25), (30, 0.75))][seed % 2]
+    positions = draw.integers(1, 60, draw.integers(0, 12)).tolist()
+    chunks = [(int(draw.integers(0, 40)), int(draw.integers(1, 60)), bool(draw.integers(2))) for _ in range(seed % 5)]
+    batch = batch_of(chunks, positions)
+    slots = draw.permutation(40)[: len(chunks) + len(positions)]
+    batch = batch._replace(slots=slots[: len(positions)].astype(np.int64))
+    for chunk, slot in zip(batch.context, slots[len(positions) :].tolist(), strict=True):
+        chunk.request.slot = slot
+    if seed % 3 == 0:
+        counts = np.concatenate([np.zeros(len(chunks), np.int32), draw.integers(0, 4, len(positions))])
+        batch = batch._replace(drafts=DraftInputs(counts, np.zeros(int(counts.sum()), np.int32)))
+    executor = SimulatedExecutor(COST, VirtualClock(), windows)
+    parts = list(parts_of(batch, PARTS))
+    requests, work = executor._largest_of_batch(batch)
+
+    assert requests == max(len(part.context) + len(part.slots) for part in parts)
+    assert work == COST.of_largest([StepWork.of_windows(part, windows) for part in parts])
+    executor = SimulatedExecutor(COST, VirtualClock(), windows, draft_model=COST, draft_mtp=3)
+    passes = zip_longest(*[mtp_passes(part, 3) for part in parts], fillvalue=StepWork())
+    assert executor._largest_mtp_passes(COST, batch) == [COST.of_largest(works) for works in passes]
 
 
 def test_the_passes_of_a_draft_layer():
