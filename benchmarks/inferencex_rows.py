@@ -13,7 +13,8 @@ run by themselves.
 
 - SGLang looks for requests in each 10th or 30th decode batch on Blackwell (`--scheduler-recv-interval`).
 - TensorRT-LLM's `max_num_tokens` is that of one prompt and the batch, so that one prompt runs in an iteration; from
-  WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part.
+  WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part,
+  and prompts wait until each part has one (`attention_dp_config`).
 - Before WARMED_UP the client sent no requests to warm the server up. SGLang on Blackwell then compiles kernels when it
   first cuts a prompt into chunks: nothing runs for COMPILING_S, which the throughput has in it. (TTFT p99 has them
   too. That this happens was found with all rows in view; how long it takes was set by eye.)
@@ -134,7 +135,8 @@ def _of_tensorrt_llm(row: Row) -> dict[str, Any]:
     tokens = (tokens + row["input"] + 64 + 63) // 64 * 64
     if row.get("date", WARMED_UP) >= WARMED_UP and not row.get("drafts"):
         tokens = max(tokens, 8192)
-    return {
+    balance = {"attention_dp_enable_balance": True, "attention_dp_time_out_iters": 60}
+    return (balance | {"attention_dp_batching_wait_iters": 0} if parts > 1 else {}) | {
         "max_num_tokens": tokens * parts,
         "max_batch_size": batch * parts if row.get("drafts") else 2048,
         "enable_chunked_context": False,

@@ -1,8 +1,10 @@
 """Runs in which parts of the devices have requests of their own: their work, and iterations advanced together."""
 
+import json
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ from ifbbench.models.named_models import load_model_config
 from ifbbench.schedulers.engines import make_scheduler
 from ifbbench.schedulers.parts import Parts
 from ifbbench.schedulers.sglang.rules import SglangRules
+from ifbbench.schedulers.tensorrt_llm.balance import PartsBalance
 from ifbbench.schedulers.vllm.rules import VllmRules
 from ifbbench.settings.modes import Overlap
 from ifbbench.simulated.cost_model import CostModel
@@ -61,6 +64,92 @@ def test_iterations_advanced_together_leave_the_same_files(tmp_path: Path, seed:
     assert single.together == 0 < together.together
     for name in FILES:
         assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
+
+
+BALANCED = {"balances_parts": True, "chunk_unit": None, "max_num_tokens": 4 * 64, "max_input_len": 60}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+@pytest.mark.parametrize("overlap", [None, Overlap.ASYNC])
+@pytest.mark.parametrize(("time_out", "batching"), [(12, 0), (3, 5), (0, 0)])
+def test_balanced_iterations_advanced_together_leave_the_same_files(
+    tmp_path: Path, seed: int, policy: str, overlap: Overlap | None, time_out: int, batching: int
+):
+    config = config_of(
+        attention_dp_size=PARTS,
+        max_batch_size=8,
+        policy=policy,
+        overlap=overlap,
+        attention_dp_time_out_iters=time_out,
+        attention_dp_batching_wait_iters=batching,
+        **BALANCED,
+    )
+    with mock.patch.dict(COST_MODELS, {1: COST}):
+        together = run(trace_of(seed), config, tmp_path / "together", True)
+        single = run(trace_of(seed), config, tmp_path / "single", False)
+
+    assert single.together == 0 < together.together
+    for name in FILES:
+        assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
+    lines = [json.loads(line) for line in (tmp_path / "single" / "iterations.jsonl").read_text().splitlines()]
+    assert ("attention_dp" in {line["bound_by"] for line in lines}) == (time_out > 0)
+
+
+class PyExecutorBalance:
+    """`PyExecutor._balance_adp_requests` of TensorRT-LLM, from its description: counts of all ranks, two counters."""
+
+    def __init__(self, slots: int, time_out: int, batching: int) -> None:
+        self.slots, self.time_out, self.batching = slots, time_out, batching
+        self.waiting_iters = self.batching_iters = 0
+
+    def runs(self, num_context: list[int], num_generation: list[int]) -> bool:
+        if all(count < self.slots for count in num_generation) and all(count > 0 for count in num_context):
+            self.waiting_iters = 0
+            if all(count > 0 for count in num_generation):
+                if self.batching_iters < self.batching:
+                    self.batching_iters += 1
+                    return False
+                self.batching_iters = 0
+            return True
+        self.waiting_iters += 1
+        if self.waiting_iters >= self.time_out or not all(count > 0 for count in num_generation):
+            self.waiting_iters = 0
+            return True
+        return False
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_prompts_run_as_pyexecutor_lets_them(seed: int):
+    draw = np.random.default_rng(seed)
+    time_out, batching = int(draw.integers(0, 9)), int(draw.integers(0, 4))
+    limits = {"attention_dp_time_out_iters": time_out, "attention_dp_batching_wait_iters": batching}
+    balance = PartsBalance(config_of(attention_dp_size=PARTS, max_batch_size=12, **BALANCED | limits))
+    oracle = PyExecutorBalance(3, time_out, batching)
+    for _ in range(200):
+        generation = np.flatnonzero(draw.random(12) < draw.choice([0.3, 0.8]))
+        free = np.setdiff1d(np.arange(12), generation)
+        rows = free[draw.random(len(free)) < draw.choice([0.0, 0.3, 0.9])].tolist()
+        counts = [
+            [int((np.array(slots) % PARTS == part).sum()) for part in range(PARTS)] for slots in (rows, generation)
+        ]
+        context = [mock.Mock(slot=row) for row in rows]
+        expected = oracle.runs(*counts)
+        assert balance.lets_run(context, generation) == expected
+        # As long as the same prompts are held back, or there are none, iterations are skipped.
+        more = min(int(draw.integers(0, 5)), balance.certain - 1) if not (context and expected) else 0
+        assert all(oracle.runs(*counts) == expected or not context for _ in range(more))
+        balance.skip(more)
+
+
+def test_each_part_has_its_share_of_the_tokens():
+    # Two prompts of 40 tokens do not fit in the 64 of a part, but each part runs one.
+    trace = Trace("equal", [TraceRequest(index, 0.0, 40, 4, 4) for index in range(8)], "0" * 64, "test")
+    config = config_of(attention_dp_size=PARTS, max_batch_size=8, num_blocks=200, **BALANCED)
+    with TemporaryDirectory() as directory, mock.patch.dict(COST_MODELS, {1: COST}):
+        run(trace, config, Path(directory), True)
+        lines = [json.loads(line) for line in (Path(directory) / "iterations.jsonl").read_text().splitlines()]
+    assert [line["num_context_requests"] for line in lines if line["num_context_requests"]] == [4, 4]
 
 
 def parts_of_requests(engine: str, prompts: list[int], table: RequestTable | None = None) -> list[int]:

@@ -216,7 +216,8 @@ def deepseek(**changes):
         ({"engine": "tensorrt-llm", "drafts": "mtp", "output": 8192}, {"draft_mtp": 3, "acceptance_rate": "0.79"}),
         (
             {"engine": "tensorrt-llm", "drafts": "mtp", "decode": {"tp": 8, "ep": 8, "dp_attention": True}},
-            {"draft_mtp": 1, "max_batch_size": 8, "max_num_tokens": 8 * 8320, "attention_dp_size": 8},
+            {"draft_mtp": 1, "max_batch_size": 8, "max_num_tokens": 8 * 8320, "attention_dp_size": 8}
+            | {"attention_dp_enable_balance": True, "attention_dp_time_out_iters": 60},
         ),
     ],
 )
