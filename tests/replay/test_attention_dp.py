@@ -69,9 +69,11 @@ def test_iterations_advanced_together_leave_the_same_files(tmp_path: Path, seed:
 BALANCED = {"balances_parts": True, "chunk_unit": None, "max_num_tokens": 4 * 64, "max_input_len": 60}
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
-@pytest.mark.parametrize("overlap", [None, Overlap.ASYNC])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("policy", "overlap"),
+    [("guaranteed_no_evict", None), ("guaranteed_no_evict", Overlap.ASYNC), ("max_utilization", None)],
+)
 @pytest.mark.parametrize(("time_out", "batching"), [(12, 0), (3, 5), (0, 0)])
 def test_balanced_iterations_advanced_together_leave_the_same_files(
     tmp_path: Path, seed: int, policy: str, overlap: Overlap | None, time_out: int, batching: int
@@ -92,8 +94,23 @@ def test_balanced_iterations_advanced_together_leave_the_same_files(
     assert single.together == 0 < together.together
     for name in FILES:
         assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
-    lines = [json.loads(line) for line in (tmp_path / "single" / "iterations.jsonl").read_text().splitlines()]
-    assert ("attention_dp" in {line["bound_by"] for line in lines}) == (time_out > 0)
+
+
+def test_prompts_that_wait_for_other_parts_are_recorded(tmp_path: Path):
+    # All four of the first prompts run at once; the next one arrives alone, and waits while all parts generate.
+    rows = [TraceRequest(index, 0.0 if index < 4 else 1e-4, 10, 20, 20) for index in range(5)]
+    rules = BALANCED | {"attention_dp_time_out_iters": 8, "attention_dp_batching_wait_iters": 0}
+    config = config_of(attention_dp_size=PARTS, max_batch_size=8, num_blocks=200, **rules)
+    with mock.patch.dict(COST_MODELS, {1: COST}):
+        run(Trace("one more", rows, "0" * 64, "test"), config, tmp_path, True)
+    lines = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
+
+    assert [line["Iteration Counter"] for line in lines if line["Context Requests"]] == [0, 8]
+    held = [line["ifbbench"] for line in lines if line["ifbbench"]["bound_by"] == "attention_dp"]
+    assert len(held) == 7
+    assert {one["first_left_out"]["request_id"] for one in held} == {4}
+    waited = json.loads((tmp_path / "requests.jsonl").read_text().splitlines()[-1])["attribution_s"]
+    assert waited["waiting_attention_dp"] > 0
 
 
 class PyExecutorBalance:
@@ -149,7 +166,7 @@ def test_each_part_has_its_share_of_the_tokens():
     with TemporaryDirectory() as directory, mock.patch.dict(COST_MODELS, {1: COST}):
         run(trace, config, Path(directory), True)
         lines = [json.loads(line) for line in (Path(directory) / "iterations.jsonl").read_text().splitlines()]
-    assert [line["num_context_requests"] for line in lines if line["num_context_requests"]] == [4, 4]
+    assert [line["Context Requests"] for line in lines if line["Context Requests"]] == [4, 4]
 
 
 def parts_of_requests(engine: str, prompts: list[int], table: RequestTable | None = None) -> list[int]:
