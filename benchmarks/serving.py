@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fit_rows import FIT, JUDGED, part_of
-from benchmarks.serving_bands import bands, coverage, write_bands
+from benchmarks.serving_bands import bands, chosen_share, held_out, write_bands
 from benchmarks.serving_differences import differences
 from benchmarks.serving_rows import (
     METRICS,
@@ -126,13 +126,24 @@ def report(comparisons: Sequence[Comparison]) -> dict[str, Any]:
             f"\n{part} rows, fastest number of GPUs: {found[f'{part}_fastest_degree']}\n"
             f"{part} rows, ratios of two: {json.dumps(found[f'{part}_differences'])}\n"
         )
-    found["bands"] = coverage(comparisons)
-    print(f"bands of fit rows on judged rows: {found['bands']}\n")
+    found["expected_error"] = {part: held_out(comparisons, part) for part in (FIT, JUDGED)}
+    for part, one in found["expected_error"].items():
+        _print_coverage(part, one)
     found["judged"] = {
         metric: {name: figures[name] for name in ("rows", "median", "p90", "bias")}
         for metric, figures in found["judged_rows"].items()
     }
     return found
+
+
+def _print_coverage(part: str, found: Mapping[str, Any]) -> None:
+    """Print how many rows are in the stated range that is made without their curve."""
+    groups = {**found["all"], **found["by_figure"], **found["by_regime"]}
+    width = max(map(len, [*groups, f"{part} rows, in a range without their curve"]))
+    print(f"\n{part + ' rows, in a range without their curve':<{width}}    rows  curves  inside  each curve once")
+    for name, one in groups.items():
+        print(f"{name:<{width}}  {one['rows']:6} {one['curves']:7} {one['inside']:7.1%} {one['inside_by_curve']:16.1%}")
+    print(f"a range is made for {found['made_for']:.0%} of its own rows, as fit rows need it")
 
 
 def _print_table(title: str, groups: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
@@ -196,7 +207,9 @@ def main() -> None:
     result = {**about, **report(comparisons)}
     if asked.bands:
         published = json.loads(asked.published.read_text()) if asked.published else None
-        write_bands(bands([one for one in comparisons if part_of(one.row) == JUDGED]), published)
+        made_for = chosen_share(comparisons)
+        judged = [one for one in comparisons if part_of(one.row) == JUDGED]
+        write_bands(bands(judged, made_for), published, made_for)
     if asked.plot:
         from benchmarks.serving_charts import draw
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.fit_rows import KEYS, TABLE, part_of
 from benchmarks.inferencex_rows import standard_row
 from benchmarks.serving import errors, fastest_degree
-from benchmarks.serving_bands import MADE_FOR, band, bands, coverage
+from benchmarks.serving_bands import band, bands, chosen_share, curve_of, held_out
 from benchmarks.serving_rows import (
     AICONFIGURATOR,
     LATER_ROUNDS,
@@ -30,7 +30,7 @@ from benchmarks.serving_rows import (
     requests_of,
     rows_of,
 )
-from ifbbench.simulated.expected_error import LOADS
+from ifbbench.simulated.expected_error import COVERAGE, LOADS
 
 ROW: dict[str, Any] = {
     "source": "made-up",
@@ -328,31 +328,61 @@ def test_the_fastest_degree_is_found_where_several_were_measured():
     assert fastest_degree(right[:1])["groups"] == 0
 
 
-def test_a_band_has_its_share_of_the_values():
-    values = [index / 100 for index in range(100)]
-    low, high = band(values)
+def test_a_band_has_its_share_of_the_curves():
+    ratios = [(str(index), 1 + index / 100) for index in range(100)]
+    low, high = band(ratios, 0.9)
+    inside = sum(low <= ratio - 1 <= high for _, ratio in ratios)
 
-    inside = sum(low <= value <= high for value in values) / len(values)
-    assert MADE_FOR <= inside < MADE_FOR + 0.05
-    assert band([0.1, 0.5, 0.3]) == (0.1, 0.5)
+    assert 90 <= inside <= 92
+    assert band([("a", 1.1), ("b", 1.5), ("c", 1.3)], 0.9) == (0.1, 0.5)
+    # A curve with many rows counts as much as one with a single row.
+    many = [("many", 2.0)] * 1000 + [(str(index), 1 + index / 100) for index in range(9)]
+    assert band(many, 0.9) == (0.0, 1.0)
+    assert band(many, 0.6) == (0.02, 0.07)
 
 
-def test_bands_are_by_engine_and_load_where_there_are_rows_enough():
-    comparisons = [
-        Comparison(ROW | {"input": length, "concurrency": clients}, "itl", 1.0, 1.0 + length / 1000)
-        for clients, count in ((4, 40), (64, 5))
-        for length in range(1, count + 1)
+def test_rows_of_a_curve_differ_in_load_and_date():
+    first, _ = deepseek()
+    assert curve_of(first) == curve_of(deepseek(concurrency=64, date="2026-04-01")[0])
+    for changes in ({"drafts": "mtp"}, {"input": 1024}, {"gpu": "b300"}, {"decode": first | {"tp": 4}}):
+        assert curve_of(first) != curve_of(
+            deepseek(**{"decode": {"tp": 8, "ep": 8, "dp_attention": False}} | changes)[0]
+        )
+
+
+def comparisons_of(curves: int, clients: int, **changes) -> list[Comparison]:
+    """Curves with an error of their own each, from 1 to 2 times, with two rows."""
+    return [
+        Comparison(ROW | {"input": 100 + curve, "concurrency": clients} | changes, "itl", 1 + curve / curves, 1.0)
+        for curve in range(curves)
+        for _ in range(2)
     ]
-    (setup,) = bands(comparisons)
+
+
+def test_bands_are_by_engine_and_load_where_there_are_curves_enough():
+    (setup,) = bands(comparisons_of(20, 4) + comparisons_of(2, 64), 0.9)
 
     assert (setup["engine"], setup["hardware"], setup["tp_sizes"]) == ("vllm", "h100-sxm", [1])
-    assert [part["up_to"] for part in setup["loads"]] == [LOADS[0]]
-    assert setup["all_loads"]["rows"] == 45
-    assert bands(comparisons[:5]) == []
-    listed = {"source": "aiconfigurator-gap"}
-    fitted = [Comparison({**one.row, **listed}, "itl", one.measured, one.predicted) for one in comparisons]
-    assert coverage(comparisons) == coverage(fitted) == {}
-    assert 0.5 < coverage([*fitted, *comparisons])["itl"]["inside"] <= 1
+    assert [(part["up_to"], part["curves"]) for part in setup["loads"]] == [(LOADS[0], 20)]
+    assert setup["all_loads"]["curves"] == 20  # the two of the other load have the lengths of others
+    assert bands(comparisons_of(3, 4), 0.9) == []
+
+
+def test_the_share_of_a_band_is_chosen_so_that_it_covers_curves_that_are_left_out():
+    listed = {"source": "aiconfigurator-gap", "version": "0.12.0"}
+    fit, judged = comparisons_of(12, 4, **listed), comparisons_of(12, 4)
+    assert part_of(fit[0].row) == "fit"
+    share = chosen_share([*fit, *judged])
+    assert share == chosen_share(fit)
+    assert share == pytest.approx(0.82)  # the range of the eleven others; with 0.8 one at each end is outside
+    for part in ("fit", "judged"):
+        found = held_out([*fit, *judged], part)
+        assert found["made_for"] == share
+        assert COVERAGE <= found["all"]["all"]["inside"] < COVERAGE + 0.1
+        assert found["by_regime"].keys() == {"vllm h100-sxm up to 8"}
+    # A judged row that is far from all others is in no band.
+    far = Comparison(ROW | {"input": 999, "concurrency": 4}, "itl", 9.0, 1.0)
+    assert held_out([*fit, *judged, far])["all"]["all"]["rows"] == 25
 
 
 def test_the_command_ends_with_one_json_object(tmp_path):
