@@ -87,8 +87,6 @@ def _read(cache: Path | None) -> dict[str, dict[str, Any]]:
 
 def _work(row: Row) -> float:
     """About how long a row takes, relative to others."""
-    if row.get("disaggregated"):
-        return 0.0
     requests = len(requests_of(row))
     parts_work = PARTS_WORK if row.get("dp_attention") else 1.0
     return requests * parts_work * (DRAFT_WORK if row.get("num_drafts") or row.get("drafts") else 1.0)

@@ -275,7 +275,7 @@ def test_medians_are_compared_with_medians():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (INFERENCEX | {"disaggregated": True}, "different GPUs"),
+        (ROW | {"disaggregated": True}, "different GPUs"),
         (ROW | {"input": None}, "does not say the lengths"),
         (ROW | {"model": None, "gpu": ""}, "does not say gpu, model"),
         (ROW | {"concurrency": None, "num_requests": None}, "neither clients nor a rate"),
@@ -284,6 +284,31 @@ def test_medians_are_compared_with_medians():
 def test_a_row_that_cannot_be_replayed_says_why(row, reason):
     with pytest.raises(NotReplayable, match=reason):
         check(standard_row(row) if "decode" in row else row)
+
+
+def test_a_disaggregated_row_has_two_sides():
+    sides = {
+        "prefill": {"workers": 1, "tp": 4, "ep": 4, "dp_attention": True, "gpus": 4},
+        "decode": {"workers": 2, "tp": 1, "ep": 1, "dp_attention": True, "gpus": 16},
+    }
+    changes = {"disaggregated": True, "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 4}
+    row, config = deepseek(**changes, **sides)
+    assert row["num_gpus"] == 20
+    assert row["output_tokens_per_s"] == pytest.approx(20 * INFERENCEX["output_tokens_per_s_per_gpu"])
+    assert part_of(row) == "judged"
+    assert (config.prefill_replicas, config.decode_replicas) == (1, 2)
+    assert config.prefill == "tp_size=4,ep_size=4,attention_dp_size=4"
+    assert config.decode == "tp_size=8,ep_size=8,attention_dp_size=8"
+
+
+def test_a_disaggregated_row_is_replayed_where_the_engine_has_sides():
+    apart = {"workers": 1, "tp_size": 1}
+    row = ROW | {"disaggregated": True, "sides": {"prefill": apart, "decode": apart}, "num_gpus": 2}
+    alone = predict(ROW, {})
+    found = predict(row, {})
+
+    assert found["ttft"] > alone["ttft"]  # keys and values are sent
+    assert found["itl"] == pytest.approx(alone["itl"], rel=0.3)
 
 
 def test_an_unknown_model_is_a_reason():
