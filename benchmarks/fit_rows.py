@@ -1,7 +1,7 @@
 """Which published measurements constants may be fitted to: those of the sources, GPUs and versions in fit_rows.csv.
 
-All others are judged, and so are disaggregated ones: no constant comes from them, and errors are stated of them alone. A
-column of KEYS that is empty stands for rows without such a value. Of a source with many curves, `dtype`, `lengths`
+All others are judged, and so are disaggregated ones: no constant comes from them, and errors are stated of them alone.
+A column of KEYS that is empty stands for rows without such a value. Of a source with many curves, `dtype`, `lengths`
 (prompt/output) and `drafts` (`none`, or what proposes them) name those that are fit; where they are empty, all are.
 """
 

@@ -15,8 +15,8 @@ run by themselves.
 - TensorRT-LLM's `max_num_tokens` is that of one prompt and the batch, so that one prompt runs in an iteration; from
   WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part,
   and prompts wait until each part has one (`attention_dp_config`).
-- Disaggregated rows have two sides, each with workers of their own; the throughput of a GPU is that of all GPUs of both.
-  The settings of their servers (benchmarks/multi_node) are not read here: they run with the defaults of the engine.
+- Disaggregated rows have two sides, each with workers of their own, and the throughput of a GPU is that of all of both
+  sides. The settings of their servers (benchmarks/multi_node) were not read: they run with the defaults of the engine.
 - Before WARMED_UP the client sent no requests to warm the server up. SGLang on Blackwell then compiles kernels when it
   first cuts a prompt into chunks: nothing runs for COMPILING_S, which the throughput has in it. (TTFT p99 has them
   too. That this happens was found with all rows in view; how long it takes was set by eye.)
@@ -72,9 +72,7 @@ def standard_row(row: Row) -> dict[str, Any]:
     settings = _of_sglang(row) if row["engine"] == "sglang" else _of_tensorrt_llm(row)
     if is_apart:
         settings = {"kv_cache_dtype": "fp8"}
-    is_cold = (
-        not is_apart and row["engine"] == "sglang" and _is_blackwell(row) and row.get("date", WARMED_UP) < WARMED_UP
-    )
+    is_cold = row["engine"] == "sglang" and _is_blackwell(row) and row.get("date", WARMED_UP) < WARMED_UP
     prompts = row["concurrency"] * fmean(prompt_len for prompt_len, _ in pairs)
     return {
         **{name: row[name] for name in (*named, *LATENCIES, "version", "power_w_per_gpu") if name in row},
@@ -93,7 +91,7 @@ def standard_row(row: Row) -> dict[str, Any]:
         "num_drafts": _drafts(row) if row.get("drafts") else None,
         "settings": settings | ({"acceptance_rate": acceptance_rate(row)} if row.get("drafts") else {}),
         "client_s": CLIENT_S,
-        "waiting_s": COMPILING_S if is_cold and prompts > settings["max_num_tokens"] else 0.0,
+        "waiting_s": COMPILING_S if is_cold and not is_apart and prompts > settings["max_num_tokens"] else 0.0,
         "output_tokens_per_s": row["output_tokens_per_s_per_gpu"]
         * (sum(row[side]["gpus"] for side in SIDES) if is_apart else decode["tp"]),
     }
