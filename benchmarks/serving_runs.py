@@ -100,15 +100,17 @@ def _run(
         return
     begin_s, done, work_done = time.monotonic(), 0, 0.0
     works = {index: _work(row) for index, row in rows}
+    works_left = sum(works.values())
     ends_s = None if minutes is None else begin_s + 60 * minutes
     shown_s = begin_s
     with Pool(jobs, initializer=_leave_interrupts) as pool:
         for index, figures in pool.imap_unordered(partial(_predicted, models=models, ends_s=ends_s), rows):
-            done, work_done = done + 1, work_done + works[index]
-            now_s = time.monotonic()
+            done, now_s = done + 1, time.monotonic()
+            works_left -= works[index]
+            work_done += 0.0 if "error" in figures else works[index]  # those that fail say nothing about time
             if now_s - shown_s >= PROGRESS_S or done == len(rows):
                 shown_s = now_s
-                left_s = (now_s - begin_s) * (sum(works.values()) - work_done) / max(work_done, 1.0)
+                left_s = (now_s - begin_s) * works_left / max(work_done, 1.0)
                 print(
                     f"{done} of {len(rows)} predictions, {now_s - begin_s:.0f} s, about {left_s:.0f} s left",
                     file=sys.stderr,

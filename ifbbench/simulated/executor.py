@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from mypy_extensions import mypyc_attr
+from numpy.typing import NDArray
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
-from ifbbench.engine.arrays import NO_ROWS
+from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, Positions, StepOutputs
 from ifbbench.engine.interfaces import IterationWork, PredictedTimes
 from ifbbench.engine.plan import ContextChunk
@@ -212,24 +213,17 @@ class SimulatedExecutor:
             of_chunks = cost.host_ns(counts[part] + len(chunks), sum([length for _, length, _ in chunks]))
             host_ns = max(host_ns, of_chunks)
             outputs = max(outputs, counts[part] + sum([is_last for _, _, is_last in chunks]))
-        # [windows, steps, parts]
-        keys = [
-            np.stack(
-                [
-                    np.bincount(of_part, weights=np.minimum(cached + step, window), minlength=parts)
-                    for step in range(1, steps + 1)
-                ]
-            )
-            if window is not None
-            else np.bincount(of_part, weights=cached, minlength=parts) + by_part * np.arange(1, steps + 1)[:, None]
-            for window, _ in self.windows
-        ]
-        if not context and len(keys) == 1:
+        if not context and len(self.windows) == 1:
+            window = self.windows[0][0]
             if within_ns is not None and steps > 1:
-                shortest_ns = host_ns + cost.generation_ns(most, [int(keys[0][0].max())])[0]
+                first = self._keys_of_parts(window, of_part, cached, by_part, 1)
+                shortest_ns = host_ns + cost.generation_ns(most, [int(first.max())])[0]
                 steps = min(steps, max(within_ns, 0) // max(shortest_ns, 1) + 1)
-            largest: list[int] = keys[0][:steps].max(axis=1).astype(np.int64).tolist()
+            of_steps = self._keys_of_parts(window, of_part, cached, by_part, steps)
+            largest: list[int] = of_steps.max(axis=1).astype(np.int64).tolist()
             return host_ns, cost.generation_ns(most, largest), outputs, False, largest, []
+        # [windows, steps, parts]
+        keys = [self._keys_of_parts(window, of_part, cached, by_part, steps) for window, _ in self.windows]
         device_ns, passed_ns, largest_works = list[int](), 0, list[StepWork]()
         for step in range(steps):
             if within_ns is not None and passed_ns > within_ns:
@@ -241,6 +235,22 @@ class SimulatedExecutor:
             for chunks in context.values():
                 chunks[:] = [(start + length, length, is_last) for start, length, is_last in chunks]
         return host_ns, device_ns, outputs, False, (), largest_works
+
+    def _keys_of_parts(
+        self, window: int | None, of_part: Rows, cached: Rows, by_part: Rows, steps: int
+    ) -> NDArray[np.float64]:
+        """The keys that generation reads in each of the next `steps` iterations, [steps, parts], in a layer with this
+        window. of_part, cached: the part of each request, and its tokens in the cache. by_part: requests."""
+        if window is None:
+            in_cache = np.bincount(of_part, weights=cached, minlength=self._parts)
+            growing: NDArray[np.float64] = in_cache + by_part * np.arange(1, steps + 1)[:, None]
+            return growing
+        return np.stack(
+            [
+                np.bincount(of_part, weights=np.minimum(cached + step, window), minlength=self._parts)
+                for step in range(1, steps + 1)
+            ]
+        )
 
     def _chunks_of_parts(self, context: Sequence[ContextChunk]) -> dict[int, list[tuple[int, int, bool]]]:
         """Start, length and whether it is the last of its prompt, for each chunk, by part."""
