@@ -21,13 +21,13 @@ from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
-    beginning,
     describe,
     engine_for,
+    fleet_recording,
     places,
     recorder_of,
-    say_number,
     summary_recorder_of,
+    write_fleet_end,
 )
 from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
 from ifbbench.rundir import run_directory
@@ -79,21 +79,14 @@ def run_disaggregated(
     with ExitStack() as stack:
         engines = _engines(stack, trace, config, own, progress)
         description = _description(trace, config, engines[-1], own[1])
-        begin = beginning(trace, config, description, progress)
-        directory = stack.enter_context(run_directory.begun(places(config, trace), config.overwrite, begin))
-        say_number(config, trace, directory)
-        if on_recording:
-            on_recording(directory)
-        if on_recorded:
-            stack.callback(on_recorded, directory)
+        directory = stack.enter_context(
+            fleet_recording(trace, config, description, progress, on_recording, on_recorded)
+        )
         with _running(trace, config, routers, own, engines, directory, progress) as ran:
             ran.fleet.run()
         write_lines(directory, config.recording_format, ran.fleet.lines)
         summary, _ = _summary(trace, config, ran)
-        run_directory.write_json(directory / "summary.json", summary)
-        digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
-        run_directory.write_json(directory / run_directory.RUN, {**description, **digest})
-    return RunResult(directory, summary, summary["requests"]["failed"], description)
+        return write_fleet_end(directory, description, summary)
 
 
 def summarise_disaggregated(

@@ -35,16 +35,16 @@ from ifbbench.replay.requests import request_maker
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
-    beginning,
     describe,
     engine_for,
+    fleet_recording,
     more_figures,
     places,
     recorder_of,
     run_loaded,
-    say_number,
     summarise_loaded,
     summary_recorder_of,
+    write_fleet_end,
 )
 from ifbbench.replay.stepped_fleet import SteppedFleet, SteppedReplica
 from ifbbench.rundir import run_directory
@@ -119,23 +119,12 @@ def run_fleet(
     run_directory.check_some(places(config, trace), config.overwrite)
     with engine_for(trace, plan.configs[0], progress) as engine:
         description = _describe(trace, engine, config, plan.configs)
-
-        begin = beginning(trace, config, description, progress)
-        with run_directory.begun(places(config, trace), config.overwrite, begin) as directory:
-            say_number(config, trace, directory)
-            if on_recording:
-                on_recording(directory)
-            with ExitStack() as outputs:
-                if on_recorded:
-                    outputs.callback(on_recorded, directory)
-                run = _run(trace, config, plan, directory, progress)
-                progress.stage("writing requests")
-                summary, whole = _summary(trace, config, engine, run)
-                _write_requests(directory, config, run, whole.lost)
-                run_directory.write_json(directory / "summary.json", summary)
-                digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
-                run_directory.write_json(directory / run_directory.RUN, {**description, **digest})
-    return RunResult(directory, summary, summary["requests"]["failed"], description)
+        with fleet_recording(trace, config, description, progress, on_recording, on_recorded) as directory:
+            run = _run(trace, config, plan, directory, progress)
+            progress.stage("writing requests")
+            summary, whole = _summary(trace, config, engine, run)
+            _write_requests(directory, config, run, whole.lost)
+            return write_fleet_end(directory, description, summary)
 
 
 def summarise_fleet(

@@ -104,6 +104,35 @@ def beginning(
     return begin
 
 
+@contextmanager
+def fleet_recording(
+    trace: Trace,
+    config: RunConfig,
+    description: dict[str, Any],
+    progress: Progress,
+    on_recording: Callable[[Path], None] | None,
+    on_recorded: Callable[[Path], None] | None,
+) -> Iterator[Path]:
+    """The run directory of a fleet, while it runs; see `run_trace`. description: the content of run.json."""
+    begin = beginning(trace, config, description, progress)
+    with run_directory.begun(places(config, trace), config.overwrite, begin) as directory:
+        say_number(config, trace, directory)
+        if on_recording:
+            on_recording(directory)
+        with ExitStack() as outputs:
+            if on_recorded:
+                outputs.callback(on_recorded, directory)
+            yield directory
+
+
+def write_fleet_end(directory: Path, description: dict[str, Any], summary: dict[str, Any]) -> RunResult:
+    """Write the figures of a fleet that has run, and complete its run.json, which had `description`."""
+    run_directory.write_json(directory / "summary.json", summary)
+    digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
+    run_directory.write_json(directory / run_directory.RUN, {**description, **digest})
+    return RunResult(directory, summary, summary["requests"]["failed"], description)
+
+
 def summarise_loaded(
     trace: Trace,
     config: RunConfig,

@@ -81,7 +81,7 @@ class KvCacheIterationStats(Struct, rename="camel"):
     primary_used_num_blocks: int
 
 
-class IterationDetails(Struct, gc=False):
+class IterationDetails(Struct, gc=False, kw_only=True):
     """What a line of `iterations.jsonl` adds to the batch manager's statistics, under "ifbbench".
 
     host_ms, device_ms: latency_ms before and after the batch was submitted. context_pass_ms, generation_pass_ms: of
@@ -98,15 +98,15 @@ class IterationDetails(Struct, gc=False):
     latency_ms: float
     host_ms: float
     device_ms: float
-    context_pass_ms: float | UnsetType
-    generation_pass_ms: float | UnsetType
-    schedule_ms: float | UnsetType
-    prepare_ms: float | UnsetType
-    launch_ms: float | UnsetType
-    collect_ms: float | UnsetType
-    device_busy_ms: float | UnsetType
-    flops: float | UnsetType
-    bytes: float | UnsetType
+    context_pass_ms: float | UnsetType = UNSET
+    generation_pass_ms: float | UnsetType = UNSET
+    schedule_ms: float | UnsetType = UNSET
+    prepare_ms: float | UnsetType = UNSET
+    launch_ms: float | UnsetType = UNSET
+    collect_ms: float | UnsetType = UNSET
+    device_busy_ms: float | UnsetType = UNSET
+    flops: float | UnsetType = UNSET
+    bytes: float | UnsetType = UNSET
     queued: int
     waiting: int
     bound_by: str
@@ -114,7 +114,7 @@ class IterationDetails(Struct, gc=False):
     paused: list[PausedRequest]
     tokens_recomputed: int
     budget_used: int
-    padding_tokens: int | UnsetType
+    padding_tokens: int | UnsetType = UNSET
     missed_blocks: int | None
     kv_fragmentation: float
     first_step: int | UnsetType = UNSET

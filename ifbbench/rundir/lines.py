@@ -335,31 +335,20 @@ class IterationLines:
         start_s, submit_s, end_s, left_out = record.start_s, record.submit_s, record.end_s, record.left_out
         cache = record.cache
         details = IterationDetails(
-            0.0,  # the times: see `_set_times`
-            0.0,
-            0.0,
-            0.0,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            record.queued,
-            record.queued + record.active - record.in_flight - scheduled,
-            self._bound_by,
-            None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
-            [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused]
-            if record.paused
-            else [],
-            record.recomputed,
-            record.budget_used,
-            record.padding or UNSET,
-            cache.missed,
-            share_of(cache.fragmentation),
+            start_s=0.0,  # the times: see `_set_times`
+            latency_ms=0.0,
+            host_ms=0.0,
+            device_ms=0.0,
+            queued=record.queued,
+            waiting=record.queued + record.active - record.in_flight - scheduled,
+            bound_by=self._bound_by,
+            first_left_out=None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
+            paused=[PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused],
+            tokens_recomputed=record.recomputed,
+            budget_used=record.budget_used,
+            padding_tokens=record.padding or UNSET,
+            missed_blocks=cache.missed,
+            kv_fragmentation=share_of(cache.fragmentation),
         )
         if cache.windows:
             details.kv_cache_iteration_stats = _of_windows(cache)

@@ -11,7 +11,7 @@ from ifbbench.engine.loop import NextChange, TokenGenerationLoop, is_predicted
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.parts import Parts
-from ifbbench.schedulers.plugins import describe_failure, find_plugin
+from ifbbench.schedulers.plugins import check_parameters, describe_failure, find_plugin
 from ifbbench.settings.config import ENGINES, SGLANG, TRTLLM, VLLM
 
 ENTRY_POINT_GROUP = "ifbbench.engines"
@@ -88,13 +88,7 @@ def find_scheduler(name: str) -> Callable[..., Scheduler]:
             f"--engine: {name!r} has no method {missing[0]!r}; expected those of ifbbench.engine.interfaces.Scheduler. "
             "Derive the class from it, and add the method."
         )
-    try:
-        inspect.signature(target).bind(None, None)
-    except TypeError as error:
-        raise InputError(
-            f"--engine: {name!r} cannot be made from limits and a clock ({error}); expected "
-            "__init__(self, limits, clock). Give other parameters defaults."
-        ) from error
+    check_parameters("engine", name, target, "limits and a clock", "limits", "clock")
     return target
 
 
