@@ -218,17 +218,6 @@ class PredictedTimes(NamedTuple):
         return next((count for count, ns in enumerate(self.collect_ns) if ns >= time_ns), len(self.collect_ns))
 
 
-class HeldStretch(NamedTuple):
-    """Iterations of `plan` from `number` on, which began at `start_s` and ran at `times`: `turns` are the first records
-    of them."""
-
-    plan: Plan
-    turns: list[IterationRecord]
-    times: PredictedTimes
-    number: int
-    start_s: float
-
-
 @runtime_checkable
 class PredictableExecutor(Protocol):
     """An executor on a virtual clock that knows in advance how long iterations take, and returns no tokens."""
