@@ -11,11 +11,11 @@ import numpy as np
 from ifbbench.build.adapters import lora_config
 from ifbbench.build.drafts import load_draft_config
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
-from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
+from ifbbench.clock import Clock, VirtualClock, WallClock
 from ifbbench.engine.arrays import IntArray
-from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.interfaces import NO_LIMIT, Executor, WarmingExecutor
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
+from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
@@ -26,6 +26,7 @@ from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.models.quantization import quantization_of
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.config import RunConfig

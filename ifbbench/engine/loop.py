@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import Clock
-from ifbbench.engine.batch import BatchBuilder, StepOutputs, check_outputs
+from ifbbench.engine.batch import NO_OUTPUTS, StepOutputs, check_outputs
 from ifbbench.engine.interfaces import (
     Executor,
     Observer,
@@ -17,6 +17,7 @@ from ifbbench.engine.interfaces import (
     SchedulerStalled,
     Unobserved,
 )
+from ifbbench.engine.passes import BatchBuilder
 from ifbbench.engine.plan import Plan
 from ifbbench.engine.records import CacheState, InFlightIteration, IterationRecord, forget_empty_turns
 from ifbbench.engine.request import Request
@@ -296,7 +297,8 @@ class TokenGenerationLoop:
             iteration.num_submitted -= 1
             try:
                 of_pass = self._executor.collect()
-                check_outputs(of_pass, batch)
+                if of_pass is not NO_OUTPUTS:
+                    check_outputs(of_pass, batch)
                 outputs.append(of_pass)
             except Exception as error:
                 iteration.error = iteration.error or error

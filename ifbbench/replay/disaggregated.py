@@ -11,11 +11,12 @@ from typing import Any
 
 from ifbbench.build.engine import Engine
 from ifbbench.build.resolve import kv_value_bytes
-from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
+from ifbbench.clock import VirtualClock
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.fleet.links import Links
 from ifbbench.fleet.router import PREFILLS, STATE, Router, make_router
 from ifbbench.fleet.sides import check_sides, side_values
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed, price_of, unlogged
 from ifbbench.replay.single import (

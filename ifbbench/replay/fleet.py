@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
+from ifbbench.clock import VirtualClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.fleet.events import ReplicaEvent, read_events
 from ifbbench.fleet.prefix_index import PrefixIndex
 from ifbbench.fleet.router import PREFILLS, STATE, Replica, RoutedRequest, Router, make_router
 from ifbbench.fleet.sides import check_no_sides
 from ifbbench.processes import run_in_processes, usable_cores
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.replica_configs import own_settings, replica_configs

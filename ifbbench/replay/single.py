@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ifbbench.build.engine import Engine, build_engine, loop_maker, warm_up
-from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
+from ifbbench.clock import Clock, WallClock
 from ifbbench.compressed import open_to_read
 from ifbbench.engine.interfaces import Delivery, Observer
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.errors import RunFailed
 from ifbbench.files import lost, new_file, replace_file
 from ifbbench.models.named_models import built_in_shape
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import IterationClient, ReplayClient, make_client
 from ifbbench.replay.rank_runs import WRITING, leading
 from ifbbench.replay.requests import advice, expected_refusals, request_maker

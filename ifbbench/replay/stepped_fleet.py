@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, Progress, VirtualClock
+from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.interfaces import NO_LIMIT
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.engine.responses import Response
@@ -17,6 +17,7 @@ from ifbbench.errors import RunFailed
 from ifbbench.fleet.events import FAIL
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex, prompt_pieces
 from ifbbench.fleet.router import PREFILLS, PREFIXES, REQUESTS, STATE, Replica, ReplicaState, RoutedRequest, Router
+from ifbbench.progress import Progress
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.first_tokens import FirstTokens
 from ifbbench.replay.fleet_changes import Changes

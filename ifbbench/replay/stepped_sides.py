@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, Progress, VirtualClock
+from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.interfaces import NO_LIMIT
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.engine.stepped_loop import TransferringLoop
@@ -20,6 +20,7 @@ from ifbbench.errors import RunFailed
 from ifbbench.fleet.links import Links
 from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
 from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, RoutedRequest, Router
+from ifbbench.progress import Progress
 from ifbbench.replay.client import make_client
 from ifbbench.replay.routed import RoutedClient, RoutedServedClient
 from ifbbench.replay.served import ServedClient

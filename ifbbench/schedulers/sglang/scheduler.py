@@ -11,8 +11,8 @@ import numpy as np
 
 from ifbbench.clock import Clock
 from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
-from ifbbench.engine.confirm import confirm
 from ifbbench.engine.interfaces import RequestSource
+from ifbbench.engine.passes import confirm
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import Request
