@@ -1,36 +1,14 @@
 """What passes between engine and executor: batches and their outputs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 
-from ifbbench.engine.arrays import NO_ROWS, FloatArray, Int64Array, IntArray, Rows
+from ifbbench.engine.arrays import FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.drafts import DraftInputs
 from ifbbench.engine.plan import ContextChunk
-
-
-class Positions:
-    """The positions of the next tokens of generation requests.
-
-    count: of how many. total: their sum. of_each(): [requests]. idle: positions of the requests that only pad the
-    batch, which stay the same in further iterations. beam_width: of all of them. slots: [requests], of each.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        total: int,
-        of_each: Callable[[], Int64Array],
-        idle: Rows = NO_ROWS,
-        beam_width: int = 1,
-        slots: Rows = NO_ROWS,
-    ) -> None:
-        self.count, self.total, self.of_each, self.idle = count, total, of_each, idle
-        self.beam_width, self.slots = beam_width, slots
-
 
 # The adapter of a request without one, in `AdapterUse.tasks`.
 NO_ADAPTER = -1

@@ -7,7 +7,7 @@ Iterations have two forms: the batch manager's documented statistics, and those 
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType, convert, field
 from msgspec.structs import asdict
@@ -340,6 +340,20 @@ def documented_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         for name, encoded in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
     }
     return {name: values.get(name) for name in line_type.__struct_fields__ if name != "ifbbench"}
+
+
+class Phase:
+    """What a request does in an iteration."""
+
+    WAITING: Final = "waiting"
+    CONTEXT: Final = "context"
+    RECOMPUTE: Final = "recompute"
+    GENERATION: Final = "generation"
+    SKIPPED: Final = "skipped"
+    PAUSED: Final = "paused"
+
+
+RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
 
 
 class SpanLine(Struct, gc=False):

@@ -25,6 +25,7 @@ from ifbbench.rundir.request_metrics import ClassOf, RequestMetrics
 from ifbbench.rundir.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
 from ifbbench.rundir.spans import SecondsOf, SpanTracker
 from ifbbench.rundir.statistics import IterationStatistics
+from ifbbench.rundir.stretch_lines import StretchLines
 from ifbbench.settings.config import ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
 
 FLUSH_INTERVAL_S = 1.0
@@ -312,7 +313,7 @@ class Recorder(SummaryRecorder):
             self._tracker.writer = self._writers["spans"]
         delivered_s = None if delivery is None else self._ends
         batching_type, max_requests = statistics.batching_type, statistics.max_requests
-        self._lines = IterationLines(
+        self._lines = StretchLines(
             batching_type, max_requests, iteration_stats_every, profile, as_executor, delivered_s
         )
         self._batch_lines = IterationLines(batching_type, max_requests, as_executor=as_executor)

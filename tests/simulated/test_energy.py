@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.batch import Positions
 from ifbbench.engine.interfaces import IterationWork
+from ifbbench.engine.stretch import Positions
 from ifbbench.errors import InputError
 from ifbbench.progress import NO_PROGRESS
 from ifbbench.replay.run import run_trace, summarise_run
