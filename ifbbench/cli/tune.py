@@ -1,6 +1,8 @@
 """`ifbbench tune`: find the settings with which a simulated device serves a trace best."""
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from ifbbench.cli.options import (
 )
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
+from ifbbench.progress import Progress
 from ifbbench.settings.config import RunConfig, profile_name
 from ifbbench.settings.names import from_mapping, usual_settings
 
@@ -105,34 +108,15 @@ def tune(
     Example: ifbbench tune chat --model llama-3.1-8b --device h100-sxm --slo ttft=1s --slo tpot=50ms
     """
     choices = _choices(options)
-    config = given_config(
-        config_file,
-        {name: values[0] for name, values in choices.items()}
-        | {name: value for name, value in options.items() if name not in choices},
-        runs_fleets=True,
-    )
-    for name in NOT_TUNED:
-        if getattr(config, name) != getattr(RunConfig(), name):
-            raise InputError(
-                f"--{name}: tune finds the number of replicas, which are alike; leave it out. --router chooses theirs."
-            )
-    from_file = read_config_file(config_file) if config_file else {}
+    config, fixed = _settings(config_file, options, choices)
     keys = read_command_keys(config_file, ("trace",), "tune")
     trace = keys.get("trace") if trace is None else trace
-    if config_file and is_run(config_file):  # that of a run has the defaults, too
-        usual = usual_settings(engine_defaults(config.as_dict()))
-        from_file = {name: value for name, value in from_file.items() if value != usual[name]}
-    fixed = frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 
-    from ifbbench.analysis.words import words_of
-    from ifbbench.cli.console import echo_beside_bar, progress_line, report_console
-    from ifbbench.rundir.run_directory import default_directory
-    from ifbbench.studies.deployments import compare_deployments, described_deployment, price_of
-    from ifbbench.studies.tune import COST_GPUS, Tuner
+    from ifbbench.cli.console import progress_line, report_console
+    from ifbbench.studies.deployments import described_deployment
     from ifbbench.studies.tune_candidates import Goal
     from ifbbench.studies.tune_files import (
         answer,
-        check,
         decided,
         record_best,
         write_answer,
@@ -140,51 +124,14 @@ def tune(
         write_server_files,
     )
 
-    clock, quiet, words = WallClock(), config.quiet, words_of(config.as_dict())
-
-    def report_best(best: "Candidate") -> None:
-        if not quiet:
-            echo_beside_bar(f"{clock.now():.0f} s: {_best_line(best, wanted, words)}")
-
-    def report_cheapest(one: "Deployment") -> None:
-        if not quiet:
-            echo_beside_bar(f"{clock.now():.0f} s: {_deployment_line(one)}")
-
     wanted = Goal.of(goal, config.slo)
     if choices and wanted.name != "cost":
         raise InputError(
             f"--{next(iter(choices))}: several values are compared by what they cost; give --goal cost, or one value."
         )
-    prices = gpu_hour_price or {}
-    compared: list[Deployment] = []
-
-    def check_directory(name: str) -> Path:
-        """The directory of the answer, which can be written."""
-        found = Path(config.output) if config.output else default_directory(f"tune-{name}", config.overwrite)
-        check(found, config.overwrite)
-        return found
-
-    with progress_line("tune", quiet) as progress:
-        if choices:
-            directory = check_directory(Path(trace or "default").stem)
-            compared = compare_deployments(
-                trace,
-                config,
-                choices,
-                fixed,
-                wanted,
-                max_gpus or COST_GPUS,
-                {device: price_of(device, prices) for device in choices.get("device", [config.device])},
-                progress,
-                report_cheapest,
-            )
-            tuning = next(one.tuning for one in compared if one.tuning is not None)
-        else:
-            if prices and "" not in prices:
-                prices = {"": price_of(config.device, prices)}
-            tuner = Tuner(trace, config, fixed, wanted, max_gpus, prices.get("", 1.0), progress, report_best)
-            directory = check_directory(tuner.runs.trace.name)
-            tuning = tuner.run()
+    search = Search(trace, config, fixed, wanted, max_gpus, gpu_hour_price or {})
+    with progress_line("tune", config.quiet) as progress:
+        tuning, directory, compared = search.compare(choices, progress) if choices else search.tune(progress)
         assert tuning.best is not None
         progress.stage("recording the best run")
         recorded = record_best(tuning, directory, config.overwrite)
@@ -208,6 +155,97 @@ def tune(
         context.exit(130)
     if not found["recommendation"]["meets_slo"]:
         context.exit(1)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is asked for. fixed: names of settings that are not searched over. prices: of a GPU for an hour, by device,
+    those that are given."""
+
+    trace: str | None
+    config: RunConfig
+    fixed: frozenset[str]
+    goal: "Goal"
+    max_gpus: int | None
+    prices: dict[str, float]
+
+    def compare(self, choices: dict[str, list[Any]], progress: Progress) -> "tuple[Tuning, Path, list[Deployment]]":
+        """The cheapest deployment, the directory of the answer, and all deployments."""
+        from ifbbench.studies.deployments import compare_deployments, price_of
+        from ifbbench.studies.tune import COST_GPUS
+
+        directory = self._directory(Path(self.trace or "default").stem)
+        devices = choices.get("device", [self.config.device])
+        compared = compare_deployments(
+            self.trace,
+            self.config,
+            choices,
+            self.fixed,
+            self.goal,
+            self.max_gpus or COST_GPUS,
+            {device: price_of(device, self.prices) for device in devices},
+            progress,
+            self._reporter(_deployment_line),
+        )
+        tuning = next(one.tuning for one in compared if one.tuning is not None)
+        return tuning, directory, compared
+
+    def tune(self, progress: Progress) -> "tuple[Tuning, Path, list[Deployment]]":
+        """The settings of one deployment, the directory of the answer, and no deployments."""
+        from ifbbench.analysis.words import words_of
+        from ifbbench.studies.deployments import price_of
+        from ifbbench.studies.tune import Tuner
+
+        prices, words = self.prices, words_of(self.config.as_dict())
+        price = price_of(self.config.device, prices) if prices and "" not in prices else prices.get("", 1.0)
+        report_best = self._reporter(lambda best: _best_line(best, self.goal, words))
+        tuner = Tuner(self.trace, self.config, self.fixed, self.goal, self.max_gpus, price, progress, report_best)
+        directory = self._directory(tuner.runs.trace.name)
+        return tuner.run(), directory, []
+
+    def _directory(self, name: str) -> Path:
+        """The directory of the answer, which can be written."""
+        from ifbbench.rundir.run_directory import default_directory
+        from ifbbench.studies.tune_files import check
+
+        config = self.config
+        found = Path(config.output) if config.output else default_directory(f"tune-{name}", config.overwrite)
+        check(found, config.overwrite)
+        return found
+
+    def _reporter(self, line_of: Callable[[Any], str]) -> Callable[[Any], None]:
+        """Prints the line of what was found, after how long."""
+        from ifbbench.cli.console import echo_beside_bar
+
+        clock = WallClock()
+
+        def report(found: Any) -> None:
+            if not self.config.quiet:
+                echo_beside_bar(f"{clock.now():.0f} s: {line_of(found)}")
+
+        return report
+
+
+def _settings(
+    config_file: Path | None, options: dict[str, Any], choices: dict[str, list[Any]]
+) -> tuple[RunConfig, frozenset[str]]:
+    """The settings, and the names of those that are given, which are not searched over. choices: see `_choices`."""
+    config = given_config(
+        config_file,
+        {name: values[0] for name, values in choices.items()}
+        | {name: value for name, value in options.items() if name not in choices},
+        runs_fleets=True,
+    )
+    for name in NOT_TUNED:
+        if getattr(config, name) != getattr(RunConfig(), name):
+            raise InputError(
+                f"--{name}: tune finds the number of replicas, which are alike; leave it out. --router chooses theirs."
+            )
+    from_file = read_config_file(config_file) if config_file else {}
+    if config_file and is_run(config_file):  # that of a run has the defaults, too
+        usual = usual_settings(engine_defaults(config.as_dict()))
+        from_file = {name: value for name, value in from_file.items() if value != usual[name]}
+    return config, frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
 
 
 def _choices(options: dict[str, Any]) -> dict[str, list[Any]]:

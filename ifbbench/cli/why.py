@@ -124,11 +124,12 @@ def why(
 
     With --request or --iteration, explain one request or one iteration of it.
     """
+    is_of_one, lists_some = request_id is not None or iteration is not None, bool(by or of_class or missed)
     if request_id is not None and iteration is not None:
         raise click.UsageError("--request and --iteration exclude each other; leave out one of them.")
-    if (improve or what_if) and (request_id is not None or iteration is not None):
+    if (improve or what_if) and is_of_one:
         raise click.UsageError("--improve and --what_if are of the whole run; leave out --request and --iteration.")
-    if (by or of_class or missed) and (request_id is not None or iteration is not None):
+    if lists_some and is_of_one:
         raise click.UsageError("--by, --class and --missed are of the whole run; leave out --request and --iteration.")
     if (server is None) != (device is None):
         raise click.UsageError("--server and --device belong together; give both, or none.")
@@ -139,27 +140,17 @@ def why(
 
     clock = WallClock()  # before the imports that take long
 
-    from ifbbench.analysis.explain import iteration_facts
-    from ifbbench.analysis.findings import Findings
     from ifbbench.analysis.recorded import RecordedRun
-    from ifbbench.cli.console import report_console
-    from ifbbench.rundir.fleet import replica_directory
     from ifbbench.rundir.reader import load_run
 
     only = _parsed(what_if)
     fleet = load_run(run)
     if fleet.is_fleet:
-        if iteration is not None or pauses_csv is not None or by or of_class or missed or improve or what_if:
-            raise InputError(
-                f"{run}: a fleet; of the options of one engine it takes --request. Name one replica, such as "
-                f"{replica_directory(fleet.path, 0)}."
-            )
-        if fleet.is_disaggregated and not fleet.requests.empty:
-            _explain_sides(fleet, request_id, as_json)
+        if iteration is not None or pauses_csv is not None or lists_some or improve or what_if:
+            raise _not_of_fleets(run, fleet)
+        if _explain_replicas(fleet, request_id, as_json):
             return
-        if request_id is None:
-            _explain_fleet(fleet, as_json)
-            return
+        assert request_id is not None
         run = _replica_of(fleet, request_id)
     is_of_all = request_id is None and iteration is None and pauses_csv is None
     recorded = RecordedRun.load(run, or_endpoint=iteration is None and pauses_csv is None, or_empty=is_of_all)
@@ -167,7 +158,7 @@ def why(
         _check_goal(improve, recorded)
     wanted = Wanted(improve, only, budget, clock)
     if recorded.data.endpoint:
-        if by or of_class or missed:
+        if lists_some:
             raise InputError("--by, --class, --missed: RUN is against an endpoint; leave them out.")
         of_server = _server_settings(server, device) if server and device else {}
         _explain_endpoint(recorded, request_id, slowest, as_json, wanted, of_server)
@@ -179,7 +170,34 @@ def why(
         facts = {"run": str(recorded.data.path), "partial": recorded.data.partial, "text": text}
         _print_json(facts) if as_json else click.echo(f"{recorded.data.path}: {text}")
         return
-    findings = Findings(recorded)
+    slow = Slow(slowest, by or "e2e", of_class, missed)
+    _explain_engine(recorded, request_id, iteration, pauses_csv, slow, wanted, as_json)
+
+
+class Slow(NamedTuple):
+    """Which requests are listed as slow: so many, by this figure, of one class, of those that miss an objective."""
+
+    count: int
+    by: str
+    of_class: str | None
+    missed: bool
+
+
+def _explain_engine(
+    run: "RecordedRun",
+    request_id: str | None,
+    iteration: int | None,
+    pauses_csv: Path | None,
+    slow: Slow,
+    wanted: "Wanted",
+    as_json: bool,
+) -> None:
+    """Explain a run of one engine, or a request or an iteration of it."""
+    from ifbbench.analysis.explain import iteration_facts
+    from ifbbench.analysis.findings import Findings
+    from ifbbench.cli.console import report_console
+
+    findings = Findings(run)
 
     def trials(fit_s: float) -> "WhatIf":
         from ifbbench.studies.what_if import WhatIf
@@ -190,21 +208,19 @@ def why(
         findings.ledger.write_csv(pauses_csv)
     console = report_console(highlight=False)
     if request_id is not None:
-        life = findings.life(recorded.known_id(request_id))
+        life = findings.life(run.known_id(request_id))
         _print_json(life.as_dict()) if as_json else _print_life(life, console)
     elif iteration is not None:
-        found = iteration_facts(recorded, iteration)
+        found = iteration_facts(run, iteration)
         _print_json(found.as_dict()) if as_json else _print_iteration(found, console)
     elif as_json:
-        facts = findings.as_dict(slowest, by or "e2e", of_class, missed)
-        _print_json(facts | {"what_if": _tried(recorded, trials, wanted)})
+        _print_json(findings.as_dict(*slow) | {"what_if": _tried(run, trials, wanted)})
     else:
-        slow = findings.slowest(slowest, by or "e2e", of_class, missed)
-        _print_findings(findings, slow, slowest, console)
+        _print_findings(findings, findings.slowest(*slow), slow.count, console)
         console.print()
         if not console.is_terminal:
             sys.stdout.flush()  # the trials take longer
-        _print_trials(_tried(recorded, trials, wanted), console)
+        _print_trials(_tried(run, trials, wanted), console)
 
 
 def _parsed(changes: tuple[str, ...]) -> "list[dict[str, Any]]":
@@ -221,6 +237,26 @@ def _check_goal(name: str, run: "RecordedRun") -> None:
     from ifbbench.studies.what_if import check_goal
 
     check_goal(name, run.config.get("slo"))
+
+
+def _not_of_fleets(path: Path, fleet: "RunData") -> InputError:
+    """The error about options of one engine."""
+    from ifbbench.rundir.fleet import replica_directory
+
+    return InputError(
+        f"{path}: a fleet; of the options of one engine it takes --request. Name one replica, such as "
+        f"{replica_directory(fleet.path, 0)}."
+    )
+
+
+def _explain_replicas(fleet: "RunData", request_id: str | None, as_json: bool) -> bool:
+    """Explain a fleet, or one of its requests; returns False if a replica knows more of the request."""
+    if fleet.is_disaggregated and not fleet.requests.empty:
+        _explain_sides(fleet, request_id, as_json)
+        return True
+    if request_id is None:
+        _explain_fleet(fleet, as_json)
+    return request_id is None
 
 
 def _explain_fleet(run: "RunData", as_json: bool) -> None:
@@ -380,7 +416,7 @@ def _print_json(content: dict[str, Any]) -> None:
 
 def _print_findings(findings: "Findings", slow: "list[SlowRequest]", slowest: int, console: "Console") -> None:
     from ifbbench.analysis.number_texts import percent, significant
-    from ifbbench.report import bar, plain_table
+    from ifbbench.report import plain_table
     from ifbbench.report.tables import settings_line
 
     run = findings.run.data
@@ -392,24 +428,7 @@ def _print_findings(findings: "Findings", slow: "list[SlowRequest]", slowest: in
         console.print(culprit.text, soft_wrap=True, markup=False)
     if findings.culprits:
         console.print()
-    waited = findings.waiting_s
-    total = sum(waited.values())
-    table = plain_table("Bound by", numbers=["of time", "of iterations", "of waiting"])
-    table.add_column("")
-    names = dict.fromkeys([*findings.by_time, *waited])
-    for name in names:
-        share = waited.get(name, 0.0) / total if total else 0.0
-        waiting = "" if name == "none" else percent(share)
-        by_time, by_iterations = findings.by_time.get(name), findings.by_iterations.get(name)
-        table.add_row(
-            findings.words.limit_name(name),
-            percent(by_time),
-            percent(by_iterations),
-            waiting,
-            f"[cyan]{bar(share)}[/cyan]",
-        )
-    console.print(table)
-    console.print()
+    _print_limits(findings, console)
     if blockers := findings.heads.blockers[:slowest]:
         table = plain_table("Held the line", "for", numbers=["others waited s", "at most", "iterations"])
         for blocker in blockers:
@@ -439,6 +458,31 @@ def _print_findings(findings: "Findings", slow: "list[SlowRequest]", slowest: in
         return
     _print_lower_bound(findings.lower_bound, console)
     console.print(f"`ifbbench why {run.path} --request {slow[0].request_id if slow else 'ID'}` explains one request.")
+
+
+def _print_limits(findings: "Findings", console: "Console") -> None:
+    """What bound iterations, and what requests waited for."""
+    from ifbbench.analysis.number_texts import percent
+    from ifbbench.report import bar, plain_table
+
+    waited = findings.waiting_s
+    total = sum(waited.values())
+    table = plain_table("Bound by", numbers=["of time", "of iterations", "of waiting"])
+    table.add_column("")
+    names = dict.fromkeys([*findings.by_time, *waited])
+    for name in names:
+        share = waited.get(name, 0.0) / total if total else 0.0
+        waiting = "" if name == "none" else percent(share)
+        by_time, by_iterations = findings.by_time.get(name), findings.by_iterations.get(name)
+        table.add_row(
+            findings.words.limit_name(name),
+            percent(by_time),
+            percent(by_iterations),
+            waiting,
+            f"[cyan]{bar(share)}[/cyan]",
+        )
+    console.print(table)
+    console.print()
 
 
 def _print_generation(found: "GenerationTime", console: "Console") -> None:
