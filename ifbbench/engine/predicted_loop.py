@@ -37,7 +37,11 @@ def is_predicted(executor: Executor, clock: Clock, next_change: NextChange | Non
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PredictedLoop(TokenGenerationLoop):
     """A loop on a virtual clock. Iterations of one plan between two events run without batches, and without a call to
-    any of the client's functions."""
+    any of the client's functions.
+
+    sees_first_tokens: those that are taken in together are not several iterations after a prompt."""
+
+    sees_first_tokens: bool = False
 
     def _run_together(self, plan: Plan, start_s: float) -> bool:
         """Run iterations of `plan` up to the one that starts after requests have arrived. With overlap the latest ones
@@ -66,7 +70,11 @@ class PredictedLoop(TokenGenerationLoop):
     def _num_together(self, plan: Plan) -> int:
         """The maximum number of iterations of `plan` to run at once; 0 if the next one needs a batch."""
         count = self.scheduler.horizon(plan)
-        return min(count, 1) if plan.num_ending and not self._is_open_loop else count
+        if count and plan.num_ending and not self._is_open_loop:
+            return 1
+        if count and self.sees_first_tokens and any(iteration.record.context for iteration in self._in_flight):
+            return 1  # so that they are taken in when they are there
+        return count
 
     def _take_together(self, ran: RanTogether) -> None:
         """Take in these iterations."""

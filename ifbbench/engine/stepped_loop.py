@@ -1,23 +1,17 @@
 """The loops of a fleet: several on one clock, each of which takes in its outputs when the others are as far."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ifbbench.clock import tick
-from ifbbench.engine.interfaces import KvScheduler, KvTransfers
-from ifbbench.engine.plan import Plan
-from ifbbench.engine.predicted_loop import PredictedLoop, RanTogether
-from ifbbench.engine.request import Request
+from ifbbench.engine.predicted_loop import RanTogether
+from ifbbench.engine.transferring_loop import TransferringLoop
 
 
-class SteppedLoop(PredictedLoop):
+class SteppedLoop(TransferringLoop):
     """A loop whose `step` leaves the clock at the end of its iterations and holds their outputs; `take_in` takes them
-    in before the next step. In between, the caller of several loops learns what arrives until then.
+    in before the next step. In between, the caller of several loops learns what arrives until then."""
 
-    sees_first_tokens: what is taken in at a time are not several iterations after a prompt.
-    """
-
-    sees_first_tokens: bool = False
     _held: Callable[[], None] | None = None
     _held_together: RanTogether | None = None
     _did_nothing: bool = False
@@ -85,48 +79,5 @@ class SteppedLoop(PredictedLoop):
 
         self._held = complete
 
-    def _num_together(self, plan: Plan) -> int:
-        count = super()._num_together(plan)
-        if self.sees_first_tokens and any(iteration.record.context for iteration in self._in_flight):
-            return min(count, 1)  # so that they are taken in when they are there
-        return count
-
     def _take_together(self, ran: RanTogether) -> None:
         self._held, self._held_together = lambda: self._complete_together(ran), ran
-
-
-class TransferringLoop(SteppedLoop):
-    """A loop of a fleet with prefill and decode apart. Its scheduler is a `KvScheduler`.
-
-    transfers: of keys and values to and from other engines. To be set before the first step."""
-
-    transfers: KvTransfers
-
-    def _admit(self, now_s: float) -> Sequence[Request]:
-        for request in self.transfers.take_sent():
-            self.scheduler.remove(request)
-        if received := self.transfers.take_received():
-            self._kv_scheduler.receive(received)
-        return super()._admit(now_s)
-
-    @property
-    def _kv_scheduler(self) -> KvScheduler:
-        assert isinstance(self.scheduler, KvScheduler)
-        return self.scheduler
-
-    def _schedule(self, start_s: float) -> Plan:
-        plan = super()._schedule(start_s)
-        if plan.receiving:
-            self.transfers.reserved(plan.receiving, start_s)
-        return plan
-
-    def _num_together(self, plan: Plan) -> int:
-        count = super()._num_together(plan)
-        return min(count, 1) if plan.receiving else count
-
-    def _remove_complete(self, request: Request) -> None:
-        if self.transfers.keeps(request):
-            self._leave_in_flight(request)
-            self._kv_scheduler.keep(request)
-        else:
-            self._remove(request)

@@ -39,8 +39,6 @@ class SteppedReplica:
 
     clients: the classes of its client, without and with a serving process."""
 
-    loop_class: type[SteppedLoop] = SteppedLoop
-
     def __init__(
         self,
         number: int,
@@ -61,7 +59,7 @@ class SteppedReplica:
         self.recorder = make_recorder(number, self.trace, engine, client)
         self._first_tokens = FirstTokens(self.recorder) if sees_first_tokens else None
         observer = self._first_tokens or self.recorder
-        loop = loop_of(engine, client, observer, is_open_loop=False, loop_class=self.loop_class)
+        loop = loop_of(engine, client, observer, is_open_loop=False, loop_class=SteppedLoop)
         assert isinstance(loop, SteppedLoop)
         loop.sees_first_tokens = sees_first_tokens
         self.loop = loop

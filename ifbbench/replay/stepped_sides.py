@@ -15,7 +15,6 @@ from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.interfaces import NO_LIMIT
 from ifbbench.engine.request import EarlierAttempts, Request
-from ifbbench.engine.stepped_loop import TransferringLoop
 from ifbbench.errors import RunFailed
 from ifbbench.fleet.links import Links
 from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
@@ -128,15 +127,12 @@ class SideReplica(SteppedReplica):
     """A replica that computes prompts, or one that generates. lines: of its requests that have ended, by index in its
     trace."""
 
-    loop_class = TransferringLoop
-
     def __init__(
         self, number: int, engine: Engine, trace: Trace, make_recorder: MakeRecorder, is_prefill: bool
     ) -> None:
         self.is_prefill, self.mail = is_prefill, KvMailbox()
         clients = (RoutedClient, RoutedServedClient) if is_prefill else (_ReceivingClient, _ReceivingServedClient)
         super().__init__(number, engine, trace, make_recorder, clients=clients)
-        assert isinstance(self.loop, TransferringLoop)
         self.loop.transfers = self.mail
         self.lines: dict[int, RequestLine] = {}
         self.recorder.on_request = self._keep_line
