@@ -37,6 +37,7 @@ from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_dire
 from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.request_metrics import RequestMetrics
+from ifbbench.rundir.servers import add_server
 from ifbbench.settings.config import FLEET_SETTINGS, ROUTERS, VLLM, RunConfig
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
@@ -253,7 +254,7 @@ def _summary(trace: Trace, config: RunConfig, ran: _Ran) -> tuple[dict[str, Any]
         metrics.add_line(line)
     for _, parts in ran.ended:
         metrics.add_gaps(parts[0], whole.totals.iterations)
-        whole.add_server(parts)
+        add_server(whole, parts)
     whole.metrics = metrics
     summaries = [summary for summary, _ in ran.ended]
     digest = hashlib.sha256(" ".join(one["schedule_digest"] for one in summaries).encode()).hexdigest()

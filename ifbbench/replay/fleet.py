@@ -53,6 +53,7 @@ from ifbbench.rundir.fleet import Member, fleet_figures, replica_directory, writ
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
+from ifbbench.rundir.servers import add_server, parts_of
 from ifbbench.settings.autoscale import TTFT, AutoscaleRule, parse_autoscale
 from ifbbench.settings.config import BY_ITERATION, FLEET_SETTINGS, LOGGED_ENGINES, ROUTERS, SIDE_OUTPUTS, RunConfig
 from ifbbench.simulated.energy import energy_of_replicas
@@ -262,7 +263,7 @@ def _run_independent(
         shown = _Answered(report) if count > 1 else progress
 
         def take(recorder: SummaryRecorder) -> None:
-            parts.append(recorder.parts())
+            parts.append(parts_of(recorder))
 
         with unlogged():
             if directory is None:
@@ -367,7 +368,7 @@ def closed(one: SteppedReplica, is_partial: bool, description: dict[str, Any] | 
         write_trace(one.trace.requests, path / f"trace.{one.engine.config.recording_format}", overwrite=True)
     complete = partial(more_figures, one.engine, one.client, one.loop)
     summary = one.recorder.close(partial=is_partial, complete=complete)
-    return summary, one.recorder.parts()
+    return summary, parts_of(one.recorder)
 
 
 def _write_requests(directory: Path, config: RunConfig, run: FleetRun, lost: Sequence[bytes]) -> None:
@@ -411,7 +412,7 @@ def _summary(trace: Trace, config: RunConfig, engine: Engine, run: FleetRun) -> 
     )
     whole.lost = []
     for _, parts in ended:
-        whole.add_server(parts)
+        add_server(whole, parts)
     make_request = request_maker(engine)
     for index, (_, error) in lost.items():
         whole.left(make_request(index, trace.requests[index]), error)
