@@ -169,7 +169,7 @@ def why(
 class Slow(NamedTuple):
     """Which requests are listed as slow: so many, by this figure, of one class, of those that miss an objective."""
 
-    count: int
+    number: int
     by: str
     of_class: str | None
     missed: bool
@@ -209,7 +209,7 @@ def _explain_engine(
     elif as_json:
         _print_json(findings.as_dict(*slow) | {"what_if": _tried(run, trials, wanted)})
     else:
-        print_findings(findings, findings.slowest(*slow), slow.count, console)
+        print_findings(findings, findings.slowest(*slow), slow.number, console)
         console.print()
         if not console.is_terminal:
             sys.stdout.flush()  # the trials take longer
