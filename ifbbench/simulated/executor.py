@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.arrays import NO_ROWS, Rows
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, Positions, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.interfaces import IterationWork, PredictedTimes
 from ifbbench.engine.plan import ContextChunk
+from ifbbench.engine.stretch import Positions
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.step_work import StepWork, WorkDone, draft_passes, mtp_passes
