@@ -30,6 +30,7 @@ from benchmarks.serving_rows import (
     requests_of,
     rows_of,
 )
+from benchmarks.serving_runs import NOT_RUN, predictions
 from ifbbench.simulated.expected_error import COVERAGE, LOADS
 
 ROW: dict[str, Any] = {
@@ -408,6 +409,18 @@ def test_the_share_of_a_band_is_chosen_so_that_it_covers_curves_that_are_left_ou
     # A judged row that is far from all others is in no band.
     far = Comparison(ROW | {"input": 999, "concurrency": 4}, "itl", 9.0, 1.0)
     assert held_out([*fit, *judged, far])["all"]["all"]["rows"] == 25
+
+
+def test_predictions_that_were_interrupted_go_on(tmp_path, capsys):
+    cache, other = tmp_path / "kept.jsonl", ROW | {"concurrency": 2}
+    (first,) = predictions([ROW], {}, 1, cache)
+    assert "1 of 1 predictions" in capsys.readouterr().err
+    with cache.open("a") as file:
+        file.write('{"key": "cut')
+    # No further row begins: what is there was kept.
+    found = predictions([ROW, other, ROW | {"id": 9}], {}, 1, cache, minutes=0.0)
+    assert found[0] == found[2] == first
+    assert found[1] == {"error": NOT_RUN}
 
 
 def test_the_command_ends_with_one_json_object(tmp_path):
