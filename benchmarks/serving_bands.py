@@ -92,7 +92,7 @@ class _Known:
     def held_out(self, made_for: float) -> list[tuple[tuple[str, ...], Ratio, bool]]:
         """Each ratio with its cell, and whether it is in the band that is made without its curve."""
         ranges: dict[tuple[tuple[str, ...], str], tuple[float, float] | None] = {}
-        found = []
+        found = list[tuple[tuple[str, ...], Ratio, bool]]()
         for cell, (curve, ratio) in self.listed:
             if (cell, curve) not in ranges:
                 ratios = self.of_cell(cell, curve)
