@@ -82,7 +82,7 @@ class _Known:
 
     def of_cell(self, cell: tuple[str, ...], without: str | None = None) -> Sequence[Ratio]:
         """The ratios that a band for `cell` is made of: of its load, else of its GPU, else of its engine. without: a
-        curve that is left out. None if there are not enough."""
+        curve that is left out. Empty if there are not enough curves."""
         for length in range(len(cell), 1, -1):
             found = [ratio for ratio in self.all[cell[:length]] if ratio[0] != without]
             if len({curve for curve, _ in found}) >= MIN_CURVES:
