@@ -23,12 +23,16 @@ ALSO_TAKEN = (
     "iteration_stats_format",
     "iteration_stats_every",
     "quiet",
+    "replicas",
+    "router",
+    "router_state_age",
 )
 NAMES = [
     one.name for one in settings() if (one.group in GROUPS and one.name not in NOT_TAKEN) or one.name in ALSO_TAKEN
 ]
 HELP = {
     "max_queue_size": "Requests that wait for a batch slot; more are refused with status 429. Default: 1024.",
+    "replicas": "Engines behind a router, on one address; on the CPU they share the cores.",
     "num_loras": "Random adapters, which requests name lora-0, lora-1 and so on; without --lora_dir.",
 }
 
@@ -59,7 +63,7 @@ def serve(config_file: Path | None, **options: Any) -> None:
     names = {one.name for one in server_settings()}
     given = {name: options.pop(name) for name in names}
     server = ServerConfig(**{name: value for name, value in given.items() if value is not None})
-    config = given_config(config_file, options)
+    config = given_config(config_file, options, runs_fleets=True)
 
     from ifbbench.cli.console import progress_line
     from ifbbench.serving.server import serve as run
