@@ -75,9 +75,9 @@ def serve(
             run, config, progress, callbacks, subject="the server", passed_on=(signal.SIGTERM, signal.SIGINT)
         )
         return summary
-    with closing(_listen(server)) as listener:
+    with closing(listen(server)) as listener:
         _model_name(config, server)
-        _api_key(server)
+        api_key(server)
         if server.record is not None:
             run_directory.check(Path(server.record), config.overwrite)
         with serving_engines(config, progress) as engines, asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -125,30 +125,35 @@ async def _serve(
         if server.record is not None and on_recording is not None:
             on_recording(Path(server.record))
         endpoints = endpoints_of(service, config, server)
-        # uvicorn takes a class here; what it calls is its constructor.
-        connection: Any = partial(LimitedConnection, limits=server)
-        settings = uvicorn.Config(
-            endpoints.app(),
-            http=connection,
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=ceil(server.receive_timeout),
-            timeout_graceful_shutdown=ceil(server.drain_timeout + FLUSH_S),
-            server_header=False,
-        )
-        logging.getLogger("uvicorn.error").addFilter(BoundedRate(WallClock().now))
-        allow_many_connections()
-        application = _Server(settings, service, server.drain_timeout)
+        application = application_server(endpoints.app(), service.end_all, server)
         watching = asyncio.create_task(_end_with_engine(application, service, progress))
         listener.listen(BACKLOG)
-        on_started(_address(listener))
+        on_started(address_of(listener))
         with closing(endpoints):
             await application.serve([listener])
         watching.cancel()
     return service.summary
+
+
+def application_server(app: Any, end_all: Callable[[str], None], server: ServerConfig) -> uvicorn.Server:
+    """What serves the ASGI application `app` until a signal. end_all(problem): ends what has not ended then."""
+    # uvicorn takes a class here; what it calls is its constructor.
+    connection: Any = partial(LimitedConnection, limits=server)
+    settings = uvicorn.Config(
+        app,
+        http=connection,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=ceil(server.receive_timeout),
+        timeout_graceful_shutdown=ceil(server.drain_timeout + FLUSH_S),
+        server_header=False,
+    )
+    logging.getLogger("uvicorn.error").addFilter(BoundedRate(WallClock().now))
+    allow_many_connections()
+    return _Server(settings, end_all, server.drain_timeout)
 
 
 @asynccontextmanager
@@ -258,7 +263,7 @@ def endpoints_of(service: AnyService, config: RunConfig, server: ServerConfig) -
         metrics,
         name,
         adapters,
-        _api_key(server),
+        api_key(server),
         int(WallClock().timestamp()),
     )
 
@@ -281,7 +286,7 @@ def _model_name(config: RunConfig, server: ServerConfig) -> str:
     return name
 
 
-def _api_key(server: ServerConfig) -> str | None:
+def api_key(server: ServerConfig) -> str | None:
     """What clients must send; None if they need not. InputError if no client could."""
     return first_key("--api_key", server.api_key, (API_KEY_VARIABLE,))
 
@@ -290,16 +295,16 @@ class _Server(uvicorn.Server):
     """A uvicorn server that does not raise the signal again that has ended it, so that the recording is completed, and
     that answers what has not ended `drain_s` after it with an error."""
 
-    def __init__(self, config: uvicorn.Config, service: AnyService, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, end_all: Callable[[str], None], drain_s: float) -> None:
         super().__init__(config)
-        self._service, self._drain_s = service, drain_s
+        self._end_all, self._drain_s = end_all, drain_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        ending = loop.call_later(self._drain_s, self._service.end_all, DRAINED)
+        ending = loop.call_later(self._drain_s, self._end_all, DRAINED)
         await super().shutdown(sockets)
         ending.cancel()
-        self._service.end_all(DRAINED)  # after a second Ctrl-C
+        self._end_all(DRAINED)  # after a second Ctrl-C
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=FLUSH_S)
 
@@ -318,7 +323,7 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(one)
 
 
-def _listen(server: ServerConfig) -> socket.socket:
+def listen(server: ServerConfig) -> socket.socket:
     """A socket on the address of `server`. InputError if it cannot be had."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -335,6 +340,6 @@ def _listen(server: ServerConfig) -> socket.socket:
     return listener
 
 
-def _address(listener: socket.socket) -> str:
+def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
