@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import to_builtins
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -136,14 +137,13 @@ class FleetService:
         assert isinstance(generation, _RoutedGeneration)
         return self.services[generation.number].statistics
 
-    def latest_iterations(self) -> list[dict[str, Any]]:
+    def latest_iterations(self) -> list[Any]:
         """Those of all replicas, each with its `replica`."""
-        of_all = [
-            (one.engine.clock.timestamp(), number, record)
+        return [
+            {"replica": number, **to_builtins(record)}
             for number, one in enumerate(self.services)
             for record in one.latest_iterations()
         ]
-        return [{"replica": number, **record} for _, number, record in of_all]
 
     def check_length(self, prompt_len: int) -> None:
         self.services[0].check_length(prompt_len)

@@ -249,7 +249,7 @@ class Service:
         """The statistics of the engine that has `generation`."""
         return self.statistics
 
-    def latest_iterations(self) -> list[dict[str, Any]]:
+    def latest_iterations(self) -> list[Any]:
         """The statistics of the latest iterations, oldest first, in the form of TensorRT-LLM's executor."""
         limits = self.engine.limits
         lines = IterationLines(limits.batching_type, limits.max_batch_size, as_executor=True)

@@ -9,7 +9,7 @@ from ifbbench.clock import WallClock
 from ifbbench.endpoint.connections import Address, Connections
 from ifbbench.endpoint.http import RequestFailed
 from ifbbench.endpoint.loop import Alarm
-from ifbbench.endpoint.server import metrics_of
+from ifbbench.endpoint.server import listed_models, metrics_of
 from ifbbench.fleet.prefix_index import PrefixIndex
 from ifbbench.fleet.router import Replica, ReplicaState
 from ifbbench.serving.routing.config import RouterConfig
@@ -87,6 +87,14 @@ class Backend:
         self.view.state = state
         if tokens := kv_tokens_of(values):
             self.view.prefixes.resize(tokens)
+
+    async def models(self) -> list[str]:
+        """The models that it lists."""
+        try:
+            answer = await self._checks.get("/v1/models")
+        except RequestFailed:
+            return []
+        return listed_models(answer.body.decode(errors="replace")) if answer.status == 200 else []
 
     def close(self) -> None:
         """End all connections."""

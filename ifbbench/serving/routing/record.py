@@ -23,9 +23,9 @@ UNLIMITED = 2**27
 
 class RouterRecording:
     """Writes the run directory of a router: that of a client which measures servers, with the replica of each request
-    and what the router saw. No other process records there until `close`."""
+    and what the router saw. No other process records there until `close`. model: as the servers call it."""
 
-    def __init__(self, directory: Path, config: RunConfig, server: RouterConfig) -> None:
+    def __init__(self, directory: Path, config: RunConfig, server: RouterConfig, model: str) -> None:
         self.directory = directory
         self._has_tokens = not server.record_lengths_only
         self._file = f"trace.{config.recording_format}"
@@ -34,10 +34,11 @@ class RouterRecording:
         router = config.router or ROUTERS[0]
         self._description: dict[str, Any] = {
             "name": directory.name,
-            "config": {name: getattr(config, name) for name in taken} | {"model": None, "streaming": True},
+            "config": {name: getattr(config, name) for name in taken}
+            | {"model": model, "streaming": True},
             "derived": [],
             "endpoint": {
-                "url": url, "type": "router", "model": server.served_model_name or "", "router": router,
+                "url": url, "type": "router", "model": model, "router": router,
                 "backends": server.addresses,
             },
             "num_kv_blocks": None,
@@ -107,9 +108,6 @@ class RouterRecording:
             line.attribution_s = {
                 CLIENT: sent_s - arrival_s, UNTIL_FIRST_TOKEN: first_s - sent_s, GENERATION: last_s - first_s
             }  # fmt: skip
-        if not self._description["endpoint"]["model"]:
-            self._description["endpoint"]["model"] = asked.model
-            self._description["config"]["model"] = asked.model
         self._recorder.add(line, times_s, tokens)
         self._trace.add(asked.row(number, arrival_s, prompt_len, max(output_len, 1), self._has_tokens))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,12 @@ async def _serve(
     alarm = Alarm(asyncio.get_running_loop(), clock, lambda: None)
     backends = [Backend(number, url, server, clock, alarm) for number, url in enumerate(server.addresses)]
     router = make_router(config.router or ROUTERS[0], len(backends), config.seed)
-    recording = None if server.record is None else RouterRecording(Path(server.record), config, server)
-    app = RouterApp(backends, router, config.request_retries, server, api_key(server), clock, recording)
     await asyncio.gather(*(one.check() for one in backends))
+    recording = None
+    if server.record is not None:
+        model = server.served_model_name or await _model_of(backends)
+        recording = RouterRecording(Path(server.record), config, server, model)
+    app = RouterApp(backends, router, config.request_retries, server, api_key(server), clock, recording)
     beside = [asyncio.create_task(watch(backends, server.health_interval, scrapes=False))]
     if app.front.sees_state or app.front.sees_prefixes:
         every_s = config.router_state_age or DEFAULT_STATE_AGE_S
@@ -84,6 +87,14 @@ async def _serve(
             }  # fmt: skip
             summary = recording.close(app.num_requests, facts, app.lag_s.summary())
     return summary
+
+
+async def _model_of(backends: Sequence[Backend]) -> str:
+    """The model that the backends list; `unknown` if none does without a key."""
+    for one in backends:
+        if names := await one.models():
+            return names[0]
+    return "unknown"
 
 
 async def _flush(recording: RouterRecording) -> None:
