@@ -106,7 +106,9 @@ class FleetService:
         self.sent_to = [0 for _ in services]
         # The first id of each HTTP request, and what the router saw then: as many values as there are replicas.
         self._first_ids = array("q")
-        self._seen = {name: array(SECONDS if name == "kv_use" else ID) for name in self.front.names}
+        self._seen: dict[str, array[Any]] = {
+            name: array(SECONDS if name == "kv_use" else ID) for name in self.front.names
+        }
         self._age_ns, self._read_ns = round(router_state_age * NANOSECONDS), -1
         self._latest_arrival_s = 0.0
         self._sessions = Sessions()
