@@ -31,8 +31,15 @@ ALSO_TAKEN = (
 )
 # Of these, the ones that a router in front of servers has too.
 OF_ROUTERS = (
-    "router", "router_state_age", "request_retries", "seed", "slo", "overwrite", "recording_format", "quiet",
-)  # fmt: skip
+    "router",
+    "router_state_age",
+    "request_retries",
+    "seed",
+    "slo",
+    "overwrite",
+    "recording_format",
+    "quiet",
+)
 NAMES = [
     one.name for one in settings() if (one.group in GROUPS and one.name not in NOT_TAKEN) or one.name in ALSO_TAKEN
 ]

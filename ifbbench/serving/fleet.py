@@ -31,9 +31,12 @@ from ifbbench.serving.recording import SOURCE
 from ifbbench.serving.service import Generation, Service, ServiceEnded
 from ifbbench.serving.sessions import Sessions
 from ifbbench.serving.statistics import LiveStatistics
-from ifbbench.settings.config import ROUTERS, RunConfig
+from ifbbench.settings.config import ROUTERS, SIDE_SETTINGS, RunConfig
 from ifbbench.workload.formats import write_lines
 from ifbbench.workload.trace import ID, SECONDS, Trace, TraceRequest
+
+# Settings of fleets that change or differ.
+CHANGES = ("replica_config", "replica_events", "request_retries", "autoscale", "replica_start_up")
 
 
 def served_router(config: RunConfig) -> Router:
@@ -43,6 +46,10 @@ def served_router(config: RunConfig) -> Router:
             f"--replicas: device {config.device} has one engine; serve several on the CPU or on a simulated device, "
             "or start a server for each GPU and route to them with --router_only."
         )
+    usual = RunConfig()
+    for name in (*CHANGES, *SIDE_SETTINGS):
+        if getattr(config, name) != getattr(usual, name):
+            raise InputError(f"--{name}: a fleet that serves does not have it; leave it out.")
     if config.num_ranks > 1 and not config.makes_no_tokens:
         raise InputError("--replicas: replicas of several ranks that compute are not built; leave out --tp_size.")
     router = make_router(config.router or ROUTERS[0], config.replicas, config.seed)
@@ -172,9 +179,13 @@ class FleetService:
         self._read_states(received_s)
         prompt_len = sum(len(one.input_ids) for one in requests)
         routed = RoutedRequest(
-            self.front.routed, self.front.routed, received_s, prompt_len, self._sessions.number(session),
+            self.front.routed,
+            self.front.routed,
+            received_s,
+            prompt_len,
+            self._sessions.number(session),
             self._pieces(requests[0]),
-        )  # fmt: skip
+        )
         sent = self.front.route(routed, views, len(self.services))
         number = sent.replica.number
         answering = _Answering(number, sent, len(requests))
@@ -300,9 +311,11 @@ class FleetRecording:
         if len(ended) > 1:
             summary |= _lateness([one for one, _ in ended])
         write_requests(
-            directory, self._engines[0].config.recording_format, members,
+            directory,
+            self._engines[0].config.recording_format,
+            members,
             lambda index: service.offers_of(request_ids[index]),
-        )  # fmt: skip
+        )
         with (directory / self._trace).open("rb") as file:
             sha256 = file_digest(file, "sha256").hexdigest()
         self._description["trace"] |= {"requests": len(position), "sha256": sha256}
@@ -316,10 +329,8 @@ def _lateness(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """`delivery_lag_s` and `replay_differs` of all replicas."""
     lags = [one["delivery_lag_s"] for one in summaries]
     found: dict[str, Any] = {
-        "delivery_lag_s": {
-            "mean": sum(lag["mean"] for lag in lags) / len(lags), "max": max(lag["max"] for lag in lags)
-        }
-    }  # fmt: skip
+        "delivery_lag_s": {"mean": sum(lag["mean"] for lag in lags) / len(lags), "max": max(lag["max"] for lag in lags)}
+    }
     if all("replay_differs" in one for one in summaries):
         names = summaries[0]["replay_differs"]
         found["replay_differs"] = {name: sum(one["replay_differs"][name] for one in summaries) for name in names}

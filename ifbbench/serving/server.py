@@ -88,8 +88,9 @@ def serve(
 def serving_engines(config: RunConfig, progress: Progress = NO_PROGRESS) -> Iterator[list[Engine]]:
     """The engine of `config`, or those of all replicas, as `serving_engine`. Engines that compute share the cores."""
     own = config.of_one_replica()
-    if config.replicas > 1 and not config.makes_no_tokens and config.cpu_threads is None:
-        own = own.with_values(cpu_threads=max(usable_cores() // config.replicas, 1))
+    if config.replicas > 1 and not config.makes_no_tokens:
+        threads = config.cpu_threads or max(usable_cores() // config.replicas, 1)
+        own = own.with_values(device="cpu", cpu_threads=threads)
     with ExitStack() as stack:
         yield [stack.enter_context(serving_engine(own, progress)) for _ in range(config.replicas)]
 

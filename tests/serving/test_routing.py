@@ -205,9 +205,14 @@ def test_a_router_passes_on_what_a_server_answers(tmp_path: Path) -> None:
     assert trace[1]["prefix_ids"] == trace[2]["prefix_ids"]
     assert "Hello" not in (recorded / "trace.jsonl").read_text()
     fleet = RunConfig(
-        device="sim:h100-sxm", model="llama-3.1-8b", engine="vllm", enable_chunked_context=True, replicas=2,
-        router="prefix_affinity", output=str(tmp_path / "replayed"),
-    )  # fmt: skip
+        device="sim:h100-sxm",
+        model="llama-3.1-8b",
+        engine="vllm",
+        enable_chunked_context=True,
+        replicas=2,
+        router="prefix_affinity",
+        output=str(tmp_path / "replayed"),
+    )
     assert run_trace(recorded / "trace.jsonl", fleet).summary["requests"]["completed"] == 5
 
 
@@ -216,8 +221,9 @@ def _raw(url: str, body: dict[str, Any]) -> list[bytes]:
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=60) as response:
         events = response.read().split(b"\n\n")
-    return [json.dumps({**json.loads(one[6:]), "id": "", "created": 0}).encode() if b"{" in one else one
-            for one in events]  # fmt: skip
+    return [
+        json.dumps({**json.loads(one[6:]), "id": "", "created": 0}).encode() if b"{" in one else one for one in events
+    ]
 
 
 def test_the_state_of_a_server_is_read_from_its_metrics() -> None:

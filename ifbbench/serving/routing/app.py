@@ -27,6 +27,8 @@ from ifbbench.serving.sessions import Sessions
 from ifbbench.serving.statistics import SECONDS, DeliveryLag, Histogram
 from ifbbench.settings.fields import memory_size
 
+# Kinds of failures after which a backend gets no further requests until it is healthy.
+FAULTS = frozenset(("connect", "tls", "timeout", "closed_early", "malformed_http"))
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 _log = logging.getLogger("ifbbench")
 
@@ -180,7 +182,7 @@ class RouterApp:
             failure = one.failure = attempt.problem() or (one.reading.problem() if one.begun else None)
             if attempt.failure is not None:
                 backend.failed += 1
-                if attempt.failure.kind != "interrupted":
+                if attempt.failure.kind in FAULTS:
                     backend.mark(str(attempt.failure))
             if one.begun:
                 return True
@@ -202,9 +204,13 @@ class RouterApp:
             one.backend = there[0]
             return there[0]
         routed = RoutedRequest(
-            front.routed, one.number, self._clock.now(), asked.prompt_len, self._sessions.number(asked.session),
+            front.routed,
+            one.number,
+            self._clock.now(),
+            asked.prompt_len,
+            self._sessions.number(asked.session),
             asked.pieces if front.sees_prefixes else (),
-        )  # fmt: skip
+        )
         one.sent = front.route(routed, [backend.view for backend in there], len(self.backends))
         one.backend, one.has_first = self.backends[one.sent.replica.number], False
         return one.backend
@@ -232,8 +238,13 @@ class RouterApp:
         if one.begun:
             if attempt.failure is not None:
                 content = error_object(f"the backend failed: {attempt.failure}", "server_error", 502)
-                await send({"type": "http.response.body", "body": b"data: " + encode({"error": content}) + b"\n\n",
-                            "more_body": True})  # fmt: skip
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": b"data: " + encode({"error": content}) + b"\n\n",
+                        "more_body": True,
+                    }
+                )
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _answer_as(self, one: _Forwarding, attempt: Attempt, send: Send) -> None:

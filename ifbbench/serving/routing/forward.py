@@ -10,10 +10,22 @@ from ifbbench.settings.fields import memory_size
 
 EVENTS = "text/event-stream"
 # Headers that are of one connection, and those that the router writes itself.
-HOP_BY_HOP = frozenset((
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-    "upgrade", "host", "content-length", "expect", "accept-encoding",
-))  # fmt: skip
+HOP_BY_HOP = frozenset(
+    (
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "host",
+        "content-length",
+        "expect",
+        "accept-encoding",
+    )
+)
 
 
 class Attempt(Exchange):

@@ -34,11 +34,13 @@ class RouterRecording:
         router = config.router or ROUTERS[0]
         self._description: dict[str, Any] = {
             "name": directory.name,
-            "config": {name: getattr(config, name) for name in taken}
-            | {"model": model, "streaming": True},
+            "config": {name: getattr(config, name) for name in taken} | {"model": model, "streaming": True},
             "derived": [],
             "endpoint": {
-                "url": url, "type": "router", "model": model, "router": router,
+                "url": url,
+                "type": "router",
+                "model": model,
+                "router": router,
                 "backends": server.addresses,
             },
             "num_kv_blocks": None,
@@ -48,7 +50,7 @@ class RouterRecording:
             "versions": run_directory.versions(),
             "hardware": run_directory.hardware(),
             "git_revision": run_directory.git_revision(),
-        }  # fmt: skip
+        }
         self._open = ExitStack()
         self._open.enter_context(run_directory.begun([directory], config.overwrite, self._begin))
         self._trace = TrafficTrace(directory / self._file)
@@ -106,8 +108,10 @@ class RouterRecording:
             line.ttft_s, line.e2e_s = first_s - arrival_s, last_s - arrival_s
             line.tpot_s = (last_s - first_s) / (output_len - 1) if output_len > 1 else None
             line.attribution_s = {
-                CLIENT: sent_s - arrival_s, UNTIL_FIRST_TOKEN: first_s - sent_s, GENERATION: last_s - first_s
-            }  # fmt: skip
+                CLIENT: sent_s - arrival_s,
+                UNTIL_FIRST_TOKEN: first_s - sent_s,
+                GENERATION: last_s - first_s,
+            }
         self._recorder.add(line, times_s, tokens)
         self._trace.add(asked.row(number, arrival_s, prompt_len, max(output_len, 1), self._has_tokens))
 

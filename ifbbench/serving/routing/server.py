@@ -80,11 +80,17 @@ async def _serve(
                 "resent": sum(one.connections.resent for one in backends),
                 "router": config.router or ROUTERS[0],
                 "backends": [
-                    {"replica": one.number, "url": one.url, "sent": one.sent, "failed": one.failed,
-                     "completed": app.completed[one.number], "is_up": one.is_up}
+                    {
+                        "replica": one.number,
+                        "url": one.url,
+                        "sent": one.sent,
+                        "failed": one.failed,
+                        "completed": app.completed[one.number],
+                        "is_up": one.is_up,
+                    }
                     for one in backends
                 ],
-            }  # fmt: skip
+            }
             summary = recording.close(app.num_requests, facts, app.lag_s.summary())
     return summary
 
