@@ -6,8 +6,8 @@ import signal
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from ifbbench.serving.routing.backends import kv_tokens_of, state_of
 from ifbbench.serving.routing.config import RouterConfig
 from ifbbench.serving.sessions import Sessions, session_key
 from ifbbench.settings.config import RunConfig
+from tests.endpoint.fake_endpoint import fake_endpoint
+from tests.endpoint.test_endpoint import three_tokens
 from tests.report.test_schema import check
 from tests.serving.clients import ServerProcess, Stream, server_process, stream_completion
 
@@ -66,13 +68,19 @@ def greedy(server: ServerProcess) -> list[list[int]]:
     return [answer["choices"][0]["token_ids"] for _, answer in answers]
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ServerProcess]]:
+    """Two servers, which the last test of this file kills."""
+    with server_process(*MODEL) as first, server_process(*MODEL) as second:
+        yield [first, second]
+
+
 @contextmanager
-def routed(*options: str, backends: int = 2, model: tuple[str, ...] = MODEL) -> Iterator[list[ServerProcess]]:
-    """A router, and the servers behind it."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(server_process(*model)) for _ in range(backends)]
-        addresses = [word for one in servers for word in ("--backend", one.url)]
-        yield [stack.enter_context(server_process("--router_only", *addresses, *options)), *servers]
+def routed(servers: Sequence[ServerProcess], *options: str) -> Iterator[ServerProcess]:
+    """A router in front of servers."""
+    addresses = [word for one in servers for word in ("--backend", one.url)]
+    with server_process("--router_only", *addresses, *options) as router:
+        yield router
 
 
 async def streams(server: ServerProcess, number: int, **fields: Any) -> list[Stream]:
@@ -126,73 +134,35 @@ def test_a_fleet_on_one_address_is_recorded_and_replayed(tmp_path: Path) -> None
 
 
 def test_replicas_that_compute_give_the_tokens_of_one_engine(tmp_path: Path) -> None:
-    with server_process(*TINY) as server:
-        alone = greedy(server)
-    with server_process(*TINY, "--replicas", "2", "--router", "round_robin", "--record", str(tmp_path / "r")) as server:
-        assert greedy(server) == alone
-        assert server.end()[0] == 0
-    assert Counter(one["replica"] for one in lines(tmp_path / "r" / "requests.jsonl")) == {0: 3, 1: 3}
-    with routed("--router", "round_robin", model=TINY) as (router, first, _):
-        assert greedy(router) == alone
-        first.process.kill()
-        first.process.wait()
-        assert greedy(router) == alone
-        assert json.loads(get(f"{router.url}/health")[1])["status"] == "ok"
-
-
-def test_a_backend_that_is_killed_is_marked_and_its_requests_go_on(tmp_path: Path) -> None:
     recorded = tmp_path / "recorded"
-    options = ("--router", "least_requests", "--record", str(recorded), "--health_interval", "0.2")
-    with routed(*options) as (router, first, second):
-
-        async def run() -> tuple[list[Stream], list[Stream]]:
-            begun = asyncio.Event()
-            usage = {"stream_options": {"include_usage": True}}
-            bodies = [{"prompt": [number, 5, 6], "max_tokens": 400, **usage} for number in range(8)]
-            before = [asyncio.create_task(stream_completion(router.port, one, begun=begun)) for one in bodies]
-            await begun.wait()
-            await asyncio.sleep(0.2)
-            first.process.kill()
-            return await asyncio.gather(*before), await streams(router, 6)
-
-        before, after = asyncio.run(run())
-        assert [one.tokens for one in after] == [40] * 6
-        broken = [one for one in before if one.error]
-        assert broken
-        assert all("backend failed" in one.error for one in broken)
-        assert all(one.tokens == 400 for one in before if not one.error)
-        second.process.kill()
-        second.process.wait()
-        status, answer = post(router, {"prompt": [1], "max_tokens": 2})
-        assert status in (502, 503)
-        assert "backend" in answer["error"]["message"]
-        assert post(router, {"prompt": [1], "max_tokens": 2})[0] == 503
-        assert get(f"{router.url}/health")[0] == 503
-        assert router.end(signal.SIGINT)[0] == 0
-    check(recorded)
-    summary = json.loads((recorded / "summary.json").read_text())
-    assert summary["requests"]["failed"] == len(broken) + 2
-    assert [one["is_up"] for one in summary["endpoint"]["backends"]] == [False, False]
-    ended = lines(recorded / "requests.jsonl")
-    assert {one["replica"] for one in ended[-8:-2]} == {1}
-    result = CliRunner().invoke(main, ["report", str(recorded)])
-    assert "2 backends behind least_requests" in result.output
+    fleet = ("--replicas", "2", "--router", "round_robin", "--record", str(recorded))
+    with server_process(*TINY) as one, server_process(*TINY, *fleet) as two:
+        alone = greedy(one)
+        assert greedy(two) == alone
+        with routed([one, two], "--router", "round_robin") as router:
+            assert greedy(router) == alone
+            one.process.kill()
+            one.process.wait()
+            assert greedy(router) == alone
+            assert json.loads(get(f"{router.url}/health")[1])["status"] == "ok"
+        assert two.end()[0] == 0
+    replicas = Counter(line["replica"] for line in lines(recorded / "requests.jsonl"))
+    assert sum(replicas.values()) == 15  # 6, half of 6, and 6
+    assert abs(replicas[0] - replicas[1]) <= 1
 
 
-def test_a_router_passes_on_what_a_server_answers(tmp_path: Path) -> None:
+def test_a_router_passes_on_what_a_server_answers(servers: list[ServerProcess], tmp_path: Path) -> None:
     recorded = tmp_path / "recorded"
     chat = {"messages": [{"role": "system", "content": "x" * 1000}, {"role": "user", "content": "Hello"}]}
-    with routed("--router", "prefix_affinity", "--record", str(recorded)) as (router, *servers):
+    with routed(servers, "--router", "prefix_affinity", "--record", str(recorded)) as router:
         assert json.loads(get(f"{router.url}/v1/models")[1])["data"][0]["id"] == "llama-3.1-8b"
         bad = {"prompt": "a", "no_such_field": 1}
         assert post(router, bad) == post(servers[0], bad)
         answers = [post(router, {**chat, "max_tokens": 4}, "chat/completions") for _ in range(3)]
-        raw = [_raw(one.url, {"prompt": [1, 2], "max_tokens": 3, "stream": True}) for one in (router, servers[0])]
+        assert _raw(router.url).endswith(b"data: [DONE]\n\n")
         assert router.end()[0] == 0
     assert [status for status, _ in answers] == [200] * 3
     assert [answer["usage"]["completion_tokens"] for _, answer in answers] == [4] * 3
-    assert [len(one) for one in raw] == [len(raw[0])] * 2
-    assert raw[0][1:] == raw[1][1:]
     check(recorded)
     ended = {one["request_id"]: one for one in lines(recorded / "requests.jsonl")}
     assert ended[0]["kind"] == "http_400"
@@ -216,14 +186,18 @@ def test_a_router_passes_on_what_a_server_answers(tmp_path: Path) -> None:
     assert run_trace(recorded / "trace.jsonl", fleet).summary["requests"]["completed"] == 5
 
 
-def _raw(url: str, body: dict[str, Any]) -> list[bytes]:
-    """The events of a stream, without what differs from one answer to the next."""
+def _raw(url: str) -> bytes:
+    """The body of a streamed answer."""
+    body = {"prompt": [1, 2], "max_tokens": 3, "stream": True}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=60) as response:
-        events = response.read().split(b"\n\n")
-    return [
-        json.dumps({**json.loads(one[6:]), "id": "", "created": 0}).encode() if b"{" in one else one for one in events
-    ]
+        content: bytes = response.read()
+    return content
+
+
+def test_a_stream_passes_byte_for_byte() -> None:
+    with fake_endpoint(three_tokens) as backend, server_process("--router_only", "--backend", backend.url) as router:
+        assert _raw(router.url) == _raw(backend.url) != b""
 
 
 def test_the_state_of_a_server_is_read_from_its_metrics() -> None:
@@ -298,3 +272,45 @@ def test_addresses_may_be_given_several_times() -> None:
     assert RouterConfig(router_only=True, backend=many).addresses == ["a:1", "b:2"]
     with pytest.raises(InputError, match="health_interval"):
         RouterConfig(health_interval=1.0)
+
+
+def test_a_backend_that_is_killed_is_marked_and_its_requests_go_on(
+    servers: list[ServerProcess], tmp_path: Path
+) -> None:
+    recorded = tmp_path / "recorded"
+    options = ("--router", "least_requests", "--record", str(recorded), "--health_interval", "0.2")
+    first, second = servers
+    with routed(servers, *options) as router:
+
+        async def run() -> tuple[list[Stream], list[Stream]]:
+            begun = asyncio.Event()
+            usage = {"stream_options": {"include_usage": True}}
+            bodies = [{"prompt": [number, 5, 6], "max_tokens": 400, **usage} for number in range(8)]
+            before = [asyncio.create_task(stream_completion(router.port, one, begun=begun)) for one in bodies]
+            await begun.wait()
+            await asyncio.sleep(0.2)
+            first.process.kill()
+            return await asyncio.gather(*before), await streams(router, 6)
+
+        before, after = asyncio.run(run())
+        assert [one.tokens for one in after] == [40] * 6
+        broken = [one for one in before if one.error]
+        assert broken
+        assert all("backend failed" in one.error for one in broken)
+        assert all(one.tokens == 400 for one in before if not one.error)
+        second.process.kill()
+        second.process.wait()
+        status, answer = post(router, {"prompt": [1], "max_tokens": 2})
+        assert status in (502, 503)
+        assert "backend" in answer["error"]["message"]
+        assert post(router, {"prompt": [1], "max_tokens": 2})[0] == 503
+        assert get(f"{router.url}/health")[0] == 503
+        assert router.end(signal.SIGINT)[0] == 0
+    check(recorded)
+    summary = json.loads((recorded / "summary.json").read_text())
+    assert summary["requests"]["failed"] == len(broken) + 2
+    assert [one["is_up"] for one in summary["endpoint"]["backends"]] == [False, False]
+    ended = lines(recorded / "requests.jsonl")
+    assert {one["replica"] for one in ended[-8:-2]} == {1}
+    result = CliRunner().invoke(main, ["report", str(recorded)])
+    assert "2 backends behind least_requests" in result.output
