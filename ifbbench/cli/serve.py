@@ -29,7 +29,7 @@ ALSO_TAKEN = (
     "router_state_age",
     "request_retries",
 )
-# Of these, the ones that a router in front of servers has too.
+# The settings among these that a router in front of servers has too.
 OF_ROUTERS = (
     "router",
     "router_state_age",

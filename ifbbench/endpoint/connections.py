@@ -156,7 +156,7 @@ class Connections:
             connection.fail(RequestFailed("interrupted", "the run ended before the response was complete"))
 
     def abandon(self, exchange: Exchange) -> None:
-        """Nobody waits for this response any more: its connection is closed, so that the server can stop."""
+        """This response is not wanted any more: its connection is closed, so that the server can stop."""
         exchange.is_open = False
         for connection in list(self.all):
             if connection.exchange is exchange:

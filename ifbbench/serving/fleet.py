@@ -147,7 +147,7 @@ class FleetService:
         return self.services[generation.number].statistics
 
     def latest_iterations(self) -> list[Any]:
-        """Those of all replicas, each with its `replica`."""
+        """The statistics of all replicas, each with its `replica`; see Service."""
         return [
             {"replica": number, **to_builtins(record)}
             for number, one in enumerate(self.services)

@@ -13,6 +13,7 @@ from ifbbench.engine.stretch import Stretch
 from ifbbench.replay.single import describe
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
+from ifbbench.rundir.servers import parts_of
 from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.rundir.traffic_trace import TrafficTrace
 from ifbbench.serving.library.request import InferenceRequest
@@ -101,7 +102,7 @@ class TrafficRecording(Observer):
             }
         with self._open:
             summary = self._recorder.close(partial, lambda _: more)
-        self.ended = summary, self._recorder.parts()
+        self.ended = summary, parts_of(self._recorder)
         if self._logged in run_directory.SERVER_LOGS:
             from ifbbench.report.outputs import write_server_log
             from ifbbench.rundir.reader import load_run
