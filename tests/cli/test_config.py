@@ -263,7 +263,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "burstiness": {"request_rate": 90.0},
     "router_state_age": {"router": "least_kv", "replicas": 2},
     "replica_events": {"replicas": 2},
-    "request_retries": {"replicas": 2},
+    "request_retries": {"replicas": 2, "replica_events": "events.yaml"},
     "replica_start_up": {"autoscale": "queue=4,max=3"},
     **{name: {"engine": "vllm", "prefill_replicas": 1, "decode_replicas": 1} for name in SIDE_SETTINGS},
     "prefill_replicas": {"engine": "vllm", "decode_replicas": 1},
