@@ -1,5 +1,6 @@
 """What every test may use."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -12,6 +13,7 @@ import hypothesis
 import pytest
 
 from ifbbench.models.config import ModelConfig
+from ifbbench.torch.host import M_MMAP_MAX, M_TRIM_THRESHOLD
 from tests.small_model import SMALL_MODEL
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -41,16 +43,32 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# glibc's defaults of what `ifbbench.torch.host.keep_freed_memory` sets: 128 KiB, and 65,536 blocks by mmap.
+MALLOC_DEFAULTS = {M_TRIM_THRESHOLD: 128 * 1024, M_MMAP_MAX: 65536}
+MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
+freeze = gc.freeze
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Generator[None, Any, Any]:
-    """Restore the number of threads, which commands set for their process: small operations take several times as long
-    with more than this one."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
+    """Restore what commands set for their process: the number of threads, because small operations take several times
+    as long with more than this one; and malloc's options, because without mmap, zeroed arrays of gigabytes of which
+    hardly a page is used (block tables of SGLang's scheduler) are written whole, and fill the memory.
+
+    What is left after the last test of a file stays to the end, most of it. It is kept out of later collections, too.
+    """
     try:
         return (yield)
     finally:
         torch, threads = sys.modules.get("torch"), int(os.environ["OMP_NUM_THREADS"])
         if torch is not None and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+        if MALLOPT is not None:
+            for option, value in MALLOC_DEFAULTS.items():
+                MALLOPT(option, value)
+        if nextitem is None or nextitem.path != item.path:
+            gc.collect()
+            freeze()
 
 
 @pytest.fixture(scope="session")
