@@ -1,6 +1,5 @@
 """What every test may use."""
 
-import ctypes
 import gc
 import os
 import signal
@@ -13,7 +12,7 @@ import hypothesis
 import pytest
 
 from ifbbench.models.config import ModelConfig
-from ifbbench.torch.host import M_MMAP_MAX, M_TRIM_THRESHOLD
+from ifbbench.torch import host
 from tests.small_model import SMALL_MODEL
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -43,29 +42,19 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# glibc's defaults of what `ifbbench.torch.host.keep_freed_memory` sets: 128 KiB, and 65,536 blocks by mmap.
-MALLOC_DEFAULTS = {M_TRIM_THRESHOLD: 128 * 1024, M_MMAP_MAX: 65536}
-MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
 freeze = gc.freeze
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
-    """Restore what commands set for their process: the number of threads, because small operations take several times
-    as long with more than this one; and malloc's options, because without mmap, zeroed arrays of gigabytes of which
-    hardly a page is used (block tables of SGLang's scheduler) are written whole, and fill the memory.
-
-    What is left after the last test of a file stays to the end, most of it. It is kept out of later collections, too.
-    """
+    """Restore the number of threads, which commands set for their process: small operations take several times as long
+    with more than this one. Keep what is left after the last test of a file out of later collections of garbage."""
     try:
         return (yield)
     finally:
         torch, threads = sys.modules.get("torch"), int(os.environ["OMP_NUM_THREADS"])
         if torch is not None and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        if MALLOPT is not None:
-            for option, value in MALLOC_DEFAULTS.items():
-                MALLOPT(option, value)
         if nextitem is None or nextitem.path != item.path:
             gc.collect()
             freeze()
@@ -100,6 +89,12 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.fixture
+def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV caches of runs on the CPU in this process take up to 64 MiB by default, and not 2 GiB, which are cleared."""
+    monkeypatch.setattr("ifbbench.torch.build.MAX_CPU_KV_BYTES", 64 * 1024**2)
+
+
+@pytest.fixture
 def undrawn_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps in this process do not lay out and write their charts, for tests of everything else: it takes most of the
     time of a small sweep."""
@@ -117,6 +112,9 @@ def without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection() -> Generator[None, Any, Any]:
     """Exclude what exists after pytest's collection from collections of garbage: a million objects of libraries and
     tests, which stay until the end. Else each takes a second, and so few come that models of finished runs fill memory.
+
+    Let malloc use mmap in this process, which has runs on the CPU and simulated ones: without, zeroed arrays of
+    gigabytes of which hardly a page is used (block tables of SGLang's scheduler) are written whole, and fill memory.
     """
     gc.disable()  # what is imported is no garbage
     try:
@@ -129,6 +127,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         patch = pytest.MonkeyPatch()
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
+        patch.setattr(host, "keep_freed_memory", lambda: None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
