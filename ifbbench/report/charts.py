@@ -1,7 +1,7 @@
 """The charts of a run, as PNG, SVG or PDF."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.token_times import output_tokens
 from ifbbench.analysis.words import BINDING, window_name, words_of
 from ifbbench.errors import InputError
+from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.report.cells import draw_cells, tint
 from ifbbench.report.chart_files import Output
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
@@ -50,6 +51,8 @@ from ifbbench.rundir.run_directory import METRICS, find_lines
 NEAR = 10
 # The colours of several attention windows: that of KV blocks, darker or lighter.
 WINDOW_TINTS = (0.0, -0.55, 0.45, -0.3)
+# Charts of runs with so many iterations are drawn in several processes: of others, to fork takes as long as it gains.
+MIN_SHARED = 100_000
 # Columns of iterations that no chart shows.
 NOT_DRAWN = frozenset(
     {
@@ -135,8 +138,27 @@ def plot_run(
         charts.pop("kv_cache", None)
     if exact and "timeline" in charts:
         charts["timeline"] = partial(draw_cells, exact=True)
-    with styled():
-        return [path for name, draw in sorted(charts.items()) for path in save_chart(draw(run), run, name, output)]
+    return _draw_all(run, sorted(charts.items()), output)
+
+
+def _draw_all(run: RunData, charts: Sequence[tuple[str, Callable[[RunData], Figure]]], output: Output) -> list[Path]:
+    """Draw each of `charts` and write it; returns the files. Charts of a long run are drawn in several processes."""
+
+    def draw(number: int, _report: Callable[[int], None]) -> list[Path]:
+        name, make = charts[number]
+        with styled():
+            return save_chart(make(run), run, name, output)
+
+    processes = min(usable_cores(), len(charts))
+    if run.has_only_summary or run.endpoint or run.is_fleet or len(run.iterations) < MIN_SHARED or processes < 2:
+        return [path for number in range(len(charts)) for path in draw(number, lambda _: None)]
+    # Read before the fork, and not by each process.
+    _ = run.requests, run.spans, TimeBins.of(run)
+    results = dict(run_in_processes(draw, len(charts), processes))
+    for number in range(len(charts)):
+        if isinstance(results[number], BaseException):
+            raise results[number]
+    return [path for number in range(len(charts)) for path in results[number]]
 
 
 def save_chart(figure: Figure, run: RunData, name: str, output: Output) -> list[Path]:

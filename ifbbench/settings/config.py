@@ -1236,10 +1236,10 @@ class RunConfig:
     quiet: bool = _recording(False, "No progress on standard error; tables are printed.")
 
     def __post_init__(self) -> None:
-        for setting in settings():
-            if (value := getattr(self, setting.name)) is not setting.default:
-                object.__setattr__(self, setting.name, setting.check(value))
-        for setting in settings():
+        given = [setting for setting in settings() if getattr(self, setting.name) is not setting.default]
+        for setting in given:
+            object.__setattr__(self, setting.name, setting.check(getattr(self, setting.name)))
+        for setting in given:
             if getattr(self, setting.name) in (setting.default, setting.command_line_default):
                 continue
             if setting.group in ENGINES and self.engine != setting.group:
@@ -1324,7 +1324,7 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Setting name to value, in the order of definition."""
-        return dataclasses.asdict(self)
+        return {setting.name: getattr(self, setting.name) for setting in settings()}
 
 
 @cache

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure
 
 from ifbbench.cli.main import main
-from ifbbench.report import charts, sweep_charts
+from ifbbench.report import charts, overlay, sweep_charts
 from ifbbench.report.chart_files import FORMATS
-from ifbbench.report.style import save
+from ifbbench.report.style import STYLE, save
 from tests.live.test_recording import CASES, events_of, write_events
 from tests.serving.clients import server_process
 from tests.serving.triton_clients import triton as triton_process
@@ -119,7 +119,8 @@ def module_is_there(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def drawn_once() -> Iterator[None]:
-    """Each chart is laid out and written the first time that a page draws it; later its files are empty."""
+    """Each chart is laid out and written, in a low resolution, the first time that a page draws it; later its files are
+    empty."""
     drawn = set[str]()
 
     def save_once(figure: Figure, directory: Path, name: str, formats: Sequence[str] = FORMATS, *more: Any) -> Any:
@@ -133,12 +134,13 @@ def drawn_once() -> Iterator[None]:
         return paths
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "save", save_once)
-        patch.setattr(sweep_charts, "save", save_once)
+        for module in (charts, overlay, sweep_charts):
+            patch.setattr(module, "save", save_once)
+        patch.setitem(STYLE, "savefig.dpi", 40)
         yield
 
 
-@pytest.mark.usefixtures("drawn_once", "small_model", "without_layout", "one_process")
+@pytest.mark.usefixtures("drawn_once", "small_model", "without_layout", "one_process", "small_pools")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(one, marks=[pytest.mark.slow] if one.name == SLOW_PAGE else [], id=one.name) for one in PAGES],
