@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,12 @@ def layer_spec(window: int | None, size: int, heads: int = 1, head_size: int = 1
     return SlidingWindowSpec(**shape, sliding_window=window)
 
 
+def known_to(config: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that this version of vLLM has in a class of its configuration."""
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in settings.items() if name in names}
+
+
 def vllm_config(settings: dict[str, Any]) -> VllmConfig:
     model, parallel = model_config(settings["max_model_len"]), ParallelConfig()
     drafts = None
@@ -239,17 +246,8 @@ def vllm_config(settings: dict[str, Any]) -> VllmConfig:
         scheduler_config=SchedulerConfig(
             max_model_len=settings["max_model_len"],
             is_encoder_decoder=False,
-            max_num_seqs=settings["max_num_seqs"],
-            max_num_active_seqs=settings["max_num_active_seqs"],
-            max_num_batched_tokens=settings["max_num_batched_tokens"],
-            max_num_scheduled_tokens=settings["max_num_scheduled_tokens"],
-            enable_chunked_prefill=settings["enable_chunked_prefill"],
-            long_prefill_token_threshold=settings["long_prefill_token_threshold"],
-            long_prefill_token_threshold_adaptive=settings["long_prefill_token_threshold_adaptive"],
             policy=settings["scheduling_policy"],
-            scheduler_reserve_full_isl=settings["scheduler_reserve_full_isl"],
-            watermark=settings["watermark"],
-            async_scheduling=False,
+            **known_to(SchedulerConfig, settings) | {"async_scheduling": False},
         ),
     )
     # vLLM's platform for CPUs turns asynchronous scheduling off, and rounds what does not suit its kernels.
@@ -273,7 +271,7 @@ def make_scheduler(settings: dict[str, Any], scheduler_cls: str | None = None) -
             settings["num_gpu_blocks"],
             [],
             groups,
-            prefix_cache_retention_interval=settings["prefix_cache_retention_interval"],
+            **known_to(KVCacheConfig, {name: settings[name] for name in ("prefix_cache_retention_interval",)}),
         ),
         structured_output_manager=StructuredOutputManager(config),
         block_size=settings["block_size"],
@@ -295,10 +293,16 @@ def assert_settings(scheduler: Scheduler, settings: dict[str, Any]) -> None:
         elif name == "max_model_len":
             found = scheduler.max_model_len
         else:
-            found = getattr(config, {"scheduling_policy": "policy"}.get(name, name))
+            found = getattr(config, {"scheduling_policy": "policy"}.get(name, name), expected)
         if name == "max_num_scheduled_tokens" and expected is None and settings["num_speculative_tokens"]:
             expected = settings["max_num_batched_tokens"]  # with drafts vLLM sets it, n-grams take no further slots
         assert found == expected, f"vLLM changed {name} from {expected} to {found}"
+
+
+def _is_prefill_chunk(request: Request) -> bool:
+    """Whether the prompt goes on after what was scheduled; older versions have no name for it."""
+    known = request.num_tokens + request.num_output_placeholders
+    return getattr(request, "is_prefill_chunk", request.num_computed_tokens < known)
 
 
 class Original:
@@ -357,7 +361,7 @@ class Original:
         scheduled = [
             [name, n, self._requests[name].num_computed_tokens] for name, n in output.num_scheduled_tokens.items()
         ]
-        returning = {name for name, _, _ in scheduled if not self._requests[name].is_prefill_chunk}
+        returning = {name for name, _, _ in scheduled if not _is_prefill_chunk(self._requests[name])}
         self._in_flight.append((output, returning))
         drafts = {name: len(tokens) for name, tokens in output.scheduled_spec_decode_tokens.items() if tokens}
         return {
