@@ -33,13 +33,7 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_capacity,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -173,6 +167,12 @@ def draw_case(seed: int) -> dict[str, Any]:
 
 def layout_difference(seed: int) -> str | None:
     """How the groups of layers, the number of blocks or the capacity of a random model differ from vLLM's; or None."""
+    from vllm.v1.core.kv_cache_utils import (  # the first is not in vLLM 0.15, whose recordings are checked too
+        get_kv_cache_capacity,
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+    )
+
     rng = random.Random(seed)
     settings = draw_settings(rng, rng.choice(KINDS[:2])) | {"block_size": rng.choice([16, 32])}
     size, longest = settings["block_size"], settings["max_model_len"]

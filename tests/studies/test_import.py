@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ifbbench.cli.main import main
+from ifbbench.report.charts import LOG_CHARTS
 from ifbbench.rundir.reader import load_run
 from tests.live.recordings import lines
 from tests.report.test_schema import check
@@ -76,6 +77,12 @@ def test_other_commands_read_it(of_vllm: tuple[Path, Path], command: str) -> Non
         assert "Imported from vllm.log (vLLM log). Not in it:\n- Requests" in result.output
         assert "The log names no limit" in result.output
         assert "[BENCHMARK]" not in result.output
+    if command == "plot":
+        drawn = {path.stem for path in (of_vllm[1] / "charts").iterdir()}
+        assert drawn == set(LOG_CHARTS)
+        only = call("plot", str(of_vllm[1]), "--only", "ttft")
+        assert only.exit_code == 2
+        assert "without requests, which it shows; expected bound, budget" in only.output
     if command == "why":
         assert "vllm.log (vLLM log) has no requests" in result.output
         assert "--request" not in result.output
