@@ -149,6 +149,8 @@ class _Notes(Notes):
         self.victims: dict[str, str | None] = {}
         self._made_room: dict[str, str] = {}  # victims that are not in the queue yet
         self._scheduler, self._keeps_tokens = scheduler, keeps_tokens()
+        self._decoding: list[Any] = []
+        self._decoded: dict[str, int] = {}
         self._continuing: str | None = None  # the request whose prompt was cut before this decision
         self._is_trying, self._verdict, self._budget, self._num_looked_at, self._num_judged = False, "", "", 0, 0
         self._allocator, self._tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
@@ -227,7 +229,10 @@ class _Notes(Notes):
             return
         tokens, started, held = dict[str, int](), list[Started](), None
         if batch.forward_mode.is_decode():
-            tokens = dict.fromkeys([req.rid for req in batch.reqs], 1)
+            if batch.reqs != self._decoding:  # most decode batches are as the one before
+                self._decoding = list(batch.reqs)
+                self._decoded = dict.fromkeys([req.rid for req in batch.reqs], 1)
+            tokens = self._decoded
         else:
             mixed = batch.decoding_reqs or ()
             prompts = batch.reqs[: len(batch.reqs) - len(mixed)]
@@ -268,8 +273,8 @@ class _Notes(Notes):
         if not self.in_flight:
             return  # it was decided before the recording began
         pending = self.in_flight.popleft()
-        for req in batch.reqs:
-            if req.finished() and self.known.pop(req.rid, None) is not None:
+        for req in [req for req in batch.reqs if req.finished_reason is not None]:
+            if self.known.pop(req.rid, None) is not None:
                 self.ended.append(self._ended(req, _outcome(req), self.num_in_flight()))
         self.send(pending, ended_s, {})
 
