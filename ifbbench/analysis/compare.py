@@ -15,7 +15,7 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import Words, words_of
-from ifbbench.rundir.lines import RUNNING
+from ifbbench.rundir.line_types import RUNNING
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.timeline import Iterations

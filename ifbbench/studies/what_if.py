@@ -18,9 +18,10 @@ from ifbbench.analysis.generation_time import PROMPTS
 from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.build.engines import engine_defaults, usual_beside
-from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.processes import TimeIsUp, run_within, usable_cores
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.rundir.what_if import FAILED
 from ifbbench.settings.command_line import option_words
 from ifbbench.settings.config import SGLANG, VLLM, RunConfig, settings
