@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ from ifbbench.kv.attention_window import UNLIMITED
 from tests.conformance.outcome import Mismatch
 from tests.conformance.vllm import END_TOKEN, limits_of, replay
 
+# What vLLM 0.15 reads from its arguments, and later versions from the parameters of sampling.
+OLD_ARGUMENTS = {"eos_token_id": END_TOKEN} if "eos_token_id" in signature(Request.__init__).parameters else {}
 KINDS = ("sync", "async", "drafts")
 # vLLM 0.32 itself may go on forever: without reservation of full prompts, two prompts of the same priority and arrival
 # time can pre-empt each other in turn. Such a workload is compared up to here.
@@ -294,7 +297,8 @@ def assert_settings(scheduler: Scheduler, settings: dict[str, Any]) -> None:
             found = scheduler.max_model_len
         else:
             found = getattr(config, {"scheduling_policy": "policy"}.get(name, name), expected)
-        if name == "max_num_scheduled_tokens" and expected is None and settings["num_speculative_tokens"]:
+        sets_itself = hasattr(config, name) and settings["num_speculative_tokens"]
+        if name == "max_num_scheduled_tokens" and expected is None and sets_itself:
             expected = settings["max_num_batched_tokens"]  # with drafts vLLM sets it, n-grams take no further slots
         assert found == expected, f"vLLM changed {name} from {expected} to {found}"
 
@@ -346,6 +350,7 @@ class Original:
                 prompt_token_ids=given["prompt"],
                 sampling_params=params,
                 pooling_params=None,
+                **OLD_ARGUMENTS,
                 arrival_time=given["arrival_time"],
                 priority=given["priority"],
                 block_hasher=self._hasher if self.settings["enable_prefix_caching"] else None,
