@@ -215,7 +215,7 @@ class _Notes(Notes):
                 self.limit = "batch_size"
         elif self._verdict != "CONTINUE":
             self.limit = "kv_blocks" if self._verdict == "NO_TOKEN" else "num_tokens"
-        elif self._num_looked_at == self._num_judged:  # nobody was left
+        elif self._num_looked_at == self._num_judged:  # each was added
             self.limit = None
         else:
             self.limit = "num_tokens" if self._budget == "OTHER" else "batch_size"
@@ -250,7 +250,7 @@ class _Notes(Notes):
         self.decided(batch, begun_s, submitted_s, tokens, started, head, free, held)
 
     def _take_victims(self, running: list[Any]) -> None:
-        """Note who lost its pages for whom: decode steps go on for the one that would have been the last to lose its
+        """Note the requests that lost their pages, and for which one: decode steps go on for the one that would have been the last to lose its
         own."""
         kept = max(running, key=self._keeping, default=None)
         for victim, beneficiary in self.victims.items():
