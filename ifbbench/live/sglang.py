@@ -250,8 +250,8 @@ class _Notes(Notes):
         self.decided(batch, begun_s, submitted_s, tokens, started, head, free, held)
 
     def _take_victims(self, running: list[Any]) -> None:
-        """Note the requests that lost their pages, and for which one: decode steps go on for the one that would have been the last to lose its
-        own."""
+        """Note the requests that lost their pages, and for which one: decode steps go on for the request that would
+        have been the last to lose its own."""
         kept = max(running, key=self._keeping, default=None)
         for victim, beneficiary in self.victims.items():
             if beneficiary is not None:
