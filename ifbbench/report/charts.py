@@ -79,6 +79,8 @@ NOT_DRAWN = frozenset(
 ENDPOINT_CHARTS = ("timeline", "throughput", "latency", "ttft", "itl", "server")
 # The charts that need neither iterations nor spans.
 SUMMARY_CHARTS = ("latency", "ttft")
+# The charts of a log that was imported and that has no requests.
+LOG_CHARTS = ("bound", "budget", "kv_cache", "throughput")
 # The charts of a fleet; others are of a replica.
 FLEET_CHARTS = ("replicas", *SUMMARY_CHARTS)
 # Charts that most runs do not have: of an endpoint, of a fleet.
@@ -99,7 +101,8 @@ def plot_run(
 
     exact: the timeline with a cell for each request and iteration. There is no chart of blocks of a contiguous cache.
     A run that was killed before its first iteration has no charts, and a warning says so; InputError for a complete run
-    without iterations. Of a run with `--recording summary`, SUMMARY_CHARTS are drawn, and a warning says so.
+    without iterations. Of a run with `--recording summary`, SUMMARY_CHARTS are drawn, of an imported log without
+    requests LOG_CHARTS, and a warning says so.
     """
     if run.endpoint:
         if unknown := [name for name in only if name not in ENDPOINT_CHARTS]:
@@ -130,6 +133,13 @@ def plot_run(
             _log.warning("%s: no iterations, so there is nothing to draw.", run.path)
             return []
         raise nothing_to_draw(run)
+    if run.lacks_requests:
+        needs = "was imported from a log without requests, which"
+        if unknown := [name for name in only if name not in LOG_CHARTS]:
+            raise InputError(f"--only {unknown[0]}: {run.path} {needs} it shows; expected {', '.join(LOG_CHARTS)}.")
+        if not only:
+            only = LOG_CHARTS
+            _log.warning("%s: %s the charts other than %s need.", run.path, needs, ", ".join(only))
     output = output or Output(directory)
     charts = {name: chart.draw for name, chart in CHARTS.items() if name in (only or set(CHARTS) - NOT_OF_A_RUN)}
     if run.endpoint and "throughput" in charts:
@@ -175,7 +185,10 @@ def draw_throughput(run: RunData) -> Figure:
     panels = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [1.6, 2, 1.4, 2]})
     waiting, output, context, batch = panels
     bins, iterations = TimeBins.of(run), run.iterations
-    _rate(output, bins, output_tokens(run), "generation", "output tokens/s")
+    tokens = output_tokens(run)
+    if run.lacks_requests:  # each generation request got one
+        tokens = (iterations["scheduled_requests"] - iterations["context_requests"]).to_numpy(dtype=float)
+    _rate(output, bins, tokens, "generation", "output tokens/s")
     _rate(context, bins, iterations["total_context_tokens"].to_numpy(dtype=float), "context", "context tokens/s")
     total = bins.means(iterations["scheduled_requests"].to_numpy(dtype=float))
     generation = np.maximum(total - bins.means(iterations["context_requests"].to_numpy(dtype=float)), 0.0)

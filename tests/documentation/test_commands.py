@@ -19,6 +19,7 @@ from ifbbench.report import charts, overlay, sweep_charts
 from ifbbench.report.chart_files import FORMATS
 from ifbbench.report.style import STYLE, save
 from tests.live.test_recording import CASES, events_of, write_events
+from tests.live.test_sglang_recording import CASES as CASES_OF_SGLANG
 from tests.serving.clients import server_process
 from tests.serving.triton_clients import triton as triton_process
 
@@ -39,7 +40,7 @@ STAND_INS = {
     ),
 }
 # Directories that a page's server would have written.
-RECORDINGS = ("vllm-recording",)
+RECORDINGS = {"vllm-recording": CASES[1], "sglang-recording": CASES_OF_SGLANG[0]}
 # Requests of commands that compute on this machine's processor, a second's work with a small model.
 REAL_REQUESTS = {"run": ("--max_num_samples", "5"), "sweep": ("--max_num_samples", "1")}
 # Simulated runs whose output no page shows.
@@ -149,8 +150,8 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     for name, content in STAND_INS.items():
         Path(name).write_text(content)
-    for name in RECORDINGS:
-        write_events(events_of(CASES[1]), Path(name))
+    for name, case in RECORDINGS.items():
+        write_events(events_of(case), Path(name))
     monkeypatch.setenv("COLUMNS", "120")
     served: list[str] = []
     samples = samples_of(page)
