@@ -72,7 +72,7 @@ BALANCED = {"balances_parts": True, "chunk_unit": None, "max_num_tokens": 4 * 64
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("policy", "overlap"),
-    [("guaranteed_no_evict", None), ("guaranteed_no_evict", Overlap.ASYNC), ("max_utilization", None)],
+    [(policy, overlap) for policy in ("guaranteed_no_evict", "max_utilization") for overlap in (None, Overlap.ASYNC)],
 )
 @pytest.mark.parametrize(("time_out", "batching"), [(12, 0), (3, 5), (0, 0)])
 def test_balanced_iterations_advanced_together_leave_the_same_files(

@@ -363,6 +363,42 @@ def test_requests_of_a_priority_that_arrive_together_are_fetched_at_once(tmp_pat
     assert files(tmp_path / "together") == files(tmp_path / "apart")
 
 
+def test_a_request_that_ends_while_an_iteration_is_decided_leaves_its_slot_to_the_next(tmp_path: Path) -> None:
+    """A request to pause has a token in flight, which is collected before the decision is made again. That completes
+    another request, whose batch slot a waiting one gets with the next iteration."""
+    lengths = [
+        (42, 19),
+        (26, 8),
+        (16, 2),
+        (4, 1),
+        (9, 24),
+        (32, 27),
+        (25, 18),
+        (48, 22),
+        (31, 16),
+        (28, 28),
+        (14, 24),
+        (33, 1),
+        (20, 25),
+        (28, 1),
+        (38, 22),
+        (42, 6),
+    ]
+    arrivals = [TraceRequest(i, 4e-5 * i, prompt, new, new) for i, (prompt, new) in enumerate(lengths)]
+    config = config_of(
+        max_batch_size=8,
+        policy="max_utilization",
+        overlap=Overlap.ASYNC,
+        chunk_unit=None,
+        max_num_tokens=256,
+        max_input_len=60,
+    )
+    run(Trace("t", arrivals, "0" * 64, ""), config, tmp_path / "apart", together=False)
+    recorder = run(Trace("t", arrivals, "0" * 64, ""), config, tmp_path / "together", together=True)
+    assert recorder.together > 0
+    assert files(tmp_path / "together") == files(tmp_path / "apart")
+
+
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("every", [1, 7])
 def test_long_stretches_while_others_wait(tmp_path: Path, policy: str, every: int) -> None:

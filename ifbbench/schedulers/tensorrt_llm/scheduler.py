@@ -96,6 +96,9 @@ class TensorRtLlmScheduler:
                 config, self.active, cache, self._may_pause, self._dynamic_limits, self._balance
             )
         self._iteration, self._admits = 0, False
+        # Whether iterations were collected during the latest decision: what they completed left batch slots, which the
+        # next iteration may give to requests that wait.
+        self._has_collected = False
         self._in_flight: Sequence[InFlightIteration] = ()
         self._is_logged = log.isEnabledFor(logging.DEBUG)
 
@@ -139,10 +142,12 @@ class TensorRtLlmScheduler:
         if self.config.drafts.max_len:
             self._drafts.propose()
         plan = self._decide()
+        self._has_collected = False
         while plan.paused and self._is_pause_in_flight(plan, in_flight):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
             while self._is_pause_in_flight(plan, in_flight):
                 collect()
+                self._has_collected = True
             plan = self._decide()
         for pause in plan.paused:
             self._pause(pause.victim)
@@ -375,7 +380,8 @@ class TensorRtLlmScheduler:
     def horizon(self, plan: Plan) -> int:
         if self._repetition is None:
             return 0
-        return self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight)
+        steps = self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight)
+        return min(steps, 1) if self._has_collected else steps
 
     def cycle(self, plan: Plan) -> Sequence[Plan]:
         if self._repetition is None or self.num_micro_batches == 1:
