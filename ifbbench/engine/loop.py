@@ -71,8 +71,8 @@ class TokenGenerationLoop:
     is_open_loop: no response lets a request arrive.
     holds_ends: on a virtual clock, `step` does not take in the outputs of its iterations, and leaves the clock at their
         end; `take_in` does, before the next step. Who steps several loops learns so what arrives until then.
-    transfers: of keys and values to and from other engines. Then `step` also returns False while requests wait for
-        these only.
+    transfers: of keys and values to and from other engines, or stores. Then `step` also returns False while requests
+        wait for these only.
     sees_first_tokens: with `holds_ends`, what is taken in at a time are not several iterations after a prompt.
     """
 
@@ -145,6 +145,7 @@ class TokenGenerationLoop:
         self._activated += plan.entered
         if self._transfers is not None and plan.receiving:
             self._transfers.reserved(plan.receiving, start_s)
+            self._quiet_until_s = -math.inf  # they may come earlier than a request
         if self._device is not None and (count := scheduler.horizon(plan)):
             self._run_together(self._device, plan, count, start_s)
             return True

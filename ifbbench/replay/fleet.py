@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 
 from ifbbench.build.engine import Engine
+from ifbbench.build.kv_tiers import make_tiers, remote_store
 from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.fleet.events import ReplicaEvent, read_events
 from ifbbench.fleet.prefix_index import PrefixIndex
 from ifbbench.fleet.router import PREFILLS, STATE, Replica, RoutedRequest, Router, make_router
 from ifbbench.fleet.sides import check_no_sides
+from ifbbench.kv.store import KvStore
 from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet_changes import Changes
@@ -226,7 +228,7 @@ def _known_shares(trace: Trace, config: RunConfig, plan: Plan) -> list["array[in
     """The indices of the requests of each replica, if they are known before the run and the replicas do not depend on
     each other; None if they are not, or a replica has none."""
     columns, count, router = columns_of(trace.requests), len(plan.configs), plan.router
-    if plan.changes:
+    if plan.changes or (count > 1 and config.kv_remote_bytes):
         return None
     if any(one.hardware is None for one in plan.configs):  # the null device takes no time on the one clock of a fleet
         return None
@@ -315,12 +317,16 @@ def _run_stepped(
     configs = [one.with_values(**of_fleet) for one in plan.configs]
     descriptions: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:
-        of_replicas = list[RunConfig]()
+        of_replicas, remotes = list[RunConfig](), list[KvStore | None]()
 
         def make_engine(own: RunConfig) -> Engine:
             with unlogged():
                 engine = stack.enter_context(engine_for(trace, own))
             of_replicas.append(own)
+            if own.kv_remote_bytes:
+                remotes.append(remotes[0] if remotes else remote_store(engine.config, engine.model))
+                number, resolved = len(of_replicas), engine.config
+                engine = replace(engine, tiers=make_tiers(resolved, engine.model, engine.clock, remotes[0], number))
             is_real_time = not isinstance(engine.clock, VirtualClock)
             return replace(engine, clock=VirtualClock()) if is_real_time else engine
 

@@ -20,7 +20,7 @@ from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.first_tokens import FirstTokens
 from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.routed import Routed, RoutedClient, RoutedServedClient, append, share_of
-from ifbbench.replay.single import client_of, loop_of
+from ifbbench.replay.single import client_of, loop_of, next_event_s, wait
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import session_numbers
@@ -84,7 +84,7 @@ class SteppedReplica:
         """Before this time it answers nothing, unless a request is offered."""
         if not self.loop.is_idle:
             return self.clock.now()
-        event_s = self.client.next_event_s
+        event_s = next_event_s(self.engine, self.client)
         return inf if event_s is None else max(event_s, self.clock.now())
 
     def offer(
@@ -114,10 +114,10 @@ class SteppedReplica:
         if loop.step():
             self._idle_at = None
             return True
-        event_s, counts = client.next_event_s, (client.handed_out, client.answered)
+        event_s, counts = next_event_s(self.engine, client), (client.handed_out, client.answered)
         if event_s is None or event_s >= client.horizon_s:
             return False
-        if not client.wait():
+        if not wait(self.engine, client):
             if counts == self._idle_at:
                 raise RunFailed("no progress: no request of a replica is active, and its engine fetches none.")
             self._idle_at = counts
@@ -202,7 +202,7 @@ class SteppedFleet:
         self.waiting: list[int] = []
         self._earlier: dict[int, EarlierAttempts] = {}
         self.lost: dict[int, tuple[float, str]] = {}
-        self._retries = config.request_retries
+        self._retries, self._shares_store = config.request_retries, config.kv_remote_bytes > 0
         self.changes = changes
         changes.begin(self)
 
@@ -321,7 +321,7 @@ class SteppedFleet:
         return self._run_all(time_s)
 
     def _run_all(self, time_s: float) -> bool:
-        if not self.front.is_open_loop:
+        if not self.front.is_open_loop or self._shares_store:
             return self._run_in_turn(time_s)
         for one in self.replicas:
             if one.clock.now() < time_s:
@@ -358,8 +358,8 @@ class SteppedFleet:
         self.front.send_response(final_response(index))
 
     def _run_in_turn(self, time_s: float) -> bool:
-        """Where answers let requests arrive: no replica runs an iteration that starts later than another one may
-        answer. False if one has let a request arrive."""
+        """Where answers let requests arrive, or replicas share a store: no replica runs an iteration that starts later
+        than another one may answer or write. False if one has let a request arrive."""
         event_s = self.front.next_event_s
         while True:
             answered = [(one.client.answers[0][0], at) for at, one in enumerate(self.replicas) if one.client.answers]
