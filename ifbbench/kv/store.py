@@ -43,6 +43,11 @@ class SharedLink:
         heappush(self._ends, (transfer.end, self._num_begun, transfer))
 
     @property
+    def is_busy(self) -> bool:
+        """Whether something is on its way."""
+        return len(self._ends) > 0
+
+    @property
     def next_s(self) -> float:
         """When the next transfer ends; infinite if there is none."""
         return self._after(self._since_s, self._moved, self._ends[0][0], len(self._ends)) if self._ends else inf
@@ -129,7 +134,7 @@ class KvStore:
     def write(self, owner: int, keys: Sequence[Hashable], chain: Sequence[Hashable], now_s: float) -> None:
         """Write those of these blocks that it neither has nor is about to get. chain: the blocks of the same prompt
         before them."""
-        new = [key for key in keys if key not in self._blocks and key not in self._writing]
+        new = [key for key in dict.fromkeys(keys) if key not in self._blocks and key not in self._writing]
         if not new:
             return
         transfer = Transfer(owner, len(new) * self.block_bytes, new, chain)
@@ -148,6 +153,13 @@ class KvStore:
             if other is transfer:
                 return arrival_s
         return to_seconds(tick(self._link.end_of(transfer) + self._latency_s))
+
+    @property
+    def next_arrival_s(self) -> float:
+        """Before this time nothing arrives."""
+        if self._arriving:
+            return self._arriving[0][0]
+        return to_seconds(tick(self._link.next_s + self._latency_s)) if self._link.is_busy else inf
 
     def _keep(self, transfer: Transfer) -> None:
         """A write has arrived."""

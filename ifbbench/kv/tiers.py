@@ -32,7 +32,7 @@ class KvTiers:
 
     A block is read from the first store that has it, and written to each that has not. writes_back: blocks are written
     when they are evicted from the device, else once they are computed. num_unnamed: blocks that hold what no other
-    request can look for, so far: each is a block of its own."""
+    request can look for, so far: each is a block of its own. has_queue: requests wait that may look for blocks."""
 
     def __init__(
         self, stores: Sequence[KvStore], tokens_per_block: int, clock: Clock, writes_back: bool, owner: int = 0
@@ -40,7 +40,7 @@ class KvTiers:
         self.stores, self.writes_back, self.owner = stores, writes_back, owner
         self._size, self._clock = tokens_per_block, clock
         self._loading: list[_Loading] = []
-        self._num_unnamed = 0
+        self._num_unnamed, self.has_queue = 0, False
 
     # Asked by the scheduler.
 
@@ -68,14 +68,16 @@ class KvTiers:
                 loading.transfers.append((store, store.load(self.owner, of_store, now_s)))
         self._loading.append(loading)
 
-    def write(self, keys: Sequence[Hashable], num_unnamed: int = 0, chain: Sequence[Hashable] = ()) -> None:
-        """Write blocks, and others that hold what no other request can look for. chain: blocks of the same prompt
+    def write(self, keys: Sequence[int | None], chain: Sequence[Hashable] = ()) -> None:
+        """Write blocks, None for one that holds what no other request can look for. chain: blocks of the same prompt
         before them."""
         self._advance()
-        unnamed = [(self.owner, self._num_unnamed + number) for number in range(num_unnamed)]
-        self._num_unnamed += num_unnamed
+        named = list[Hashable]()
+        for key in keys:
+            named.append((self.owner, self._num_unnamed) if key is None else key)
+            self._num_unnamed += key is None
         for store in self.stores:
-            store.write(self.owner, [*keys, *unnamed], chain, self._clock.now())
+            store.write(self.owner, named, chain, self._clock.now())
 
     def forget(self, request: Request) -> None:
         """`request` has ended: it waits for nothing."""
@@ -85,8 +87,10 @@ class KvTiers:
 
     @property
     def next_s(self) -> float:
-        """Before this time nothing arrives that a request waits for; infinite if none does."""
-        return min([one.arrival_s for one in self._loading], default=inf)
+        """Before this time nothing arrives that a request waits for, or that changes what the queue finds; infinite if
+        nothing does."""
+        next_s = min([one.arrival_s for one in self._loading], default=inf)
+        return min([next_s, *[store.next_arrival_s for store in self.stores]]) if self.has_queue else next_s
 
     def keeps(self, request: Request) -> bool:
         return False

@@ -111,7 +111,9 @@ class SteppedReplica:
         if loop.is_held:
             loop.take_in()
             return True
-        if loop.step():
+        # A store that replicas share must not be asked at a time that is past for others.
+        is_late = self.engine.tiers is not None and loop.is_idle and self.next_time_s > self.clock.now()
+        if not is_late and loop.step():
             self._idle_at = None
             return True
         event_s, counts = next_event_s(self.engine, client), (client.handed_out, client.answered)

@@ -164,8 +164,8 @@ class RequestTimeline:
 
         A span lasts until the next one begins. Before the first, the request waits for an iteration to begin. In the
         queue and behind the head of the line, it waits for the limit that holds the head; if none does, it came while
-        an iteration was decided, and waits for the next one. What it waited for has come from a store at some time
-        within a span: from then on it waits for an iteration."""
+        an iteration was decided, and waits for the next one. While keys and values are on their
+        way to it, it waits for these, whatever else the span is."""
         seconds: dict[str, float] = {}
         name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
         for next_name, first in self.closed:
@@ -173,10 +173,13 @@ class RequestTimeline:
             if until_s < arrival_s:
                 until_s = arrival_s
             for load in self.request.loads:
-                if begin_s <= load.begin_s and load.end_s <= until_s:
-                    self._attribute(seconds, name, begin_s, load.begin_s)
-                    seconds[TRANSFER] = seconds.get(TRANSFER, 0.0) + load.end_s - load.begin_s
-                    name, begin_s = WAITING_ITERATION, load.end_s
+                if load.begin_s < until_s and begin_s < load.end_s:
+                    if begin_s < load.begin_s:
+                        self._attribute(seconds, name, begin_s, load.begin_s)
+                        begin_s = load.begin_s
+                    arrived_s = load.end_s if load.end_s < until_s else until_s
+                    seconds[TRANSFER] = seconds.get(TRANSFER, 0.0) + arrived_s - begin_s
+                    begin_s = arrived_s
             self._attribute(seconds, name, begin_s, until_s)
             name, begin_s = next_name, until_s
         # The last span is one in which the request ran.

@@ -129,7 +129,8 @@ class VllmScheduler(QueueingScheduler):
         first, last = start // self.limits.tokens_per_block, end // self.limits.tokens_per_block
         if last > first:
             keys = self.kv_cache.content(request, 0, last)
-            tiers.write(keys[first:], last - first - len(keys[first:]), keys[:first])
+            new: list[int | None] = [*keys[first:]]
+            tiers.write(new + [None] * (last - first - len(new)), keys[:first])
 
     def _write_outputs(self, request: Request) -> None:
         """A request ends: write the blocks that its outputs fill. Its last token was not computed."""
@@ -137,10 +138,9 @@ class VllmScheduler(QueueingScheduler):
             self._write(tiers, request, request.prompt_len, self.state.known_of(request) - 1)
 
     def _write_evicted(self, tiers: KvTiers) -> None:
-        """Write the blocks that were evicted from the device."""
+        """Write the blocks that were evicted from the device: of a prompt, the last ones first."""
         if evicted := self.kv_cache.pool.evicted:
-            keys = [one for one in dict.fromkeys(evicted) if one != NOT_SHARED]
-            tiers.write(keys, evicted.count(NOT_SHARED))
+            tiers.write([None if one == NOT_SHARED else one for one in reversed(evicted)])
             evicted.clear()
 
     # One iteration.
@@ -161,6 +161,7 @@ class VllmScheduler(QueueingScheduler):
             step.blocked.insert(0, LeftOut(first, Limit.NUM_TOKENS))
         if self.state.tiers is not None:
             self._write_evicted(self.state.tiers)
+            self.state.tiers.has_queue = len(self.queue) > 0
         self.scheduled_rows = step.order
         return Plan(
             list(step.chunks),
