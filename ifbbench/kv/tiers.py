@@ -30,7 +30,8 @@ class _Loading:
 class KvTiers:
     """The stores of an engine, which is number `owner` of those that share some of them: its `KvTransfers`.
 
-    A block is read from the first store that has it, and written to each that has not. writes_back: blocks are written
+    A block is read from the first store that has it, and written to each that has not; one that was read to the quicker
+    ones, once the engine takes it in. writes_back: blocks are written
     when they are evicted from the device, else once they are computed. num_unnamed: blocks that hold what no other
     request can look for, so far: each is a block of its own. has_queue: requests wait that may look for blocks."""
 

@@ -50,7 +50,7 @@ from ifbbench.replay.single import (
 )
 from ifbbench.replay.stepped_fleet import SteppedFleet, SteppedReplica
 from ifbbench.rundir import run_directory
-from ifbbench.rundir.fleet import Member, fleet_figures, replica_directory, write_requests
+from ifbbench.rundir.fleet import Member, fleet_figures, replica_directory, tier_figures, write_requests
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
@@ -456,6 +456,8 @@ def _summary(trace: Trace, config: RunConfig, engine: Engine, run: FleetRun) -> 
         Member(settings, one.tp_size * one.pp_size, price_of(one), *service)
         for one, settings, service in zip(own, own_settings(own), services, strict=True)
     ]
+    if tiers := tier_figures(summaries):
+        summary |= {"kv_tiers": tiers}
     return summary | {"fleet": fleet_figures(config.router or ROUTERS[0], summaries, members) | figures}, whole
 
 

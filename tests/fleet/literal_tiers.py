@@ -140,6 +140,7 @@ class _Replica:
         self.generating: list[_Request] = []
         self.busy_until: float | None = None
         self.evicted: list[Key] = []
+        self.received: list[int] = []  # requests of which a load has come, and which are not taken in
         self.num_loads = 0
         self.order: dict[int, int] = {}
 
@@ -166,7 +167,7 @@ class _Replica:
 
 
 class LiteralTiers:
-    """Requests go to replicas in turn. stores: of each replica, from the quickest to the slowest, some of them shared."""
+    """Requests go to replicas in turn. stores: of each replica, from the quickest to the slowest; some are shared."""
 
     def __init__(
         self,
@@ -182,6 +183,7 @@ class LiteralTiers:
         self.replicas = [_Replica(self.num_blocks) for _ in stores]
         self.times = [Times() for _ in jobs]
         self.all_stores = list({id(store): store for of_replica in stores for store in of_replica}.values())
+        self.sources: dict[int, list[list[Key]]] = {}  # what each request loads, by store
         self.ended = 0
 
     def run(self) -> list[Times]:
@@ -220,18 +222,16 @@ class LiteralTiers:
         one.ready.append((one.order[number], request))
         one.ready.sort(key=lambda pair: pair[0])
         self.times[number].loads.append((begin, now))
-        owner = number % len(self.replicas)
-        for slower, keys in enumerate(self.sources[number]):
-            for store in self.stores[owner][:slower]:
-                store.write(owner, keys, ())
-
-    @property
-    def sources(self) -> dict[int, list[list[Key]]]:
-        return self.__dict__.setdefault("_sources", {})
+        one.received.append(number)
 
     def _begin(self, owner: int, one: _Replica, now: float) -> None:
         left = self.tokens
         one.chunks, one.generating = [], []
+        for number in one.received:
+            for slower, keys in enumerate(self.sources[number]):
+                for store in self.stores[owner][:slower]:
+                    store.write(owner, keys, ())
+        one.received = []
         for request in one.running:
             if not left:
                 break

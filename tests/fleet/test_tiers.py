@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from ifbbench.errors import InputError
-from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.replay.run import run_trace
 from tests.fleet.literal_tiers import BLOCK, Job, LiteralStore, LiteralTiers
 from tests.fleet.test_disaggregated import ITERATION_S, KV_BYTES, constant_device
-from tests.fleet.test_fleet import FILES, assert_equal_runs, config_of, lines, write_rows
+from tests.fleet.test_fleet import config_of, lines
 
 BLOCK_BYTES = KV_BYTES * BLOCK
 DISK, REMOTE = "disk", "remote"
