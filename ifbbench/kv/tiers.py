@@ -33,7 +33,8 @@ class KvTiers:
     A block is read from the first store that has it, and written to each that has not; one that was read to the quicker
     ones, once the engine takes it in. writes_back: blocks are written
     when they are evicted from the device, else once they are computed. num_unnamed: blocks that hold what no other
-    request can look for, so far: each is a block of its own. has_queue: requests wait that may look for blocks."""
+    request can look for, so far: each is a block of its own. has_queue: requests wait that may look for
+    blocks. others_s: no other engine writes to the stores before."""
 
     def __init__(
         self, stores: Sequence[KvStore], tokens_per_block: int, clock: Clock, writes_back: bool, owner: int = 0
@@ -41,7 +42,7 @@ class KvTiers:
         self.stores, self.writes_back, self.owner = stores, writes_back, owner
         self._size, self._clock = tokens_per_block, clock
         self._loading: list[_Loading] = []
-        self._num_unnamed, self.has_queue = 0, False
+        self._num_unnamed, self.has_queue, self.others_s = 0, False, inf
 
     # Asked by the scheduler.
 
@@ -91,7 +92,9 @@ class KvTiers:
         """Before this time nothing arrives that a request waits for, or that changes what the queue finds; infinite if
         nothing does."""
         next_s = min([one.arrival_s for one in self._loading], default=inf)
-        return min([next_s, *[store.next_arrival_s for store in self.stores]]) if self.has_queue else next_s
+        if not self.has_queue:
+            return next_s
+        return min([next_s, *[store.next_arrival_s for store in self.stores]])
 
     def keeps(self, request: Request) -> bool:
         return False

@@ -62,6 +62,8 @@ from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import Source, chosen_requests, in_memory, load_trace, session_numbers
 from ifbbench.workload.trace import Trace, columns_of
 
+# What replicas whose blocks are in one store have in common.
+SAME_IN_A_STORE = ("engine", "model", "tokens_per_block", "dtype", "kv_cache_dtype")
 # Settings that a fleet does not have, and why.
 REFUSED = {
     "replica": "a fleet replays all requests; leave one of the two out",
@@ -187,6 +189,10 @@ def _checked_router(config: RunConfig, own: Sequence[RunConfig]) -> Router:
     for one in own:
         check_settings(config.with_values(device=one.device))
     check_no_sides(config)
+    if config.kv_remote_bytes:
+        for name in SAME_IN_A_STORE:
+            if len({getattr(one, name) for one in own}) > 1:
+                raise InputError(f"--kv_remote_bytes: replicas that share a store have the same {name}; give it once.")
     router = make_router(config.router or ROUTERS[0], len(own), config.seed)
     if config.router_state_age and STATE not in router.looks_at:
         raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")

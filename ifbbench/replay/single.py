@@ -246,11 +246,11 @@ def recorder_of(
 
 def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: Any) -> TokenGenerationLoop:
     """The loop of a run. more: arguments of TokenGenerationLoop."""
-    arguments, tiers, next_change = {"is_open_loop": client.is_open_loop} | more, engine.tiers, client.next_arrival_s
+    arguments, tiers, change = {"is_open_loop": client.is_open_loop} | more, engine.tiers, client.next_arrival_s
     if tiers is not None:
         # What is written to stores, and when, must not depend on how many iterations run together.
         arguments |= {"transfers": tiers, "is_open_loop": False, "sees_first_tokens": True}
-        next_change = partial(_next_change, tiers, client)
+        change = partial(next_change, tiers, client)
     if isinstance(client, IterationClient):
         arguments["poll_stop_signals"] = client.stops
     manager = loop_maker(engine.config, engine.communicator)(
@@ -261,7 +261,7 @@ def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: An
         client.send_response,
         recorder,
         client.queued,
-        next_change=next_change,
+        next_change=change,
         next_priority=client.next_priority,
         **arguments,
     )
@@ -273,9 +273,12 @@ def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: An
     return manager
 
 
-def _next_change(tiers: KvTiers, client: ReplayClient, now_s: float) -> float | None:
-    """When a request may arrive, or what one waits for come from a store; None if nothing will."""
+def next_change(tiers: KvTiers, client: ReplayClient, now_s: float) -> float | None:
+    """When a request may arrive, or what one waits for come from a store, or others may change what the queue finds
+    there; None if nothing will."""
     arrival_s, next_s = client.next_arrival_s(now_s), tiers.next_s
+    if tiers.has_queue and now_s < tiers.others_s < next_s:
+        next_s = tiers.others_s
     if next_s == inf:
         return arrival_s
     return next_s if arrival_s is None else min(arrival_s, next_s)

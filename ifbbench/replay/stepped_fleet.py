@@ -376,8 +376,12 @@ class SteppedFleet:
             if next_s >= time_s:
                 return True
             one = self.replicas[chosen]
-            one.client.answers_let_in = True
-            one.client.horizon_s = min(time_s, times[1][0] if len(times) > 1 else inf, answered_s)
+            others_s = times[1][0] if len(times) > 1 else inf
+            if one.engine.tiers is not None:
+                one.engine.tiers.others_s = others_s
+            one.client.answers_let_in = not self.front.is_open_loop
+            # A step asks and writes a store only when it begins, and at its end, which is held.
+            one.client.horizon_s = time_s if self.front.is_open_loop else min(time_s, others_s, answered_s)
             if not one.advance():  # a request of its own comes when another one may answer
                 own_s = one.client.answers[0][0] if one.client.answers else inf
                 one.client.horizon_s = min(time_s, answered_s, own_s)

@@ -1,16 +1,21 @@
 """Stores beneath the device memory: held to a literal simulation, and what they must not change."""
 
 import json
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from ifbbench.replay.run import run_trace
+from ifbbench.errors import InputError
+from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.replay.single import client_of, engine_for, next_change, recorder_of, wait
+from ifbbench.schedulers.engines import make_loop
+from ifbbench.workload.load import load_trace
 from tests.fleet.literal_tiers import BLOCK, Job, LiteralStore, LiteralTiers
 from tests.fleet.test_disaggregated import ITERATION_S, KV_BYTES, constant_device
-from tests.fleet.test_fleet import config_of, lines
+from tests.fleet.test_fleet import FILES, assert_equal_runs, config_of, lines, write_rows
 
 BLOCK_BYTES = KV_BYTES * BLOCK
 DISK, REMOTE = "disk", "remote"
@@ -108,3 +113,112 @@ def test_requests_load_what_a_literal_simulation_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(12, 300))
 def test_more_requests_load_what_a_literal_simulation_loads(seed: int, tmp_path: Path) -> None:
     check_against_literal(seed, tmp_path)
+
+
+def replay(trace: Path, directory: Path, together: bool, **values: Any) -> dict[str, str]:
+    """The files of a run on one engine, with fast-forward if `together`."""
+    config = config_of(engine="vllm", output=str(directory), **values)
+    loaded = load_trace(str(trace), config)
+    directory.mkdir()
+    with engine_for(loaded, config) as engine:
+        assert engine.tiers is not None
+        client = client_of(loaded, engine)
+        recorder = recorder_of(loaded, engine, client, directory, {})
+        loop = make_loop(
+            engine.limits,
+            engine.executor,
+            engine.clock,
+            client.get_requests,
+            client.send_response,
+            recorder,
+            client.queued,
+            next_change=partial(next_change, engine.tiers, client) if together else None,
+            transfers=engine.tiers,
+            sees_first_tokens=True,
+        )
+        loop.scheduler.use_tiers(engine.tiers)  # type: ignore[attr-defined]
+        while not client.done:
+            if not loop.step():
+                wait(engine, client)
+            loop.scheduler.kv_cache.check_consistency()  # type: ignore[attr-defined]
+        recorder.close(partial=False)
+        figures = json.dumps(engine.tiers.figures())
+    return {name: (directory / name).read_text() for name in FILES} | {"figures": figures}
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_iterations_together_write_and_load_what_single_ones_do(policy: str, tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(5), 90, sessions=True)
+    values = {
+        "kv_disk_bytes": 4_000 * BLOCK_BYTES,
+        "kv_remote_bytes": 40_000 * BLOCK_BYTES,
+        "kv_tier_write_policy": policy,
+        "max_tokens_in_paged_kvcache": 4096,
+        "max_batch_size": 12,
+    }
+    together, single = (replay(trace, tmp_path / str(one), one, **values) for one in (True, False))
+    loaded = json.loads(together["figures"])
+    assert loaded[DISK]["loaded_tokens"] > 0
+    assert together == single
+
+
+def test_a_fleet_with_stores_gives_the_same_files_again(tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(6), 60, sessions=True)
+    values = {"kv_remote_bytes": 10**12, "kv_disk_bytes": 10**9, "max_tokens_in_paged_kvcache": 4096}
+    for name in ("one", "other"):
+        config = config_of(engine="vllm", replicas=2, router="least_tokens", output=str(tmp_path / name), **values)
+        run_trace(str(trace), config)
+    for number in range(2):
+        assert_equal_runs(tmp_path / "one" / f"replica={number}", tmp_path / "other" / f"replica={number}")
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    rows = lines(tmp_path / "one" / "requests.jsonl")
+    loaded = sum(row.get("remote_reused_tokens", 0) for row in rows)
+    assert summary["kv_tiers"][REMOTE]["loaded_tokens"] >= loaded > 0  # paused requests load again
+    for row in rows:
+        assert sum(row["attribution_s"].values()) == pytest.approx(row["e2e_s"], abs=1e-9)
+        assert row["reused_tokens"] >= row.get("transfer_tokens", 0)
+
+
+def test_one_replica_with_a_store_is_the_run_without_a_router(tmp_path: Path) -> None:
+    trace = str(write_rows(tmp_path / "trace.jsonl", Random(7), 40))
+    values = {"engine": "vllm", "kv_remote_bytes": 10**12, "max_tokens_in_paged_kvcache": 4096}
+    run_trace(trace, config_of(output=str(tmp_path / "run"), **values))
+    run_trace(trace, config_of(router="least_kv", output=str(tmp_path / "fleet"), **values))
+    assert_equal_runs(tmp_path / "run", tmp_path / "fleet" / "replica=0")
+
+
+def test_an_infinitely_quick_store_is_a_larger_cache(tmp_path: Path) -> None:
+    """What was computed once is never computed again."""
+    trace = str(write_rows(tmp_path / "trace.jsonl", Random(8), 60))
+    small = {"engine": "vllm", "max_tokens_in_paged_kvcache": 4096, "arrival": None}
+    stored = summarise_run(trace, config_of(kv_disk_bytes=10**12, kv_disk_bandwidth=1e18, kv_disk_latency=0.0, **small))
+    ample = summarise_run(trace, config_of(engine="vllm"))
+    assert stored["prefix_hit_rate"] == pytest.approx(ample["prefix_hit_rate"], abs=0.02)
+    assert summarise_run(trace, config_of(**small))["prefix_hit_rate"] < 0.9 * stored["prefix_hit_rate"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"engine": "trtllm", "kv_disk_bytes": 10**9}, "--kv_disk_bytes: disk and remote store are built for --engine"),
+        ({"engine": "sglang", "kv_remote_bytes": 10**9}, "--enable_hierarchical_cache is its host memory"),
+        ({"kv_disk_bytes": 10**9, "enable_kv_cache_reuse": False}, "without --enable_kv_cache_reuse"),
+        ({"kv_disk_bytes": 10**9, "max_attention_window": "64"}, "attention windows are not built with it"),
+        ({"kv_disk_bytes": 10**9, "draft_ngram": 2, "acceptance_rate": "0.5"}, "draft tokens are not built with it"),
+        ({"kv_disk_bytes": 1000}, "is less than the 2,097,152 bytes of a block"),
+        ({"kv_disk_latency": 0.5}, "--kv_disk_latency: there is no such store; add --kv_disk_bytes"),
+        ({"kv_tier_write_policy": "write_back"}, "there is no store; add --kv_disk_bytes or --kv_remote_bytes"),
+        ({"kv_disk_bytes": 10**9, "device": "null"}, "loads no blocks"),
+        ({"kv_disk_bytes": 10**9, "prefill_replicas": 1, "decode_replicas": 1}, "stores are not built"),
+        ({"kv_remote_bytes": 10**9, "replica_config": "tp.yaml"}, "replicas that share a store"),
+    ],
+)
+def test_what_is_not_built_is_refused(
+    values: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tp.yaml").write_text("- {}\n- {tokens_per_block: 32}\n")
+    trace = str(write_rows(tmp_path / "trace.jsonl", Random(1), 5))
+    with pytest.raises(InputError) as refusal:
+        summarise_run(trace, config_of(**{"engine": "vllm"} | values))
+    assert expected in str(refusal.value)
