@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ifbbench.build.engine import Engine, build_engine, loop_maker, warm_up
-from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.compressed import open_to_read
 from ifbbench.engine.interfaces import Delivery, Observer
 from ifbbench.engine.loop import TokenGenerationLoop
+from ifbbench.engine.transferring_loop import TransferringLoop
 from ifbbench.errors import RunFailed
 from ifbbench.files import lost, new_file, replace_file
 from ifbbench.kv.tiers import KvTiers
 from ifbbench.models.named_models import built_in_shape
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import IterationClient, ReplayClient, make_client
 from ifbbench.replay.rank_runs import WRITING, leading
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
@@ -105,6 +107,35 @@ def beginning(
         run_directory.write_begun(directory, description)
 
     return begin
+
+
+@contextmanager
+def fleet_recording(
+    trace: Trace,
+    config: RunConfig,
+    description: dict[str, Any],
+    progress: Progress,
+    on_recording: Callable[[Path], None] | None,
+    on_recorded: Callable[[Path], None] | None,
+) -> Iterator[Path]:
+    """The run directory of a fleet, while it runs; see `run_trace`. description: the content of run.json."""
+    begin = beginning(trace, config, description, progress)
+    with run_directory.begun(places(config, trace), config.overwrite, begin) as directory:
+        say_number(config, trace, directory)
+        if on_recording:
+            on_recording(directory)
+        with ExitStack() as outputs:
+            if on_recorded:
+                outputs.callback(on_recorded, directory)
+            yield directory
+
+
+def write_fleet_end(directory: Path, description: dict[str, Any], summary: dict[str, Any]) -> RunResult:
+    """Write the figures of a fleet that has run, and complete its run.json, which had `description`."""
+    run_directory.write_json(directory / "summary.json", summary)
+    digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
+    run_directory.write_json(directory / run_directory.RUN, {**description, **digest})
+    return RunResult(directory, summary, summary["requests"]["failed"], description)
 
 
 def summarise_loaded(
@@ -248,8 +279,7 @@ def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: An
     """The loop of a run. more: arguments of TokenGenerationLoop."""
     arguments, tiers, change = {"is_open_loop": client.is_open_loop} | more, engine.tiers, client.next_arrival_s
     if tiers is not None:
-        # What is written to stores, and when, must not depend on how many iterations run together.
-        arguments |= {"transfers": tiers, "is_open_loop": False, "sees_first_tokens": True}
+        arguments = {"loop_class": TransferringLoop} | arguments | {"is_open_loop": False}
         change = partial(next_change, tiers, client)
     if isinstance(client, IterationClient):
         arguments["poll_stop_signals"] = client.stops
@@ -269,8 +299,15 @@ def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: An
         by_arrival = engine.limits.vllm is not None and engine.limits.vllm.is_priority
         client.follow(lambda: manager.iteration, lambda: manager.num_in_flight, by_arrival)
     if tiers is not None:
-        cast("VllmScheduler", manager.scheduler).use_tiers(tiers)
+        use_tiers(cast(TransferringLoop, manager), tiers)
     return manager
+
+
+def use_tiers(loop: TransferringLoop, tiers: KvTiers) -> None:
+    """Let an engine load from stores and write there. Called once, before the first step of its loop, which is no open
+    one, so that what is written, and when, does not depend on how many iterations run together."""
+    cast("VllmScheduler", loop.scheduler).use_tiers(tiers)
+    loop.transfers, loop.sees_first_tokens = tiers, True
 
 
 def next_change(tiers: KvTiers, client: ReplayClient, now_s: float) -> float | None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from ifbbench.engine.transferring_loop import TransferringLoop
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace, summarise_run
-from ifbbench.replay.single import client_of, engine_for, next_change, recorder_of, wait
+from ifbbench.replay.single import client_of, engine_for, next_change, recorder_of, use_tiers, wait
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.workload.load import load_trace
 from tests.fleet.literal_tiers import BLOCK, Job, LiteralStore, LiteralTiers
@@ -133,10 +134,10 @@ def replay(trace: Path, directory: Path, together: bool, **values: Any) -> dict[
             recorder,
             client.queued,
             next_change=partial(next_change, engine.tiers, client) if together else None,
-            transfers=engine.tiers,
-            sees_first_tokens=True,
+            loop_class=TransferringLoop,
         )
-        loop.scheduler.use_tiers(engine.tiers)  # type: ignore[attr-defined]
+        assert isinstance(loop, TransferringLoop)
+        use_tiers(loop, engine.tiers)
         while not client.done:
             if not loop.step():
                 wait(engine, client)
