@@ -79,7 +79,8 @@ class Findings:
         """Request-seconds in which keys and values came from stores; None without stores."""
         if not (self.run.data.summary or {}).get("kv_tiers"):
             return None
-        return sum((row.get("attribution_s") or {}).get(TRANSFER, 0.0) for row in self.run.row_of.values())
+        rows = self.run.row_of.values()
+        return float(sum((row.get("attribution_s") or {}).get(TRANSFER, 0.0) for row in rows))
 
     @property
     def head_of_line_blocked_s(self) -> float:
