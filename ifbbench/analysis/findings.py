@@ -16,6 +16,7 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import BINDING, setting_of, words_of
 from ifbbench.errors import InputError
+from ifbbench.rundir.metrics import TRANSFER, limit_waited_for
 from ifbbench.rundir.rows import Id
 
 
@@ -61,11 +62,25 @@ class Findings:
         """Request-seconds of waiting by the limit that caused it; waiting behind the head of the line is charged to the
         limit that held the head."""
         waited: dict[str, float] = {}
+        if self.load_s is not None:  # spans do not say when keys and values came from stores
+            for row in self.run.row_of.values():
+                for part, seconds in (row.get("attribution_s") or {}).items():
+                    if seconds and (waited_for := limit_waited_for(part)) is not None:
+                        waited[waited_for] = waited.get(waited_for, 0.0) + seconds
+            return dict(sorted(waited.items(), key=lambda item: -item[1]))
         for (_, limit), seconds in self.heads.own_waiting_s.items():
             waited[limit] = waited.get(limit, 0.0) + seconds
         for blocker in self.heads.blockers:
             waited[blocker.limit] = waited.get(blocker.limit, 0.0) + blocker.waited_s
         return dict(sorted(waited.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def load_s(self) -> float | None:
+        """Request-seconds in which keys and values came from stores; None without stores."""
+        if not (self.run.data.summary or {}).get("kv_tiers"):
+            return None
+        rows = self.run.row_of.values()
+        return float(sum((row.get("attribution_s") or {}).get(TRANSFER, 0.0) for row in rows))
 
     @property
     def head_of_line_blocked_s(self) -> float:
@@ -143,6 +158,12 @@ class Findings:
             pauses = (
                 f" {self.words.pauses.capitalize()}, which free KV blocks, cost the {self.words.paused} requests "
                 f"{significant(lost_s)} request-seconds."
+            )
+        if self.load_s:
+            share = self.load_s / (sum(row.get("ttft_s") or 0.0 for row in self.run.row_of.values()) or 1.0)
+            pauses += (
+                f" Keys and values were on their way from stores for {significant(self.load_s)} request-seconds, "
+                f"{percent(share)} of the time until first tokens."
             )
         if not total:
             return f"No request waited for a limit.{pauses}"

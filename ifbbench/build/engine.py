@@ -10,6 +10,7 @@ import numpy as np
 
 from ifbbench.build.adapters import lora_config
 from ifbbench.build.drafts import load_draft_config
+from ifbbench.build.kv_tiers import check_tiers, make_tiers, remote_store
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
 from ifbbench.clock import Clock, VirtualClock, WallClock
 from ifbbench.engine.arrays import IntArray
@@ -23,6 +24,7 @@ from ifbbench.engine.step_profile import StepProfile
 from ifbbench.errors import InputError
 from ifbbench.kv.adapters import LoraConfig
 from ifbbench.kv.sizing import CacheLayout
+from ifbbench.kv.tiers import KvTiers
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.models.quantization import quantization_of
@@ -66,7 +68,8 @@ class Profile:
 @dataclass(frozen=True)
 class Engine:
     """An executor, the clock of its time, and the resolved settings that it was made for. makes_tokens: false without a
-    model. profile: of a run with --profile. overhead: of a run with --engine_overhead."""
+    model. profile: of a run with --profile. overhead: of a run with --engine_overhead. tiers: the stores
+    beneath its memory, None without any."""
 
     executor: Executor
     clock: Clock
@@ -78,6 +81,7 @@ class Engine:
     profile: Profile | None = None
     overhead: EngineOverhead | None = None
     communicator: "Communicator | None" = None
+    tiers: KvTiers | None = None
 
     def describe_model(self) -> dict[str, Any]:
         """The model's entry in `run.json`."""
@@ -162,6 +166,7 @@ def _engine_with_model(
     if communicator is not None:
         layout = _smallest(layout, communicator)
     limits = batching_config(resolved, layout, model.vocab_size, model.hidden_size, lora)
+    check_tiers(resolved, limits)
     steps, profile = None, None
     if config.profile:
         shard, windows = Shard.of_config(model, resolved), windows_of_layers(layout, model)
@@ -269,6 +274,7 @@ def _engine_without_model(
         free_bytes = None if hardware is None else plan_memory(shard, hardware, resolved).beside_weights
         lora = lora_config(resolved, model, free_bytes, int(shard.compute_bytes))
     limits = batching_config(resolved, layout, vocab_size=None, lora=lora, reads_block_tables=False)
+    check_tiers(resolved, limits)
     executor: Executor = NullExecutor()
     clock: Clock = WallClock()
     if hardware is not None:
@@ -300,6 +306,7 @@ def _engine_without_model(
         config.device,
         makes_tokens=False,
         overhead=overhead,
+        tiers=make_tiers(resolved, model, clock, remote_store(resolved, model)),
     )
 
 

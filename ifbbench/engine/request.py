@@ -62,6 +62,16 @@ class ReuseIdentity:
 NO_IDENTITY = ReuseIdentity()
 
 
+class KvLoad(NamedTuple):
+    """Keys and values that a request waited for: from when to when, in seconds, and how many tokens from each store.
+    is_again: it had run before, and was paused."""
+
+    begin_s: float
+    end_s: float
+    tokens: dict[str, int]
+    is_again: bool
+
+
 class EarlierAttempts(NamedTuple):
     """What became of a request before a router sent it here: how often it had been sent to a replica that failed, when
     it first arrived, in seconds, and how many of its tokens had been computed for nothing."""
@@ -79,16 +89,17 @@ class Request:
     joined the prompt, and `max_new_tokens` (N) is smaller by as much. `position` is the context cursor and `chunk` the
     size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
     brings, until they are verified with the prompt's last chunk; those of generation steps are in the table. `name` is
-    what a recorded engine calls the request. `remote_len`: tokens of the prompt that another engine computes, which
-    sends their keys and values; 0 for a request that is computed here. `earlier`: of one that a
-    router sends again, or later than it arrived.
+    what a recorded engine calls the request. `remote_len`: tokens of the prompt of which the keys and values come from
+    another engine, or a store; 0 for a request that is computed here. `loads`: from stores, so far. `earlier`: of one
+    that a router sends again, or later than it arrived.
     """
 
     __slots__ = (
         "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "earlier", "host_reused_tokens",
-        "index", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent", "numbers",
-        "options", "order", "original_prompt_len", "output_len", "pauses", "position", "prepopulated", "priority",
-        "prompt_len", "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention", "reuse",
+        "index", "loads", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent",
+        "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position", "prepopulated",
+        "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention",
+        "reuse",
         "reused_tokens",
         "sampling", "search", "slot", "state", "stop", "table",
     )  # fmt: skip
@@ -131,6 +142,7 @@ class Request:
         self._known: KnownTokens | None = None
         self.retention = retention
         self.remote_len = 0
+        self.loads: tuple[KvLoad, ...] = ()
         self.search: BeamSearch | None = None
         self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
         self.num_sent = 0

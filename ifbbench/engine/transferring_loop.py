@@ -1,5 +1,6 @@
-"""The loop of an engine that sends and receives keys and values."""
+"""The loop of an engine that sends and receives keys and values, or loads them from stores."""
 
+import math
 from collections.abc import Sequence
 
 from mypy_extensions import mypyc_attr
@@ -31,6 +32,7 @@ class TransferringLoop(PredictedLoop):
         plan = super()._schedule(start_s)
         if self.transfers is not None and plan.receiving:
             self.transfers.reserved(plan.receiving, start_s)
+            self._quiet_until_s = -math.inf  # they may come earlier than a request
         return plan
 
     def _num_together(self, plan: Plan) -> int:

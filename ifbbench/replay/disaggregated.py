@@ -38,7 +38,7 @@ from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.request_metrics import RequestMetrics
 from ifbbench.rundir.servers import add_server
-from ifbbench.settings.config import FLEET_SETTINGS, ROUTERS, VLLM, RunConfig
+from ifbbench.settings.config import FLEET_SETTINGS, ROUTERS, TIER_SETTINGS, VLLM, RunConfig
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.interconnect import NETWORK_SHARE
@@ -119,7 +119,7 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
             "--replicas."
         )
     usual = RunConfig()
-    for name, why in NOT_BUILT.items():
+    for name, why in (NOT_BUILT | dict.fromkeys(TIER_SETTINGS, "stores are not built")).items():
         if getattr(config, name) != getattr(usual, name):
             raise InputError(f"--{name}: {why} with --prefill_replicas and --decode_replicas; leave it out.")
     router = config.router or ROUTERS[0]

@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 
 from ifbbench.build.engine import Engine
+from ifbbench.build.kv_tiers import make_tiers, remote_store
 from ifbbench.clock import VirtualClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.fleet.events import ReplicaEvent, read_events
 from ifbbench.fleet.prefix_index import PrefixIndex
 from ifbbench.fleet.router import PREFILLS, STATE, Replica, RoutedRequest, Router, make_router
 from ifbbench.fleet.sides import check_no_sides
+from ifbbench.kv.store import KvStore
 from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
@@ -49,7 +51,7 @@ from ifbbench.replay.single import (
 )
 from ifbbench.replay.stepped_fleet import SteppedFleet, SteppedReplica
 from ifbbench.rundir import run_directory
-from ifbbench.rundir.fleet import Member, fleet_figures, replica_directory, write_requests
+from ifbbench.rundir.fleet import Member, fleet_figures, replica_directory, tier_figures, write_requests
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
@@ -62,6 +64,8 @@ from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import Source, chosen_requests, in_memory, load_trace, session_numbers
 from ifbbench.workload.trace import Trace, columns_of
 
+# What replicas whose blocks are in one store have in common.
+SAME_IN_A_STORE = ("engine", "model", "tokens_per_block", "dtype", "kv_cache_dtype")
 # Settings that a fleet does not have, and why.
 REFUSED = {
     "replica": "a fleet replays all requests; leave one of the two out",
@@ -176,6 +180,10 @@ def _checked_router(config: RunConfig, own: Sequence[RunConfig]) -> Router:
     for one in own:
         check_settings(config.with_values(device=one.device))
     check_no_sides(config)
+    if config.kv_remote_bytes:
+        for name in SAME_IN_A_STORE:
+            if len({getattr(one, name) for one in own}) > 1:
+                raise InputError(f"--kv_remote_bytes: replicas that share a store have the same {name}; give it once.")
     router = make_router(config.router or ROUTERS[0], len(own), config.seed)
     if config.router_state_age and STATE not in router.looks_at:
         raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")
@@ -217,7 +225,7 @@ def _known_shares(trace: Trace, config: RunConfig, plan: Plan) -> list["array[in
     """The indices of the requests of each replica, if they are known before the run and the replicas do not depend on
     each other; None if they are not, or a replica has none."""
     columns, count, router = columns_of(trace.requests), len(plan.configs), plan.router
-    if plan.changes:
+    if plan.changes or (count > 1 and config.kv_remote_bytes):
         return None
     if any(one.hardware is None for one in plan.configs):  # the null device takes no time on the one clock of a fleet
         return None
@@ -306,12 +314,16 @@ def _run_stepped(
     configs = [one.with_values(**of_fleet) for one in plan.configs]
     descriptions: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:
-        of_replicas = list[RunConfig]()
+        of_replicas, remotes = list[RunConfig](), list[KvStore | None]()
 
         def make_engine(own: RunConfig) -> Engine:
             with unlogged():
                 engine = stack.enter_context(engine_for(trace, own))
             of_replicas.append(own)
+            if own.kv_remote_bytes:
+                remotes.append(remotes[0] if remotes else remote_store(engine.config, engine.model))
+                number, resolved = len(of_replicas), engine.config
+                engine = replace(engine, tiers=make_tiers(resolved, engine.model, engine.clock, remotes[0], number))
             is_real_time = not isinstance(engine.clock, VirtualClock)
             return replace(engine, clock=VirtualClock()) if is_real_time else engine
 
@@ -443,6 +455,8 @@ def fleet_summary(
         Member(settings, one.tp_size * one.pp_size, price_of(one), *service)
         for one, settings, service in zip(own, own_settings(own), services, strict=True)
     ]
+    if tiers := tier_figures(summaries):
+        summary |= {"kv_tiers": tiers}
     return summary | {"fleet": fleet_figures(config.router or ROUTERS[0], summaries, members) | figures}, whole
 
 

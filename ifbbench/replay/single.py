@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ifbbench.build.engine import Engine, build_engine, loop_maker, warm_up
-from ifbbench.clock import Clock, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.compressed import open_to_read
 from ifbbench.engine.interfaces import Delivery, Observer
 from ifbbench.engine.loop import TokenGenerationLoop
+from ifbbench.engine.transferring_loop import TransferringLoop
 from ifbbench.errors import RunFailed
 from ifbbench.files import lost, new_file, replace_file
+from ifbbench.kv.tiers import KvTiers
 from ifbbench.models.named_models import built_in_shape
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import IterationClient, ReplayClient, make_client
@@ -39,6 +42,7 @@ from ifbbench.workload.trace import Trace, columns_of
 
 if TYPE_CHECKING:
     from ifbbench.build.ranks import RankLoop
+    from ifbbench.schedulers.vllm.scheduler import VllmScheduler
 
 PROGRESS_INTERVAL_S = 0.1
 REPLAYING = "replaying"
@@ -273,7 +277,10 @@ def recorder_of(
 
 def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: Any) -> TokenGenerationLoop:
     """The loop of a run. more: arguments of TokenGenerationLoop."""
-    arguments = {"is_open_loop": client.is_open_loop} | more
+    arguments, tiers, change = {"is_open_loop": client.is_open_loop} | more, engine.tiers, client.next_arrival_s
+    if tiers is not None:
+        arguments = {"loop_class": TransferringLoop} | arguments | {"is_open_loop": False}
+        change = partial(next_change, tiers, client)
     if isinstance(client, IterationClient):
         arguments["poll_stop_signals"] = client.stops
     manager = loop_maker(engine.config, engine.communicator)(
@@ -284,14 +291,51 @@ def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: An
         client.send_response,
         recorder,
         client.queued,
-        next_change=client.next_arrival_s,
+        next_change=change,
         next_priority=client.next_priority,
         **arguments,
     )
     if isinstance(client, IterationClient):
         by_arrival = engine.limits.vllm is not None and engine.limits.vllm.is_priority
         client.follow(lambda: manager.iteration, lambda: manager.num_in_flight, by_arrival)
+    if tiers is not None:
+        use_tiers(cast(TransferringLoop, manager), tiers)
     return manager
+
+
+def use_tiers(loop: TransferringLoop, tiers: KvTiers) -> None:
+    """Let an engine load from stores and write there. Called once, before the first step of its loop, which is no open
+    one, so that what is written, and when, does not depend on how many iterations run together."""
+    cast("VllmScheduler", loop.scheduler).use_tiers(tiers)
+    loop.transfers, loop.sees_first_tokens = tiers, True
+
+
+def next_change(tiers: KvTiers, client: ReplayClient, now_s: float) -> float | None:
+    """When a request may arrive, or what one waits for come from a store, or others may change what the queue finds
+    there; None if nothing will."""
+    arrival_s, next_s = client.next_arrival_s(now_s), tiers.next_s
+    if tiers.has_queue and now_s < tiers.others_s < next_s:
+        next_s = tiers.others_s
+    if next_s == inf:
+        return arrival_s
+    return next_s if arrival_s is None else min(arrival_s, next_s)
+
+
+def next_event_s(engine: Engine, client: ReplayClient) -> float | None:
+    """When an engine that does nothing may have something to do again: see ReplayClient."""
+    event_s, next_s = client.next_event_s, inf if engine.tiers is None else engine.tiers.next_s
+    if next_s == inf:
+        return event_s
+    return next_s if event_s is None else min(event_s, next_s)
+
+
+def wait(engine: Engine, client: ReplayClient) -> bool:
+    """Wait until then; for when nothing is active. False, at once, if that is now or takes a response."""
+    event_s = next_event_s(engine, client)
+    if event_s is None or event_s == client.next_event_s:
+        return client.wait()
+    engine.clock.wait_until(event_s)
+    return True
 
 
 def _replay(
@@ -304,7 +348,7 @@ def _replay(
     clock.restart()
     gc.freeze()  # what exists now stays until the end, so that collections need not look at it
     try:
-        _loop(manager, client, recorder, progress, len(trace), clock)
+        _loop(manager, engine, client, recorder, progress, len(trace))
         if engine.communicator is not None:
             cast("RankLoop", manager).end_others()
     except KeyboardInterrupt as interrupt:
@@ -347,13 +391,14 @@ def more_figures(
 
 def _loop(
     manager: TokenGenerationLoop,
+    engine: Engine,
     client: ReplayClient,
     recorder: SummaryRecorder,
     progress: Progress,
     total: int,
-    clock: Clock,
 ) -> None:
     """Step until every request is answered. Before waits in real time that are long enough, the recorder is flushed."""
+    clock = engine.clock
     is_real_time, is_shown = isinstance(clock, WallClock), progress is not NO_PROGRESS
     real_clock, shown_s = WallClock(), -PROGRESS_INTERVAL_S  # progress is shown in real time, whatever the run's clock
     idle_at: tuple[int, int] | None = None
@@ -363,7 +408,7 @@ def _loop(
             if is_real_time and next_s is not None and next_s - clock.now() > FLUSH_BEFORE_WAIT_S:
                 recorder.flush()
             counts = (client.handed_out, client.answered)
-            if client.wait():
+            if wait(engine, client):
                 idle_at = None
             elif counts == idle_at:
                 raise RunFailed(

@@ -23,7 +23,7 @@ from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.first_tokens import FirstTokens
 from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.routed import Routed, RoutedClient, RoutedServedClient, append, share_of
-from ifbbench.replay.single import client_of, loop_of
+from ifbbench.replay.single import client_of, loop_of, next_event_s, wait
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import session_numbers
@@ -62,7 +62,7 @@ class SteppedReplica:
         observer = self._first_tokens or self.recorder
         loop = loop_of(engine, client, observer, is_open_loop=False, loop_class=SteppedLoop)
         assert isinstance(loop, SteppedLoop)
-        loop.sees_first_tokens = sees_first_tokens
+        loop.sees_first_tokens |= sees_first_tokens
         self.loop = loop
         self.clock = engine.clock
         self.members = array("q")
@@ -87,7 +87,7 @@ class SteppedReplica:
         """Before this time it answers nothing, unless a request is offered."""
         if not self.loop.is_idle:
             return self.clock.now()
-        event_s = self.client.next_event_s
+        event_s = next_event_s(self.engine, self.client)
         return inf if event_s is None else max(event_s, self.clock.now())
 
     def offer(
@@ -114,13 +114,15 @@ class SteppedReplica:
         if loop.is_held:
             loop.take_in()
             return True
-        if loop.step():
+        # A store that replicas share must not be asked at a time that is past for others.
+        is_late = self.engine.tiers is not None and loop.is_idle and self.next_time_s > self.clock.now()
+        if not is_late and loop.step():
             self._idle_at = None
             return True
-        event_s, counts = client.next_event_s, (client.handed_out, client.answered)
+        event_s, counts = next_event_s(self.engine, client), (client.handed_out, client.answered)
         if event_s is None or event_s >= client.horizon_s:
             return False
-        if not client.wait():
+        if not wait(self.engine, client):
             if counts == self._idle_at:
                 raise RunFailed("no progress: no request of a replica is active, and its engine fetches none.")
             self._idle_at = counts
@@ -203,7 +205,7 @@ class SteppedFleet:
         self.waiting: list[int] = []
         self._earlier: dict[int, EarlierAttempts] = {}
         self.lost: dict[int, tuple[float, str]] = {}
-        self._retries = config.request_retries
+        self._retries, self._shares_store = config.request_retries, config.kv_remote_bytes > 0
         self.changes = changes
         changes.begin(self)
 
@@ -316,7 +318,7 @@ class SteppedFleet:
         return self._run_all(time_s)
 
     def _run_all(self, time_s: float) -> bool:
-        if not self.front.is_open_loop:
+        if not self.front.is_open_loop or self._shares_store:
             return self._run_in_turn(time_s)
         for one in self.replicas:
             if one.clock.now() < time_s:
@@ -352,8 +354,8 @@ class SteppedFleet:
         self.front.send_response(final_response(index))
 
     def _run_in_turn(self, time_s: float) -> bool:
-        """Where answers let requests arrive: no replica runs an iteration that starts later than another one may
-        answer. False if one has let a request arrive."""
+        """Where answers let requests arrive, or replicas share a store: no replica runs an iteration that starts later
+        than another one may answer or write. False if one has let a request arrive."""
         event_s = self.front.next_event_s
         while True:
             answered = [(one.client.answers[0][0], at) for at, one in enumerate(self.replicas) if one.client.answers]
@@ -368,8 +370,12 @@ class SteppedFleet:
             if next_s >= time_s:
                 return True
             one = self.replicas[chosen]
-            one.client.answers_let_in = True
-            one.client.horizon_s = min(time_s, times[1][0] if len(times) > 1 else inf, answered_s)
+            others_s = times[1][0] if len(times) > 1 else inf
+            if one.engine.tiers is not None:
+                one.engine.tiers.others_s = others_s
+            one.client.answers_let_in = not self.front.is_open_loop
+            # A step asks and writes a store only when it begins, and at its end, which is held.
+            one.client.horizon_s = time_s if self.front.is_open_loop else min(time_s, others_s, answered_s)
             if not one.advance():  # a request of its own comes when another one may answer
                 own_s = one.client.answers[0][0] if one.client.answers else inf
                 one.client.horizon_s = min(time_s, answered_s, own_s)

@@ -24,7 +24,8 @@ KV_COLOUR, QUEUE_COLOUR, TRANSFER_COLOUR = LIMIT_COLOURS["kv_blocks"], PAUSE, LI
 
 def draw_replicas(run: RunData) -> Figure:
     """The share of the KV cache in use and the requests that wait, of each replica, on one axis of time; above them, of
-    a fleet that changes, how many replicas take requests. While a replica is not there, its lane is grey."""
+    a fleet that changes, how many replicas take requests; below them, transfers of keys and values, between replicas
+    or from stores. While a replica is not there, its lane is grey."""
     changes = FleetFindings(run).changes
     replicas = [_lane(load_run(path)) for path in replica_directories(run.path)]
     if changes is not None:
@@ -33,7 +34,7 @@ def draw_replicas(run: RunData) -> Figure:
     edges_s = np.linspace(0.0, max(end_s, 1e-3), MAX_BINS + 1)
     unit, scale = time_unit([end_s])
     count, names = len(replicas), _names(run, len(replicas))
-    extra = int(run.is_disaggregated)
+    extra = int(run.is_disaggregated or "kv_tiers" in (run.summary or {}))
     more = changes is not None
     figure = Figure(figsize=(WIDTH, LANE_HEIGHT * (count + more + extra) + OTHER_HEIGHT))
     axes_of = list(np.atleast_1d(figure.subplots(count + more + extra, 1, sharex=True)))

@@ -44,6 +44,7 @@ BATCHING_TYPES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "beams": lambda config: (config.get("max_beam_width") or 1) > 1,
     "streaming": lambda config: bool(config.get("streaming")),
 }
+TIER_NAMES = {"disk": "Disks", "remote": "Remote store"}
 FAILURES_SHOWN = 5
 
 
@@ -89,7 +90,7 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
         if found := [table for table in tables if table is not None]:
             print_fitting(console, *found)
             console.print()
-    sentences += fleet_sentences(known)
+    sentences += fleet_sentences(known) + tier_sentences(known)
     if energy := known.get("energy"):
         sentences.append(energy_sentence(energy))
     if (expected := known.get("expected_error")) and expected["compared"]:
@@ -454,6 +455,22 @@ def fleet_sentences(known: dict[str, Any]) -> list[str]:
     more = {name: share for name, share in (fleet.get("imbalance") or {}).items() if share}
     parts = [f"{significant(share)} times the mean of {name.replace('_', ' ')}" for name, share in more.items()]
     return [f"{text} The replica with most has {', '.join(parts)}." if parts else text]
+
+
+def tier_sentences(known: dict[str, Any]) -> list[str]:
+    """What came from the stores beneath the device memory, and what went there."""
+    found = []
+    for name, one in (known.get("kv_tiers") or {}).items():
+        share = percent(one["loaded_tokens"] / known["prompt_tokens"]) if known.get("prompt_tokens") else "none"
+        loaded, stored, evicted = (count(one[f"{what}_tokens"]) for what in ("loaded", "stored", "evicted"))
+        text = (
+            f"{TIER_NAMES.get(name, name)}: {loaded} tokens ({share} of those of prompts) loaded, {stored} written, "
+            f"and {evicted} given up for others."
+        )
+        if waiting := one["max_waiting_writes"]:
+            text += f" Up to {count(waiting)} writes of a replica waited for those before them."
+        found.append(text)
+    return found
 
 
 def _print_failures(run: RunData, console: Console) -> None:

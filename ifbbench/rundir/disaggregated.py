@@ -11,9 +11,9 @@ import msgspec
 
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import JsonLinesWriter, encode, number, value_of
-from ifbbench.rundir.metrics import WAITING_FOR, WAITING_ITERATION, distribution
+from ifbbench.rundir.metrics import TRANSFER, WAITING_FOR, WAITING_ITERATION, distribution
 
-ROUTER, TRANSFER, DECODE_BLOCKS = "router", "transfer", f"{WAITING_FOR}decode_blocks"
+ROUTER, DECODE_BLOCKS = "router", f"{WAITING_FOR}decode_blocks"
 CONCURRENCY = f"{WAITING_FOR}concurrency"
 PREFILL, DECODE = "prefill", "decode"
 

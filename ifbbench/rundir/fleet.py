@@ -18,6 +18,7 @@ REPLICA_FIGURES = (
     "requests", "prompt_tokens", "output_tokens", "output_throughput_tokens_per_s", "prefix_hit_rate", "queue_time_s",
     "ttft_s", "tpot_s", "e2e_s", "iterations", "pauses", "kv_blocks",
 )  # fmt: skip
+SHARED_STORE = "remote"
 # Figures of which a replica may have more than its share.
 BALANCED = ("requests", "prompt_tokens", "output_tokens")
 Offers = Mapping[str, Sequence[float | None]]
@@ -125,6 +126,21 @@ def fleet_figures(router: str, summaries: Sequence[Mapping[str, Any]], members: 
         "imbalance": imbalance(summaries),
         "replicas": replicas,
     }
+
+
+def tier_figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """The entry `kv_tiers` of a fleet's summary: what replicas have of their own, added up, and what they share."""
+    found: dict[str, dict[str, int]] = {}
+    for one in summaries:
+        for name, figures in (one.get("kv_tiers") or {}).items():
+            so_far = found.get(name)
+            if so_far is None or name == SHARED_STORE:
+                found[name] = dict(figures)
+                continue
+            for figure, value in figures.items():
+                is_most = figure == "max_waiting_writes"
+                so_far[figure] = max(so_far[figure], value) if is_most else so_far[figure] + value
+    return found
 
 
 def imbalance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:

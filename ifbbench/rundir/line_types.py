@@ -395,7 +395,8 @@ class RequestLine(Struct, gc=False):
     from host memory, of requests with any.
     prefill_replica, decode_replica: with prefill and decode apart, the numbers of the replicas that computed the prompt
     and that generated, None where none did. transfer_tokens, transfer_start_s, transfer_end_s: of the keys and values
-    that went from one to the other, where they did.
+    that went from one to the other, where they did; or that were loaded from stores beneath the device
+    memory, which disk_reused_tokens and remote_reused_tokens are of, both of reused_tokens.
     """
 
     request_id: int
@@ -433,3 +434,5 @@ class RequestLine(Struct, gc=False):
     transfer_start_s: float | UnsetType = UNSET
     transfer_end_s: float | UnsetType = UNSET
     host_reused_tokens: int | UnsetType = UNSET
+    disk_reused_tokens: int | UnsetType = UNSET
+    remote_reused_tokens: int | UnsetType = UNSET

@@ -30,6 +30,8 @@ STATISTICS = ("mean", "min", *PERCENTILES, "max")
 # Parts of an attribution: waiting for a limit that left the request itself out; behind the head of the line, for the
 # limit that held the head; and, before its first iteration, for the one in progress to end.
 WAITING_FOR, WAITING_BEHIND, WAITING_ITERATION = "waiting_", "waiting_head_of_line_", "waiting_iteration"
+# A part that is not: keys and values were on their way to the request, from another engine or a store.
+TRANSFER = "transfer"
 
 
 def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats) -> dict[str, dict[str, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET
 
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import KvLoad, Request
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import number, value_of
 from ifbbench.rundir.metrics import Population, by_group, limit_waited_for, slow_ttft_s
@@ -87,6 +87,8 @@ class RequestMetrics:
             line.draft_tokens, line.accepted_draft_tokens = request.num_drafted, request.accepted_drafts
         if request.host_reused_tokens:
             line.host_reused_tokens = request.host_reused_tokens
+        if request.loads and not request.loads[0].is_again:
+            _add_load(line, request.loads[0])
         return self._with_group(line, name, request)
 
     def add_line(self, line: RequestLine) -> None:
@@ -196,6 +198,13 @@ class RequestMetrics:
             arrival_s, queue_time_s, ttft_s = (np.asarray(whole.columns[name]) for name in TRAFFIC_COLUMNS)
             found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(self._objectives))
         return found | by_group(self._populations, span, ends, self._objectives)
+
+
+def _add_load(line: RequestLine, load: KvLoad) -> None:
+    """What a request loaded from stores before it ran."""
+    line.disk_reused_tokens, line.remote_reused_tokens = load.tokens.get("disk", 0), load.tokens.get("remote", 0)
+    line.transfer_tokens = line.disk_reused_tokens + line.remote_reused_tokens
+    line.transfer_start_s, line.transfer_end_s = number(load.begin_s), number(load.end_s)
 
 
 def request_line(

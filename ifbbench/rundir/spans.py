@@ -13,7 +13,7 @@ from ifbbench.engine.request import Request
 from ifbbench.rundir.drafts import steps_of, stretches_of
 from ifbbench.rundir.line_types import RUNNING, Phase, SpanLine
 from ifbbench.rundir.lines import JsonLinesWriter, encode
-from ifbbench.rundir.metrics import WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
+from ifbbench.rundir.metrics import TRANSFER, WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
 
 SecondsOf = Callable[[Request], float]
 HEAD_OF_LINE, CONCURRENCY = "head_of_line", "concurrency"
@@ -164,27 +164,40 @@ class RequestTimeline:
 
         A span lasts until the next one begins. Before the first, the request waits for an iteration to begin. In the
         queue and behind the head of the line, it waits for the limit that holds the head; if none does, it came while
-        an iteration was decided, and waits for the next one."""
+        an iteration was decided, and waits for the next one. While keys and values are on their
+        way to it, it waits for these, whatever else the span is."""
         seconds: dict[str, float] = {}
         name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
         for next_name, first in self.closed:
             until_s = starts[first]
             if until_s < arrival_s:
                 until_s = arrival_s
-            if name not in _IN_LINE:
-                seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
-            elif until_s > begin_s:
-                is_named, is_queued = name == _BEHIND_NAMED_HEAD, name in (_BEHIND_NAMED_HEAD, _IN_QUEUE)
-                for limit, part_s in (self.queue_head if is_queued else self.head).split(begin_s, until_s).items():
-                    is_own = is_named or (is_queued and limit == _BATCH_SIZE)
-                    part = f"{WAITING_FOR if is_own else WAITING_BEHIND}{limit}"
-                    if is_queued and limit == _NO_LIMIT:
-                        part = WAITING_ITERATION
-                    seconds[part] = seconds.get(part, 0.0) + part_s
+            for load in self.request.loads:
+                if load.begin_s < until_s and begin_s < load.end_s:
+                    if begin_s < load.begin_s:
+                        self._attribute(seconds, name, begin_s, load.begin_s)
+                        begin_s = load.begin_s
+                    arrived_s = load.end_s if load.end_s < until_s else until_s
+                    seconds[TRANSFER] = seconds.get(TRANSFER, 0.0) + arrived_s - begin_s
+                    begin_s = arrived_s
+            self._attribute(seconds, name, begin_s, until_s)
             name, begin_s = next_name, until_s
         # The last span is one in which the request ran.
         seconds[name] = seconds.get(name, 0.0) + end_s - begin_s
         return seconds
+
+    def _attribute(self, seconds: dict[str, float], name: str, begin_s: float, until_s: float) -> None:
+        """Add the time of a span to `seconds`."""
+        if name not in _IN_LINE:
+            seconds[name] = seconds.get(name, 0.0) + until_s - begin_s
+        elif until_s > begin_s:
+            is_named, is_queued = name == _BEHIND_NAMED_HEAD, name in (_BEHIND_NAMED_HEAD, _IN_QUEUE)
+            for limit, part_s in (self.queue_head if is_queued else self.head).split(begin_s, until_s).items():
+                is_own = is_named or (is_queued and limit == _BATCH_SIZE)
+                part = f"{WAITING_FOR if is_own else WAITING_BEHIND}{limit}"
+                if is_queued and limit == _NO_LIMIT:
+                    part = WAITING_ITERATION
+                seconds[part] = seconds.get(part, 0.0) + part_s
 
     def _last_step(self, span: Span, last: int) -> int:
         """The last iteration up to `last` in which the request did what `span` says."""

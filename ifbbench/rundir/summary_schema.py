@@ -144,6 +144,17 @@ class HostCache(Struct):
     evicted_tokens: int
 
 
+class KvTier(Struct):
+    """What a run did with a store beneath the device memory; see `ifbbench.kv.tiers.figures_of`."""
+
+    tokens: int
+    used_tokens: int
+    stored_tokens: int
+    loaded_tokens: int
+    evicted_tokens: int
+    max_waiting_writes: int
+
+
 class Lora(Struct):
     """What a run did with LoRA adapters; see `ifbbench.kv.adapters.AdapterCounters`."""
 
@@ -342,6 +353,7 @@ class Summary(RequestFigures):
     expected_error: ExpectedError | UnsetType
     lora: Lora | UnsetType
     host_cache: HostCache | UnsetType
+    kv_tiers: dict[str, KvTier] | UnsetType
     speculative_decoding: SpeculativeDecoding | UnsetType
     fleet: FleetFigures | UnsetType
     energy: Energy | UnsetType

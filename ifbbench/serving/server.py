@@ -105,6 +105,8 @@ def serving_engine(config: RunConfig, progress: Progress = NO_PROGRESS) -> Itera
     config = config.with_values(max_queue_size=None)
     with leading(config, beam_width=1) if config.num_ranks > 1 else nullcontext() as communicator:
         engine = build_engine(config, owns_process=True, communicator=communicator, make_simulated_clock=PacedClock)
+        if engine.tiers is not None:
+            raise InputError("--kv_disk_bytes, --kv_remote_bytes: a server has no such stores yet; leave them out.")
         if not engine.makes_tokens:
             texts = Texts(config.model, engine.model.vocab_size)
             sample = texts.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)

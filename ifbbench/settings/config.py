@@ -132,6 +132,17 @@ FLEET_SETTINGS = (
     "replica_start_up",
     *SIDE_SETTINGS,
 )
+# Settings of the stores beneath the device memory.
+TIER_SETTINGS = (
+    "kv_disk_bytes",
+    "kv_disk_bandwidth",
+    "kv_disk_latency",
+    "kv_remote_bytes",
+    "kv_remote_bandwidth",
+    "kv_remote_latency",
+    "kv_tier_write_policy",
+)
+TIER_WRITE_POLICIES = ("write_through", "write_back")
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_KV_FRACTION = 0.9
@@ -916,6 +927,44 @@ class RunConfig:
         unit="bytes",
         aliases=("host_cache_size",),
         elsewhere="swap_space cpu_offload_gb secondary_cache_size",
+    )
+    kv_disk_bytes: int = _cache(
+        0,
+        "A disk beneath the memory of each engine, which keeps the blocks of prefixes.",
+        minimum=0,
+        maximum=2**60,
+        unit="bytes",
+        elsewhere="max_local_disk_size nvme_kv_cache_size",
+    )
+    kv_disk_bandwidth: float = _cache(
+        6e9, "What the disk reads and writes, in all.", above=0.0, maximum=1e18, unit="bytes/s"
+    )
+    kv_disk_latency: float = _cache(
+        1e-4, "From the last byte of a transfer of the disk to its arrival.", minimum=0.0, maximum=3600.0, unit="s"
+    )
+    kv_remote_bytes: int = _cache(
+        0,
+        "A remote store of the blocks of prefixes, which the replicas of a fleet share.",
+        minimum=0,
+        maximum=2**60,
+        unit="bytes",
+        elsewhere="kv_store_size remote_storage_size",
+    )
+    kv_remote_bandwidth: float = _cache(
+        2.5e10, "What the remote store sends and receives, of all replicas.", above=0.0, maximum=1e18, unit="bytes/s"
+    )
+    kv_remote_latency: float = _cache(
+        1e-3,
+        "From the last byte of a transfer of the remote store to its arrival.",
+        minimum=0.0,
+        maximum=3600.0,
+        unit="s",
+    )
+    kv_tier_write_policy: str = _cache(
+        TIER_WRITE_POLICIES[0],
+        "When blocks are written to disk and remote store: when they are computed, or when they are evicted from the "
+        "device.",
+        choices=TIER_WRITE_POLICIES,
     )
     kv_cache_dtype: str | None = _cache(
         None,

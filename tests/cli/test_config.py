@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from ifbbench.cli.main import main
 from ifbbench.cli.options import PLACES, given_config
 from ifbbench.cli.run import SweepKeys
-from ifbbench.settings.config import ENGINES, SIDE_SETTINGS, settings
+from ifbbench.settings.config import ENGINES, SIDE_SETTINGS, TIER_SETTINGS, settings
 from ifbbench.settings.names import from_mapping
 from ifbbench.settings.yaml_text import parse_yaml
 
@@ -175,6 +175,13 @@ OTHER_VALUES: dict[str, Any] = {
     "sink_token_len": 3,
     "window_mode": "linear",
     "kv_host_cache_bytes": 200_000,
+    "kv_disk_bytes": 2**30,
+    "kv_disk_bandwidth": 3e9,
+    "kv_disk_latency": 0.002,
+    "kv_remote_bytes": 2**30,
+    "kv_remote_bandwidth": 3e9,
+    "kv_remote_latency": 0.002,
+    "kv_tier_write_policy": "write_back",
     "kv_cache_dtype": "fp8",
     "kv_cache_type": "contiguous",
     "num_loras": 3,
@@ -249,6 +256,8 @@ OTHER_VALUES: dict[str, Any] = {
     "iteration_stats_every": 3,
     "enable_steady_state": True,
 }
+# What disks and remote stores need.
+TIERED = {"engine": "vllm", "device": "h100-sxm", "model": "llama-3.1-8b"}
 NEEDS: dict[str, dict[str, Any]] = {
     **{item.name: {"engine": item.group} for item in settings() if item.group in ENGINES},
     **{
@@ -268,6 +277,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     **{name: {"engine": "vllm", "prefill_replicas": 1, "decode_replicas": 1} for name in SIDE_SETTINGS},
     "prefill_replicas": {"engine": "vllm", "decode_replicas": 1},
     "decode_replicas": {"engine": "vllm", "prefill_replicas": 1},
+    **{name: {**TIERED, "kv_disk_bytes": 2**31} for name in TIER_SETTINGS if not name.startswith("kv_remote")},
+    **{name: {**TIERED, "kv_remote_bytes": 2**31} for name in TIER_SETTINGS if name.startswith("kv_remote")},
     "sink_token_len": {"max_attention_window": "64"},
     "kv_cache_type": {"enable_chunked_context": False},
     "lora_rank": {"num_loras": 3},

@@ -48,6 +48,7 @@ from ifbbench.settings.config import (
     RETRACTION_POLICIES,
     SCHEDULE_POLICIES,
     SIDE_OUTPUTS,
+    TIER_SETTINGS,
     RunConfig,
     settings,
 )
@@ -125,6 +126,8 @@ DRAWS: dict[str, Draw] = {
     "slo": sometimes(0.2, "ttft=2ms", "tpot=50us,e2e=1s", "ttft=1ms,ttft.p99=10ms,itl.max=1s"),
     # Several engines: see tests/fleet.
     **dict.fromkeys(FLEET_SETTINGS, sometimes(0.0)),
+    # They need a simulated device: see tests/fleet/test_tiers.py.
+    **dict.fromkeys(TIER_SETTINGS, sometimes(0.0)),
     # A server that is not ours: see test_endpoint.py.
     **dict.fromkeys([one.name for one in settings() if one.group == "endpoint"], sometimes(0.0)),
     "engine": sometimes(0.4, "vllm", "sglang"),

@@ -83,9 +83,12 @@ class BlockPool:
     A block with a hash keeps it while it is free, until it is taken for something else. Free blocks without a hash are
     taken first, so that two counts say what is taken. Several blocks may have one hash: the one that got it first is
     found.
+
+    evicted: hashes of the content that was evicted, in order, where it is written to a store.
     """
 
     def __init__(self, num_blocks: int) -> None:
+        self.evicted: list[int] | None = None
         self.num_blocks = self.num_free = num_blocks
         self.counters = BlockCounters()
         self.has_ids = False
@@ -116,6 +119,11 @@ class BlockPool:
             self._free.put_last(free)
         return blocks_of
 
+    @property
+    def num_evicting(self) -> int:
+        """Free blocks that evict content when they are taken."""
+        return self.num_free - self._num_free_new
+
     def are_free(self, blocks: Blocks) -> BoolArray:
         """[blocks], whether each is free."""
         return self._free.are_free(blocks)
@@ -137,6 +145,8 @@ class BlockPool:
         taken = self._free.take(count)
         self._references[taken] = 1
         if num_new < count:
+            if self.evicted is not None:
+                self.evicted += self._hashes[taken[num_new:]].tolist()
             self.forget(taken[num_new:])
         return taken, num_new
 

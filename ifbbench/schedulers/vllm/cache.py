@@ -109,6 +109,12 @@ class VllmCache:
             blocks.append(np.array(found, np.int64))
         return Hits(count, tuple(blocks))
 
+    def content(self, request: Request, first: int, end: int) -> list[int]:
+        """Hashes of the full blocks `first` to `end` - 1 of a request, as far as other requests can look for them."""
+        shared = request.reuse.num_shared
+        end = end if shared is None else min(end, shared // self.tokens_per_block)
+        return self._hashes_of(request, end)[first:end] if end > first else []
+
     def _give_ids(self) -> None:
         """From now on requests look for blocks."""
         self.settle()
@@ -117,32 +123,45 @@ class VllmCache:
         for row, blocks in zip(rows.tolist(), blocks_of, strict=True):
             self.groups[0].block_tables[row, 0, : len(blocks)] = blocks
 
-    def limit_of_start(self, request: Request, hits: Hits, tokens: int, is_alone: bool) -> tuple[Limit | None, int]:
+    def limit_of_start(
+        self, request: Request, hits: Hits, tokens: int, is_alone: bool, reserved: int = 0
+    ) -> tuple[Limit | None, int]:
         """What keeps a waiting request from starting with `hits` and `tokens` more tokens, or None; and how many blocks
         others may take before that becomes another limit.
 
-        is_alone: no request runs, so that no watermark is kept."""
+        is_alone: no request runs, so that no watermark is kept. reserved: free blocks that it leaves to others."""
         size, count = self.tokens_per_block, hits.num_blocks
         num_free_hits = 0
         if count:
             num_free_hits = sum([int(np.count_nonzero(self.pool.are_free(blocks))) for blocks in hits.blocks])
         free = self.pool.num_free - num_free_hits
         needed = (ceil_div(min(count * size + tokens, self._max_seq_len), size) - count) * len(self.groups)
-        watermark = 0 if is_alone else self._rules.watermark_blocks
-        prompt = ceil_div(min(request.prompt_len, self._max_seq_len), size)
-        whole = sum([max(0, min(prompt, most) - count) for most in self._max_blocks])
-        if needed > free:
-            limit, more = Limit.KV_BLOCKS, self.pool.num_free
-        elif needed + watermark > free:
-            limit, more = Limit.WATERMARK, free - needed
-        elif self._rules.reserves_full_prompt and whole + watermark > free:
-            limit, more = Limit.FULL_PROMPT, free - needed - watermark
-        else:
-            return None, 0
-        return limit, 0 if num_free_hits else more  # a block that is taken may be one of the hits
+        limit, more = self._limit(request, count, needed, free, is_alone, reserved)
+        return limit, 0 if num_free_hits or reserved else more  # a block that is taken may be one of the hits
 
-    def start(self, request: Request, hits: Hits) -> None:
-        """A waiting request enters with the blocks in `hits`."""
+    def limit_of_received(self, request: Request, tokens: int, is_alone: bool) -> tuple[Limit | None, int]:
+        """`limit_of_start` of a request that holds blocks with the first `position` tokens of its prompt."""
+        needed = self.missing(request.slot, request.position + tokens) * len(self.groups)
+        return self._limit(request, int(self.held[request.slot]), needed, self.pool.num_free, is_alone, 0)
+
+    def _limit(
+        self, request: Request, count: int, needed: int, free: int, is_alone: bool, reserved: int
+    ) -> tuple[Limit | None, int]:
+        """What keeps a request with `count` blocks in each group from getting so many more of the `free` ones; and how
+        many others may take before that becomes another limit."""
+        watermark = 0 if is_alone else self._rules.watermark_blocks
+        prompt = ceil_div(min(request.prompt_len, self._max_seq_len), self.tokens_per_block)
+        whole = sum([max(0, min(prompt, most) - count) for most in self._max_blocks])
+        if needed > free - reserved:
+            return Limit.KV_BLOCKS, self.pool.num_free
+        if needed + watermark > free - reserved:
+            return Limit.WATERMARK, free - needed
+        if self._rules.reserves_full_prompt and whole + watermark > free:
+            return Limit.FULL_PROMPT, free - needed - watermark
+        return None, 0
+
+    def start(self, request: Request, hits: Hits, loaded: int = 0) -> None:
+        """A waiting request enters with the blocks in `hits`. loaded: further ones that come from a store."""
         row, count = request.slot, hits.num_blocks
         for group, blocks in zip(self.groups, hits.blocks, strict=True) if count else ():
             left = count - len(blocks)
@@ -152,8 +171,8 @@ class VllmCache:
             group.released[row] = left
             self._released_tokens += left * self.tokens_per_block
         self.held[row] = self.hashed[row] = count
-        self.pool.counters.reused += count
-        self.pool.counters.missed += max(0, (request.prompt_len - 1) // self.tokens_per_block - count)
+        self.pool.counters.reused += count + loaded
+        self.pool.counters.missed += max(0, (request.prompt_len - 1) // self.tokens_per_block - count - loaded)
         self.filled_tokens += count * self.tokens_per_block
 
     def missing(self, row: int, tokens: int) -> int:

@@ -1,10 +1,12 @@
 """What vLLM's scheduler has scheduled and not collected yet."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from ifbbench.engine.arrays import Rows
+from ifbbench.engine.plan import ContextChunk
 from ifbbench.engine.request import Request
 from ifbbench.schedulers.queueing import Submitted
 
@@ -14,11 +16,12 @@ class Scheduled(Submitted):
 
     rows: [scheduled], in the order of scheduling. tokens: [scheduled], in each iteration; None for one of each, and
     where nothing asks for them. is_joint: all generation
-    requests run (see `JointGeneration`)."""
+    requests run (see `JointGeneration`). chunks: of prompts, where a store gets what they compute."""
 
     def __init__(self, rows: Rows, outputs: Rows, tokens: Rows | None, is_joint: bool, times: int = 1) -> None:
         super().__init__(outputs, times)
         self.rows, self.tokens, self.is_joint = rows, tokens, is_joint
+        self.chunks: Sequence[ContextChunk] = ()
 
 
 class InFlight:

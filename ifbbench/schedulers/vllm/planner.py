@@ -9,6 +9,8 @@ import numpy as np
 from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.plan import LeftOut, Limit, Pause
 from ifbbench.engine.request import Request
+from ifbbench.kv.tiers import KvTiers
+from ifbbench.schedulers.vllm.cache import Hits
 from ifbbench.schedulers.vllm.drafts import Drafts
 from ifbbench.schedulers.vllm.state import VllmState
 from ifbbench.schedulers.vllm.step import Step
@@ -201,11 +203,13 @@ class Planner:
 
     def _start(self, request: Request, step: Step) -> Limit | None:
         """Start the head of the queue; or the limit that keeps it there, with nothing done."""
-        if request.table is None and request.remote_len:
-            return self._await(request, step)
         if request.table is not None and self._kv_cache.held[request.slot]:
             return self._start_received(request, step)
         hits = self._kv_cache.lookup(request)
+        if request.table is None and request.remote_len:
+            return self._await(request, hits, request.prompt_len, step)
+        if self._state.tiers is not None and (found := self._find_in_stores(self._state.tiers, request, hits)):
+            return self._load(self._state.tiers, request, hits, found, step)
         reused = hits.num_blocks * self._limits.tokens_per_block
         tokens, available = request.prompt_len - reused, step.available
         num_drafts = self._padding(request, reused, step) if tokens == 1 else 0
@@ -245,41 +249,84 @@ class Planner:
         request.order = order
         request.reused_tokens = reused
 
-    def _await(self, request: Request, step: Step) -> Limit | None:
-        """Take blocks for the keys and values that another engine sends of the head of the queue (Connectors); or the
-        limit that keeps it there, with nothing done. It runs no token until they have come."""
-        hits = self._kv_cache.lookup(request)
+    def _find_in_stores(self, tiers: KvTiers, request: Request, hits: Hits) -> list[int]:
+        """The stores of the blocks behind the hits of the head of the queue, as far as there are any. At least one
+        token is left to compute."""
+        if request.options.return_context_logits:
+            return []
+        most = (request.prompt_len - 1) // self._limits.tokens_per_block
+        return tiers.find(self._kv_cache.content(request, hits.num_blocks, most))
+
+    def _load(self, tiers: KvTiers, request: Request, hits: Hits, found: list[int], step: Step) -> Limit | None:
+        """Take blocks for what stores have of the head of the queue, and begin to load it (Connectors); or the limit
+        that keeps it there, with nothing done."""
+        last = hits.num_blocks + len(found)
+        end = last * self._limits.tokens_per_block
+        is_new = request.table is None
+        limit = self._await(request, hits, end, step, len(found), self._reserved())
+        if limit is None:
+            request.remote_len = end
+            if is_new:
+                request.reused_tokens = end
+            tiers.load(request, self._kv_cache.content(request, hits.num_blocks, last), found)
+        return limit
+
+    def _reserved(self) -> int:
+        """Blocks that prompts lack which are computed or loaded: a load leaves them free, because what it takes is held
+        while nothing runs."""
+        cache = self._kv_cache
+        begun = [*[one for one in self._running if one.in_context], *self._state.transferring]
+        if self._state.num_with_rows:
+            begun += [one for one in self._queue.requests if one.table is not None and cache.held[one.slot]]
+        return sum([cache.missing(one.slot, one.prompt_len) for one in begun])
+
+    def _await(
+        self, request: Request, hits: Hits, end: int, step: Step, loaded: int = 0, reserved: int = 0
+    ) -> Limit | None:
+        """Take blocks for the first `end` tokens of the head of the queue, of which keys and values come from another
+        engine or a store (Connectors); or the limit that keeps it there, with nothing done. It runs no token until they
+        have come. loaded: blocks that come from a store. reserved: free blocks that are left to others."""
         reused = hits.num_blocks * self._limits.tokens_per_block
         is_alone = not len(self._running)
-        limit, slack = self._kv_cache.limit_of_start(request, hits, request.prompt_len - reused, is_alone)
+        limit, slack = self._kv_cache.limit_of_start(request, hits, end - reused, is_alone, reserved)
         if limit is not None:
             step.slack = slack
             return limit
-        if not self._table.free_rows:
-            return Limit.BATCH_SIZE
-        self._enter(request, reused)
+        if request.table is None:
+            if not self._table.free_rows:
+                return Limit.BATCH_SIZE
+            self._enter(request, reused)
+        else:
+            self._state.num_with_rows -= 1
         self._queue.pop()
         request.position = request.prepopulated = reused
-        self._kv_cache.start(request, hits)
-        self._kv_cache.grow(request.slot, self._kv_cache.missing(request.slot, request.prompt_len))
+        self._kv_cache.start(request, hits, loaded)
+        self._kv_cache.grow(request.slot, self._kv_cache.missing(request.slot, end))
         self._state.begin_transfer(request)
         step.receiving.append(request)
         step.repeats = False
         return None
 
     def _start_received(self, request: Request, step: Step) -> Limit | None:
-        """Start the head of the queue, which holds what another engine has sent: all but the last token of its
-        prompt."""
-        needed = self._kv_cache.missing(request.slot, request.prompt_len)
-        if not self._kv_cache.has_free(needed):
-            step.slack = self._kv_cache.pool.num_free
-            return Limit.KV_BLOCKS
+        """Start the head of the queue, which holds what has come from another engine or a store; or the limit that
+        keeps it there, with nothing done."""
+        tokens = request.remaining_context
+        if step.cap:
+            tokens = min(tokens, step.cap)
+        if tokens > step.available and not self._rules.cuts_prompts:
+            return Limit.NUM_TOKENS
+        tokens = min(tokens, step.available)
+        limit, slack = self._kv_cache.limit_of_received(request, tokens, not len(self._running))
+        if limit is not None:
+            step.slack = slack
+            return limit
         self._state.num_with_rows -= 1
         self._queue.pop()
         self._running.add(request)
-        self._take(request, 1, needed)
-        step.add_chunk(request, 1)
-        step.entered.append(request)
+        self._take(request, tokens, self._kv_cache.missing(request.slot, request.position + tokens))
+        step.add_chunk(request, tokens)
+        if not request.pauses:
+            step.entered.append(request)
         return None
 
     def _padding(self, request: Request, reused: int, step: Step) -> int:

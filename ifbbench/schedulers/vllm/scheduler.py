@@ -2,6 +2,7 @@
 running requests and their outputs. What an iteration runs is decided in planner.py."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +14,10 @@ from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import Request
 from ifbbench.engine.stretch import Growth, Positions
+from ifbbench.kv.tiers import KvTiers
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.queueing import QueueingScheduler, Submitted
+from ifbbench.schedulers.vllm.blocks import NOT_SHARED
 from ifbbench.schedulers.vllm.drafts import Drafts
 from ifbbench.schedulers.vllm.in_flight import Scheduled, in_order_of
 from ifbbench.schedulers.vllm.planner import TOGETHER, Planner
@@ -68,10 +71,13 @@ class VllmScheduler(QueueingScheduler):
         if request in self.running.requests:
             self._leave_running(request)
             if self.kv_cache.held[row]:
+                self._write_outputs(request)
                 self.state.release(request)
         elif request in self.state.transferring:
             self.state.end_transfer(request)
             self.state.release(request)
+            if self.state.tiers is not None:
+                self.state.tiers.forget(request)
         else:
             self.queue.remove(request)
             self.state.num_with_rows -= request.table is not None
@@ -98,15 +104,44 @@ class VllmScheduler(QueueingScheduler):
         self.state.begin_transfer(request)
 
     def receive(self, requests: Sequence[Request]) -> None:
-        """They go before all others; the last token of each prompt is computed again."""
+        """They go before all others; the last token of each prompt is computed again, if it has come too."""
         for request in requests:
             number = self.state.end_transfer(request)
-            computed = request.prompt_len - 1
+            computed = min(request.remote_len, request.prompt_len - 1)
             self.kv_cache.filled_tokens += computed - request.position
             request.position = request.prepopulated = computed
             self.kv_cache.set_hashes(request, computed)
             self.queue.add_received(request, number)
             self.state.num_with_rows += 1
+
+    # Stores beneath the device memory.
+
+    def use_tiers(self, tiers: KvTiers) -> None:
+        """Load blocks from stores, and write them there. Called once, before the first request."""
+        self.state.tiers = tiers
+        if tiers.writes_back:
+            self.kv_cache.pool.evicted = []
+            if not self.kv_cache.pool.has_ids:
+                self.kv_cache.pool.give_ids([], [])
+
+    def _write(self, tiers: KvTiers, request: Request, start: int, end: int) -> None:
+        """Tokens `start` to `end` - 1 of a request are computed: write the blocks that they fill."""
+        first, last = start // self.limits.tokens_per_block, end // self.limits.tokens_per_block
+        if last > first:
+            keys = self.kv_cache.content(request, 0, last)
+            new: list[int | None] = [*keys[first:]]
+            tiers.write(new + [None] * (last - first - len(new)), keys[:first])
+
+    def _write_outputs(self, request: Request) -> None:
+        """A request ends: write the blocks that its outputs fill. Its last token was not computed."""
+        if (tiers := self.state.tiers) is not None and not tiers.writes_back and not request.in_context:
+            self._write(tiers, request, request.prompt_len, self.state.known_of(request) - 1)
+
+    def _write_evicted(self, tiers: KvTiers) -> None:
+        """Write the blocks that were evicted from the device: of a prompt, the last ones first."""
+        if evicted := self.kv_cache.pool.evicted:
+            tiers.write([None if one == NOT_SHARED else one for one in reversed(evicted)])
+            evicted.clear()
 
     # One iteration.
 
@@ -124,6 +159,9 @@ class VllmScheduler(QueueingScheduler):
             held = [one for one in self.running if one.in_generation and one.slot not in runs]
         if (first := self._first_cut(step, held)) is not None:
             step.blocked.insert(0, LeftOut(first, Limit.NUM_TOKENS))
+        if self.state.tiers is not None:
+            self._write_evicted(self.state.tiers)
+            self.state.tiers.has_queue = len(self.queue) > 0
         self.scheduled_rows = step.order
         return Plan(
             list(step.chunks),
@@ -183,7 +221,10 @@ class VllmScheduler(QueueingScheduler):
                 if is_joint:
                     generation.add(self.running.numbers[chunk.request], chunk.request)
         outputs = plan.output_rows()
-        state.in_flight.add(Scheduled(rows, outputs, tokens, is_joint))
+        scheduled = Scheduled(rows, outputs, tokens, is_joint)
+        if state.tiers is not None and not state.tiers.writes_back:
+            scheduled.chunks = plan.chunks
+        state.in_flight.add(scheduled)
         self._finish_scheduling(outputs)
         return recomputed
 
@@ -221,7 +262,11 @@ class VllmScheduler(QueueingScheduler):
     def _collected(self, times: int, done: list[Request]) -> list[Request]:
         """So many of the oldest equal iterations in flight were collected. Returns `done`, the requests that they
         complete, in the order of scheduling, in which their blocks are released."""
-        in_order = in_order_of(self.state.in_flight.oldest.rows, done)
+        in_order, tiers = in_order_of(self.state.in_flight.oldest.rows, done), self.state.tiers
+        if tiers is not None and not tiers.writes_back:
+            for chunk in self.state.in_flight.oldest.chunks:
+                if not chunk.request.has_left:
+                    self._write(tiers, chunk.request, chunk.start, chunk.start + chunk.length)
         self.state.in_flight.collected(times)
         return in_order
 
@@ -250,7 +295,10 @@ class VllmScheduler(QueueingScheduler):
             return 1
         if step.slack != NO_MAXIMUM and self.kv_cache.windowed:
             return 1  # a window may release blocks that the head of the queue waits for
-        return generation.horizon(min(self.kv_cache.pool.num_free, step.slack) // len(self.kv_cache.groups))
+        blocks, pool, tiers = min(self.kv_cache.pool.num_free, step.slack), self.kv_cache.pool, self.state.tiers
+        if tiers is not None and tiers.writes_back:
+            blocks = min(blocks, pool.num_free - pool.num_evicting)  # others are written when they are taken
+        return generation.horizon(blocks // len(self.kv_cache.groups))
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
         rows, generation = plan.rows, self.state.generation
@@ -273,6 +321,9 @@ class VllmScheduler(QueueingScheduler):
 
     def cache_state(self) -> CacheState:
         return self.kv_cache.state()
+
+    def figures(self) -> dict[str, Any]:
+        return {} if self.state.tiers is None else {"kv_tiers": self.state.tiers.figures()}
 
     def computed_by(self, request: Request) -> int:
         """Tokens of a running request that were computed or scheduled."""

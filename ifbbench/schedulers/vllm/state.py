@@ -2,6 +2,7 @@
 
 from ifbbench.engine.arrays import Rows
 from ifbbench.engine.request import Request, RequestTable
+from ifbbench.kv.tiers import KvTiers
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.vllm.cache import VllmCache
 from ifbbench.schedulers.vllm.generation import JointGeneration
@@ -17,7 +18,7 @@ class VllmState:
     computed: [rows], of generation requests, how many tokens were computed or scheduled, where they do not run jointly.
     num_with_rows: requests in the queue that have a row: pre-empted ones, and those that have received their prompt's
     keys and values. transferring: requests whose keys and values are on their way, from here or to here, and how many
-    there had been before each.
+    there had been before each. tiers: stores beneath the device memory, None without any.
     """
 
     def __init__(self, limits: BatchingConfig, rules: VllmRules, is_predicted: bool) -> None:
@@ -42,6 +43,7 @@ class VllmState:
         self.num_with_rows = 0
         self.transferring: dict[Request, int] = {}
         self._num_transfers = 0
+        self.tiers: KvTiers | None = None
         self.max_running = min(limits.max_batch_size, rules.max_active or limits.max_batch_size)
 
     def begin_transfer(self, request: Request) -> None:

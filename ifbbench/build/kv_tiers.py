@@ -1,0 +1,77 @@
+"""The stores beneath the device memory of an engine, made from the settings."""
+
+from ifbbench.build.resolve import kv_value_bytes
+from ifbbench.clock import Clock
+from ifbbench.errors import InputError
+from ifbbench.kv.store import KvStore
+from ifbbench.kv.tiers import KvTiers
+from ifbbench.models.config import ModelConfig
+from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.settings.config import BY_ITERATION, TIER_SETTINGS, TIER_WRITE_POLICIES, VLLM, RunConfig
+from ifbbench.settings.names import setting
+
+DISK, REMOTE = "disk", "remote"
+
+
+def check_tiers(config: RunConfig, limits: BatchingConfig) -> None:
+    """InputError for stores that are not built, and for settings of stores that are not there. config: resolved."""
+    given = [name for name in TIER_SETTINGS if getattr(config, name) != setting(name).default]
+    if not given:
+        return
+    for kind in (DISK, REMOTE):
+        own = [name for name in given if name.startswith(f"kv_{kind}_")]
+        if own and not getattr(config, f"kv_{kind}_bytes"):
+            raise InputError(f"--{own[0]}: there is no such store; add --kv_{kind}_bytes, or leave this out.")
+    if not has_tiers(config):
+        raise InputError(f"--{given[0]}: there is no store; add --kv_disk_bytes or --kv_remote_bytes.")
+    if config.engine != VLLM:
+        own_host = {"trtllm": "--kv_host_cache_bytes", "sglang": "--enable_hierarchical_cache"}.get(config.engine)
+        beside = f"; {own_host} is its host memory" if own_host else ""
+        raise InputError(f"--{given[0]}: disk and remote store are built for --engine vllm only{beside}. Leave it out.")
+    if config.hardware is None:
+        raise InputError(
+            f"--{given[0]}: --device {config.device} loads no blocks; disk and remote store need a simulated device "
+            "(--device sim:PROFILE)."
+        )
+    refused = {
+        "without --enable_kv_cache_reuse nothing is looked for": not config.enable_kv_cache_reuse,
+        "attention windows are not built with it": limits.vllm is not None and limits.vllm.windows != (None,),
+        "draft tokens are not built with it": config.has_drafts,
+        "loads take time, and --arrival iteration has none": config.arrival == BY_ITERATION,
+    }
+    for reason, is_so in refused.items():
+        if is_so:
+            raise InputError(f"--{given[0]}: {reason}; leave out one of the two.")
+
+
+def has_tiers(config: RunConfig) -> bool:
+    """Whether there is a store beneath the device memory."""
+    return config.kv_disk_bytes > 0 or config.kv_remote_bytes > 0
+
+
+def remote_store(config: RunConfig, model: ModelConfig) -> KvStore | None:
+    """The remote store of a resolved `config`, which several engines may share; None without one."""
+    return _store(REMOTE, config, model) if config.kv_remote_bytes else None
+
+
+def make_tiers(
+    config: RunConfig, model: ModelConfig, clock: Clock, remote: KvStore | None, owner: int = 0
+) -> KvTiers | None:
+    """The stores of an engine with a resolved `config`, None without any. owner: its number among those that share
+    `remote`."""
+    stores = [_store(DISK, config, model)] if config.kv_disk_bytes else []
+    stores += [] if remote is None else [remote]
+    writes_back = config.kv_tier_write_policy == TIER_WRITE_POLICIES[1]
+    return KvTiers(stores, config.tokens_per_block, clock, writes_back, owner) if stores else None
+
+
+def _store(kind: str, config: RunConfig, model: ModelConfig) -> KvStore:
+    block_bytes = model.kv_bytes_per_token(kv_value_bytes(config)) * config.tokens_per_block
+    capacity = int(getattr(config, f"kv_{kind}_bytes") // block_bytes)
+    if not capacity:
+        raise InputError(
+            f"--kv_{kind}_bytes {getattr(config, f'kv_{kind}_bytes')}: is less than the {block_bytes:,.0f} bytes of a "
+            "block of keys and values; give more."
+        )
+    bandwidth, latency_s = getattr(config, f"kv_{kind}_bandwidth"), getattr(config, f"kv_{kind}_latency")
+    return KvStore(kind, capacity, block_bytes, bandwidth, latency_s)

@@ -1,0 +1,145 @@
+"""The stores beneath the device memory of one engine, from the quickest to the slowest, and what is on its way."""
+
+from collections.abc import Hashable, Sequence
+from math import inf
+from typing import Any
+
+from ifbbench.clock import Clock
+from ifbbench.engine.request import KvLoad, Request
+from ifbbench.kv.store import KvStore, Transfer
+
+
+class _Loading:
+    """A request that waits for blocks. keys: by store, those that it reads from there."""
+
+    def __init__(self, request: Request, begin_s: float, keys: Sequence[Sequence[Hashable]]) -> None:
+        self.request, self.begin_s, self.keys = request, begin_s, keys
+        self.transfers: list[tuple[KvStore, Transfer]] = []
+
+    @property
+    def arrival_s(self) -> float:
+        """When all has arrived, or not earlier."""
+        return max([store.arrival_of(transfer) for store, transfer in self.transfers])
+
+    @property
+    def arrived_s(self) -> float:
+        """When all has arrived; infinite before."""
+        return max([transfer.arrived_s for _, transfer in self.transfers])
+
+
+class KvTiers:
+    """The stores of an engine, which is number `owner` of those that share some of them: its `KvTransfers`.
+
+    A block is read from the first store that has it, and written to each that has not; one that was read to the quicker
+    ones, once the engine takes it in. writes_back: blocks are written
+    when they are evicted from the device, else once they are computed. num_unnamed: blocks that hold what no other
+    request can look for, so far: each is a block of its own. has_queue: requests wait that may look for
+    blocks. others_s: no other engine writes to the stores before."""
+
+    def __init__(
+        self, stores: Sequence[KvStore], tokens_per_block: int, clock: Clock, writes_back: bool, owner: int = 0
+    ) -> None:
+        self.stores, self.writes_back, self.owner = stores, writes_back, owner
+        self._size, self._clock = tokens_per_block, clock
+        self._loading: list[_Loading] = []
+        self._num_unnamed, self.has_queue, self.others_s = 0, False, inf
+
+    # Asked by the scheduler.
+
+    def find(self, keys: Sequence[Hashable]) -> list[int]:
+        """Of the first blocks of `keys` that some store has, the number of that store."""
+        self._advance()
+        found = list[int]()
+        for key in keys:
+            number = next((number for number, store in enumerate(self.stores) if store.has(key)), -1)
+            if number < 0:
+                break
+            found.append(number)
+        return found
+
+    def load(self, request: Request, keys: Sequence[Hashable], found: Sequence[int]) -> None:
+        """Begin to load blocks, which `find` has found in these stores, for `request`."""
+        now_s = self._clock.now()
+        of_stores = [
+            [key for key, other in zip(keys, found, strict=True) if other == number]
+            for number in range(len(self.stores))
+        ]
+        loading = _Loading(request, now_s, of_stores)
+        for store, of_store in zip(self.stores, of_stores, strict=True):
+            if of_store:
+                loading.transfers.append((store, store.load(self.owner, of_store, now_s)))
+        self._loading.append(loading)
+
+    def write(self, keys: Sequence[int | None], chain: Sequence[Hashable] = ()) -> None:
+        """Write blocks, None for one that holds what no other request can look for. chain: blocks of the same prompt
+        before them."""
+        self._advance()
+        named = list[Hashable]()
+        for key in keys:
+            named.append((self.owner, self._num_unnamed) if key is None else key)
+            self._num_unnamed += key is None
+        for store in self.stores:
+            store.write(self.owner, named, chain, self._clock.now())
+
+    def forget(self, request: Request) -> None:
+        """`request` has ended: it waits for nothing."""
+        self._loading = [one for one in self._loading if one.request is not request]
+
+    # Asked by the loop.
+
+    @property
+    def next_s(self) -> float:
+        """Before this time nothing arrives that a request waits for, or that changes what the queue finds; infinite if
+        nothing does."""
+        next_s = min([one.arrival_s for one in self._loading], default=inf)
+        if not self.has_queue:
+            return next_s
+        return min([next_s, *[store.next_arrival_s for store in self.stores]])
+
+    def keeps(self, request: Request) -> bool:
+        return False
+
+    def reserved(self, requests: Sequence[Request], now_s: float) -> None:
+        """The scheduler has begun their loads."""
+
+    def take_sent(self) -> Sequence[Request]:
+        return ()
+
+    def take_received(self) -> Sequence[Request]:
+        self._advance()
+        arrived = [one for one in self._loading if one.arrived_s < inf]
+        if not arrived:
+            return ()
+        self._loading = [one for one in self._loading if one.arrived_s == inf]
+        arrived.sort(key=lambda one: one.arrived_s)
+        now_s = self._clock.now()
+        for one in arrived:
+            tokens = {store.name: len(keys) * self._size for store, keys in zip(self.stores, one.keys, strict=True)}
+            one.request.loads = (*one.request.loads, KvLoad(one.begin_s, one.arrived_s, tokens, one.request.pauses > 0))
+            for number, keys in enumerate(one.keys):
+                for quicker in self.stores[:number]:
+                    quicker.write(self.owner, keys, (), now_s)
+        return [one.request for one in arrived]
+
+    def figures(self) -> dict[str, Any]:
+        """What `summary.json` has of the stores, by name."""
+        self._advance()
+        return {store.name: figures_of(store, self._size) for store in self.stores}
+
+    def _advance(self) -> None:
+        now_s = self._clock.now()
+        for store in self.stores:
+            store.advance(now_s)
+
+
+def figures_of(store: KvStore, tokens_per_block: int) -> dict[str, int]:
+    """What `summary.json` has of a store."""
+    counters, size = store.counters, tokens_per_block
+    return {
+        "tokens": store.capacity * size,
+        "used_tokens": len(store) * size,
+        "stored_tokens": counters.stored * size,
+        "loaded_tokens": counters.loaded * size,
+        "evicted_tokens": counters.evicted * size,
+        "max_waiting_writes": counters.most_behind,
+    }

@@ -1,0 +1,225 @@
+"""Stores beneath the device memory: held to a literal simulation, and what they must not change."""
+
+import json
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from ifbbench.engine.transferring_loop import TransferringLoop
+from ifbbench.errors import InputError
+from ifbbench.replay.run import run_trace, summarise_run
+from ifbbench.replay.single import client_of, engine_for, next_change, recorder_of, use_tiers, wait
+from ifbbench.schedulers.engines import make_loop
+from ifbbench.workload.load import load_trace
+from tests.fleet.literal_tiers import BLOCK, Job, LiteralStore, LiteralTiers
+from tests.fleet.test_disaggregated import ITERATION_S, KV_BYTES, constant_device
+from tests.fleet.test_fleet import FILES, assert_equal_runs, config_of, lines, write_rows
+
+BLOCK_BYTES = KV_BYTES * BLOCK
+DISK, REMOTE = "disk", "remote"
+
+
+def draw_jobs(draw: Random, count: int) -> list[Job]:
+    arrival_s, jobs = 0.0, []
+    for _ in range(count):
+        arrival_s += draw.choice((0.0, 0.0013, 0.0217, 0.1003, 0.4001))
+        pieces = tuple(draw.randrange(2) * 10 + depth for depth in range(draw.choice((0, 1, 2, 3, 3))))
+        tail = draw.randrange(0, 20) * BLOCK + draw.randint(1, BLOCK)
+        prompt_len = 512 * len(pieces) + tail
+        room = -prompt_len % BLOCK + 1
+        jobs.append(Job(round(arrival_s, 9), pieces, prompt_len, draw.randint(1, room)))
+    return jobs
+
+
+def write_jobs(path: Path, jobs: list[Job]) -> str:
+    rows = [
+        {"request_id": number, "arrival_s": job.arrival_s, "prompt_len": job.prompt_len, "output_len": job.output_len}
+        | ({"prefix_ids": list(job.pieces)} if job.pieces else {})
+        for number, job in enumerate(jobs)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def check_against_literal(seed: int, path: Path) -> int:
+    """Returns how many requests loaded something."""
+    draw = Random(seed)
+    jobs = draw_jobs(draw, 60)
+    largest = max(-(-job.prompt_len // BLOCK) for job in jobs)
+    is_tight = draw.random() < 0.75
+    blocks = largest + draw.choice((1, 20, 60)) if is_tight else 40 * largest
+    tokens = 100_000 if is_tight else draw.choice((256, 1000))
+    requests, replicas = draw.choice((1, 3, 64)), draw.randint(1, 3)
+    kinds = draw.choice(((DISK,), (REMOTE,), (DISK, REMOTE)))
+    values: dict[str, Any] = {"kv_tier_write_policy": draw.choice(("write_through", "write_back"))}
+    made: dict[str, tuple[int, float, float, float]] = {}
+    for kind in kinds:
+        capacity, bandwidth = draw.choice((30, 120, 100_000)), draw.choice((2.03e9, 1.07e10, 1.01e12))
+        made[kind] = capacity, float(BLOCK_BYTES), bandwidth, draw.choice((0.0, 0.00071))
+        values |= {
+            f"kv_{kind}_bytes": capacity * BLOCK_BYTES,
+            f"kv_{kind}_bandwidth": bandwidth,
+            f"kv_{kind}_latency": made[kind][-1],
+        }
+    config = config_of(
+        engine="vllm",
+        device=constant_device(path),
+        engine_overhead="none",
+        async_scheduling=False,
+        router="round_robin",
+        replicas=replicas,
+        max_tokens_in_paged_kvcache=blocks * BLOCK,
+        max_num_tokens=tokens,
+        max_batch_size=requests,
+        output=str(path / "run"),
+        **values,
+    )
+    run_trace(write_jobs(path / "trace.jsonl", jobs), config)
+    remote = LiteralStore(*made[REMOTE]) if REMOTE in made else None
+    stores = [
+        ([LiteralStore(*made[DISK])] if DISK in made else []) + ([remote] if remote else []) for _ in range(replicas)
+    ]
+    literal = LiteralTiers(
+        jobs, ITERATION_S, (blocks, tokens, requests), stores, values["kv_tier_write_policy"] == "write_back"
+    )
+    expected = literal.run()
+    num_loads = 0
+    for row in sorted(lines(path / "run" / "requests.jsonl"), key=lambda row: row["index"]):
+        times = expected[row["index"]]
+        assert (row["first_token_s"], row["end_s"]) == pytest.approx((times.first_token_s, times.end_s), abs=1e-6), row
+        loads = [(row["transfer_start_s"], row["transfer_end_s"])] if "transfer_start_s" in row else []
+        assert len(loads) == len(times.loads), row
+        for found, load in zip(loads, times.loads, strict=True):
+            assert found == pytest.approx(load, abs=1e-6), row
+            assert row["attribution_s"]["transfer"] == pytest.approx(load[1] - load[0], abs=1e-6)
+            from_stores = [row[f"{kind}_reused_tokens"] for kind in kinds]
+            assert from_stores == times.from_stores[: len(kinds)], row
+            num_loads += 1
+        assert sum(row["attribution_s"].values()) == pytest.approx(row["e2e_s"], abs=1e-9)
+    return num_loads
+
+
+def test_requests_load_what_a_literal_simulation_loads(tmp_path: Path) -> None:
+    loads = 0
+    for seed in range(12):
+        (path := tmp_path / str(seed)).mkdir()
+        loads += check_against_literal(seed, path)
+    assert loads > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12, 300))
+def test_more_requests_load_what_a_literal_simulation_loads(seed: int, tmp_path: Path) -> None:
+    check_against_literal(seed, tmp_path)
+
+
+def replay(trace: Path, directory: Path, together: bool, **values: Any) -> dict[str, str]:
+    """The files of a run on one engine, with fast-forward if `together`."""
+    config = config_of(engine="vllm", output=str(directory), **values)
+    loaded = load_trace(str(trace), config)
+    directory.mkdir()
+    with engine_for(loaded, config) as engine:
+        assert engine.tiers is not None
+        client = client_of(loaded, engine)
+        recorder = recorder_of(loaded, engine, client, directory, {})
+        loop = make_loop(
+            engine.limits,
+            engine.executor,
+            engine.clock,
+            client.get_requests,
+            client.send_response,
+            recorder,
+            client.queued,
+            next_change=partial(next_change, engine.tiers, client) if together else None,
+            loop_class=TransferringLoop,
+        )
+        assert isinstance(loop, TransferringLoop)
+        use_tiers(loop, engine.tiers)
+        while not client.done:
+            if not loop.step():
+                wait(engine, client)
+            loop.scheduler.kv_cache.check_consistency()  # type: ignore[attr-defined]
+        recorder.close(partial=False)
+        figures = json.dumps(engine.tiers.figures())
+    return {name: (directory / name).read_text() for name in FILES} | {"figures": figures}
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_iterations_together_write_and_load_what_single_ones_do(policy: str, tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(5), 90, sessions=True)
+    values = {
+        "kv_disk_bytes": 4_000 * BLOCK_BYTES,
+        "kv_remote_bytes": 40_000 * BLOCK_BYTES,
+        "kv_tier_write_policy": policy,
+        "max_tokens_in_paged_kvcache": 4096,
+        "max_batch_size": 12,
+    }
+    together, single = (replay(trace, tmp_path / str(one), one, **values) for one in (True, False))
+    loaded = json.loads(together["figures"])
+    assert loaded[DISK]["loaded_tokens"] > 0
+    assert together == single
+
+
+def test_a_fleet_with_stores_gives_the_same_files_again(tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(6), 60, sessions=True)
+    values = {"kv_remote_bytes": 10**12, "kv_disk_bytes": 10**9, "max_tokens_in_paged_kvcache": 4096}
+    for name in ("one", "other"):
+        config = config_of(engine="vllm", replicas=2, router="least_tokens", output=str(tmp_path / name), **values)
+        run_trace(str(trace), config)
+    for number in range(2):
+        assert_equal_runs(tmp_path / "one" / f"replica={number}", tmp_path / "other" / f"replica={number}")
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    rows = lines(tmp_path / "one" / "requests.jsonl")
+    loaded = sum(row.get("remote_reused_tokens", 0) for row in rows)
+    assert summary["kv_tiers"][REMOTE]["loaded_tokens"] >= loaded > 0  # paused requests load again
+    for row in rows:
+        assert sum(row["attribution_s"].values()) == pytest.approx(row["e2e_s"], abs=1e-9)
+        assert row["reused_tokens"] >= row.get("transfer_tokens", 0)
+
+
+def test_one_replica_with_a_store_is_the_run_without_a_router(tmp_path: Path) -> None:
+    trace = str(write_rows(tmp_path / "trace.jsonl", Random(7), 40))
+    values = {"engine": "vllm", "kv_remote_bytes": 10**12, "max_tokens_in_paged_kvcache": 4096}
+    run_trace(trace, config_of(output=str(tmp_path / "run"), **values))
+    run_trace(trace, config_of(router="least_kv", output=str(tmp_path / "fleet"), **values))
+    assert_equal_runs(tmp_path / "run", tmp_path / "fleet" / "replica=0")
+
+
+def test_an_infinitely_quick_store_is_a_larger_cache(tmp_path: Path) -> None:
+    """What was computed once is never computed again."""
+    trace = str(write_rows(tmp_path / "trace.jsonl", Random(8), 60))
+    small = {"engine": "vllm", "max_tokens_in_paged_kvcache": 4096, "arrival": None}
+    stored = summarise_run(trace, config_of(kv_disk_bytes=10**12, kv_disk_bandwidth=1e18, kv_disk_latency=0.0, **small))
+    ample = summarise_run(trace, config_of(engine="vllm"))
+    assert stored["prefix_hit_rate"] == pytest.approx(ample["prefix_hit_rate"], abs=0.02)
+    assert summarise_run(trace, config_of(**small))["prefix_hit_rate"] < 0.9 * stored["prefix_hit_rate"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"engine": "trtllm", "kv_disk_bytes": 10**9}, "--kv_disk_bytes: disk and remote store are built for --engine"),
+        ({"engine": "sglang", "kv_remote_bytes": 10**9}, "--enable_hierarchical_cache is its host memory"),
+        ({"kv_disk_bytes": 10**9, "enable_kv_cache_reuse": False}, "without --enable_kv_cache_reuse"),
+        ({"kv_disk_bytes": 10**9, "max_attention_window": "64"}, "attention windows are not built with it"),
+        ({"kv_disk_bytes": 10**9, "draft_ngram": 2, "acceptance_rate": "0.5"}, "draft tokens are not built with it"),
+        ({"kv_disk_bytes": 1000}, "is less than the 2,097,152 bytes of a block"),
+        ({"kv_disk_latency": 0.5}, "--kv_disk_latency: there is no such store; add --kv_disk_bytes"),
+        ({"kv_tier_write_policy": "write_back"}, "there is no store; add --kv_disk_bytes or --kv_remote_bytes"),
+        ({"kv_disk_bytes": 10**9, "device": "null"}, "loads no blocks"),
+        ({"kv_disk_bytes": 10**9, "prefill_replicas": 1, "decode_replicas": 1}, "stores are not built"),
+        ({"kv_remote_bytes": 10**9, "replica_config": "tp.yaml"}, "replicas that share a store"),
+    ],
+)
+def test_what_is_not_built_is_refused(
+    values: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tp.yaml").write_text("- {}\n- {tokens_per_block: 32}\n")
+    trace = str(write_rows(tmp_path / "trace.jsonl", Random(1), 5))
+    with pytest.raises(InputError) as refusal:
+        summarise_run(trace, config_of(**{"engine": "vllm"} | values))
+    assert expected in str(refusal.value)
