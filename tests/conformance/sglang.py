@@ -127,8 +127,8 @@ def _replay_tree(case: Case) -> None:
 
 
 def _replay_host(case: Case) -> None:
-    """A tree with host memory. Each operation says what it found, how many tokens could be evicted from the device after
-    it and how many not, and how many were free on the device and on the host."""
+    """A tree with host memory. Each operation says what it found, how many tokens could be evicted from the device,
+    how many not, and how many were free in both memories, after it."""
     size, locks = case["page_size"], dict[int, Match]()
     host = HostPages(case["num_host_pages"], size, case["write_policy"], keeps_copies=False)
     free = FreePages(case["num_pages"])
