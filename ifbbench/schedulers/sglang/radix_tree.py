@@ -240,8 +240,9 @@ class RadixTree:
 
     def _note_copy(self, node: Node) -> None:
         """The device and the host have `node` now."""
-        if self.host is not None and self.host.writes_back and node.host_pages is not None:
-            self._in_both.setdefault(node)
+        is_copy = self.host is not None and self.host.writes_back and node.host_pages is not None
+        if is_copy and node not in self._in_both:  # one that is out of date keeps its place
+            self._in_both[node] = None
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents first."""
