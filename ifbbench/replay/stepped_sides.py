@@ -12,13 +12,14 @@ from math import inf
 from typing import Any
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, Progress, VirtualClock
+from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.interfaces import NO_LIMIT
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.errors import RunFailed
 from ifbbench.fleet.links import Links
 from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
 from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, RoutedRequest, Router
+from ifbbench.progress import Progress
 from ifbbench.replay.client import make_client
 from ifbbench.replay.routed import RoutedClient, RoutedServedClient
 from ifbbench.replay.served import ServedClient
@@ -131,7 +132,8 @@ class SideReplica(SteppedReplica):
     ) -> None:
         self.is_prefill, self.mail = is_prefill, KvMailbox()
         clients = (RoutedClient, RoutedServedClient) if is_prefill else (_ReceivingClient, _ReceivingServedClient)
-        super().__init__(number, engine, trace, make_recorder, clients=clients, transfers=self.mail)
+        super().__init__(number, engine, trace, make_recorder, clients=clients)
+        self.loop.transfers = self.mail
         self.lines: dict[int, RequestLine] = {}
         self.recorder.on_request = self._keep_line
 
