@@ -137,7 +137,9 @@ def draw_host_operations(seed: int, count: int) -> dict[str, Any]:
         while len(tokens) < longest and draw.random() < 0.6:
             tokens = tokens + [draw.randrange(4)] * draw.choice([1, page, 2 * page])
         tokens = tokens[:longest]
-        key, given, found = RadixKey(array("q", tokens)), tokens, None
+        key = RadixKey(array("q", tokens))
+        given: Any = tokens
+        found: Any = None
         if name == "insert":
             given = {"tokens": tokens, "inserted": 0, "priority": draw.choice([0, 1, 5])}
             length = len(tokens) // page * page
