@@ -42,7 +42,7 @@ class FreePages:
         self.count += count
 
     def ids(self) -> list[int]:
-        """Those of free and reserved pages."""
+        """The ids of all free and reserved pages."""
         free: list[int] = self._stack[: self.count + self.num_reserved].tolist()
         return free
 
