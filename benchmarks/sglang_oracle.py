@@ -119,7 +119,8 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # 
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
-from sglang.srt.mem_cache.radix_cache import RadixCache  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
@@ -170,13 +171,15 @@ class Original(Scheduler):  # type: ignore[misc]
         else:
             allocator = PagedTokenToKVPoolAllocator(tokens, page, torch.float32, "cpu", Nothing(), need_sort=False)
         self.token_to_kv_pool_allocator = allocator
-        self.tree_cache = RadixCache(
+        self.tree_cache = UnifiedRadixCache(
             CacheInitParams(
                 disable=settings["disable_radix_cache"],
                 req_to_token_pool=self.req_to_token_pool,
                 token_to_kv_pool_allocator=allocator,
                 page_size=page,
                 eviction_policy=settings["radix_eviction_policy"],
+                tree_components=(ComponentType.FULL,),
+                tree_core_backend="python",
             )
         )
         self.page_size, self.device, self.is_generation = page, "cpu", True
@@ -383,19 +386,25 @@ def publish_settings() -> None:
     runtime_context.publish(arguments, role="scheduler")
 
 
-def compare_parts(num_operations: int, num_passes: int, seed: int) -> int:
-    """Radix cache and admission alone; prints one JSON object, and returns the exit status."""
+def compare_parts(num_operations: int, num_host_operations: int, num_passes: int, seed: int) -> int:
+    """Radix cache, with and without host memory, and admission alone; prints one JSON object, and returns the exit
+    status."""
+    from benchmarks.sglang_host import draw_host_operations
     from benchmarks.sglang_parts import draw_operations, draw_pass
 
     differences = dict[str, str]()
-    drawn = {"operations": 0, "passes": 0, "decisions": 0}
-    while drawn["operations"] < num_operations or drawn["passes"] < num_passes:
-        is_tree = drawn["operations"] < num_operations
-        count = min(num_operations - drawn["operations"], 250)
-        case = draw_operations(seed, count) if is_tree else draw_pass(seed)
-        if is_tree:
+    drawn = {"operations": 0, "host_operations": 0, "passes": 0, "decisions": 0}
+    asked = {"operations": num_operations, "host_operations": num_host_operations, "passes": num_passes}
+    while missing := [name for name, number in asked.items() if drawn[name] < number]:
+        count = min(asked[missing[0]] - drawn[missing[0]], 250)
+        if missing[0] == "operations":
+            case = draw_operations(seed, count)
             drawn["operations"] += len(case["operations"])
+        elif missing[0] == "host_operations":
+            case = draw_host_operations(seed, count)
+            drawn["host_operations"] += len(case["operations"])
         else:
+            case = draw_pass(seed)
             drawn["passes"] += 1
             drawn["decisions"] += len(case["waiting"]) + (case["continuing"] is not None)
         try:
@@ -413,12 +422,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one (default 0)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the workloads and SGLang's answers")
     parser.add_argument("--operations", type=int, metavar="N", help="operations on the radix cache instead")
+    parser.add_argument("--host-operations", type=int, metavar="N", help="those with host memory instead")
     parser.add_argument("--passes", type=int, metavar="N", help="admission passes instead")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     publish_settings()
-    if options.operations or options.passes:
-        return compare_parts(options.operations or 0, options.passes or 0, options.seed)
+    if options.operations or options.passes or options.host_operations:
+        return compare_parts(options.operations or 0, options.host_operations or 0, options.passes or 0, options.seed)
     cases, differences = list[dict[str, Any]](), dict[str, str]()
     totals = dict.fromkeys(("batches", "requests", "retractions"), 0)
     for seed in range(options.seed, options.seed + options.count):

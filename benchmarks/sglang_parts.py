@@ -1,5 +1,5 @@
-"""Random operations on SGLang's `RadixCache`, and random passes of its `PrefillAdder`, with their answers, as cases
-that `tests.conformance.sglang` replays. Imported by sglang_oracle.py, which makes SGLang importable."""
+"""Random operations on SGLang's `UnifiedRadixCache`, and random passes of its `PrefillAdder`, with their answers, as
+cases that `tests.conformance.sglang` replays. Imported by sglang_oracle.py, which makes SGLang importable."""
 
 import random
 from array import array
@@ -11,7 +11,9 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ifbbench.settings.config import EVICTION_POLICIES
 
@@ -26,13 +28,15 @@ def draw_operations(seed: int, count: int) -> dict[str, Any]:
     allocator = SimpleNamespace(
         device="cpu", free_segment=lambda slots, start_pos=0: freed.extend((slots[::page] // page).tolist())
     )
-    tree = RadixCache(
+    tree = UnifiedRadixCache(
         CacheInitParams(
             disable=False,
             req_to_token_pool=None,
             token_to_kv_pool_allocator=allocator,
             page_size=page,
             eviction_policy=policy,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend="python",
         )
     )
     longest, first_page = page * draw.choice([3, 8, 20]) + 3, 0
@@ -64,17 +68,17 @@ def draw_operations(seed: int, count: int) -> dict[str, Any]:
             first_page += num_pages
             params = InsertParams(key=key, value=slots, priority=given["priority"], inserted_len=inserted)
             found = tree.insert(params).prefix_len
+            freed.clear()  # the tree frees what the request has twice; ours leaves that to the cache
             known.append(tokens)
         elif name == "evict":
             given = draw.randint(1, 3 * longest)
             found = tree.evict(EvictParams(num_tokens=given)).num_tokens_evicted
         elif name == "lock":
             match = tree.match_prefix(MatchPrefixParams(key=key))
-            tree.inc_lock_ref(match.last_device_node)
-            locks[index], found = match.last_device_node, match.device_prefix_len
+            locks[index], found = tree.lock(match.last_device_node), match.device_prefix_len
         elif locks:
             given = draw.choice(list(locks))
-            tree.dec_lock_ref(locks.pop(given))
+            tree.unlock(locks.pop(given))
             found = 0
         else:
             continue

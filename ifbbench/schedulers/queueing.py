@@ -1,7 +1,7 @@
 """What the schedulers of vLLM and SGLang share: all requests that arrive wait in their own queue, one batch runs in an
 iteration, and equal iterations in flight are confirmed together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,21 @@ from ifbbench.schedulers.refusals import AdmissionLimits, id_in_use, queue_full
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Submitted:
     """An iteration in flight, or several equal ones. outputs: rows of the requests that get a token, in the order of
-    the batch. times: iterations."""
+    the batch. times: iterations. is_joint: all generation requests run (see `JointGeneration`)."""
 
-    def __init__(self, outputs: Rows, times: int) -> None:
-        self.outputs, self.times = outputs, times
+    def __init__(self, outputs: Rows, times: int, is_joint: bool) -> None:
+        self.outputs, self.times, self.is_joint = outputs, times, is_joint
+
+
+def part(in_flight: Iterable[Submitted], rows: set[int], confirmed: Rows) -> None:
+    """The generation requests in `rows` do not run together any more. Their outputs in joint iterations are counted
+    one by one from now on: `confirmed` need not make up for those that began before a request any more."""
+    for submitted in in_flight:
+        if submitted.is_joint:
+            rows = rows.difference(submitted.outputs.tolist())
+            for row in rows:
+                confirmed[row] += submitted.times
+            submitted.is_joint = False
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

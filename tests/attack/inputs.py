@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ifbbench.settings.config import SIDE_OUTPUTS, settings
+from ifbbench.settings.config import ENGINE_NAMES, SIDE_OUTPUTS, settings
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
 from tests.workload.sample_files import NAMES, SAMPLES, rows_of
@@ -189,6 +189,9 @@ def settings_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
         if one.name not in (*_WRITTEN, "log_iteration_data", "device", "quiet", "overwrite") and one.group != "endpoint"
     ]
     chosen = {one.name: setting_value(one, draw) for one in draw.sample(known, draw.choice((1, 1, 2, 3)))}
+    engines = [one.group for one in known if one.name in chosen and one.group in ENGINE_NAMES]
+    if "engine" not in chosen and draw.random() < (0.8 if engines else 0.3):  # a setting of an engine needs that engine
+        chosen["engine"] = draw.choice(engines or ["vllm", "sglang"])
     if chosen.get("wait_sleep"):  # on a real clock only
         chosen["wait_sleep"] = "1"
     if (

@@ -1,7 +1,7 @@
 """Replays of SGLang's decisions: admission passes, operations on the radix tree, and whole workloads."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ from ifbbench.kv.sequence import ReuseRules
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.sglang.admission import Need, PrefillPass, Running, Verdict
+from ifbbench.schedulers.sglang.free_pages import FreePages
+from ifbbench.schedulers.sglang.host_pages import HostPages
+from ifbbench.schedulers.sglang.prefill import MIN_LOADED
 from ifbbench.schedulers.sglang.radix_tree import Match, RadixTree
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.sglang.scheduler import SglangScheduler
@@ -40,7 +43,8 @@ def decisions(golden: Mapping[str, Any]) -> Iterator[Case]:
 
 def replay_decisions(case: Case) -> None:
     """Replay an admission pass, or operations on a tree."""
-    {"admission": _replay_admission, "radix_cache": _replay_tree}[case["kind"]](case)
+    kinds = {"admission": _replay_admission, "radix_cache": _replay_tree, "host_cache": _replay_host}
+    kinds[case["kind"]](case)
 
 
 def _replay_admission(case: Case) -> None:
@@ -120,6 +124,54 @@ def _replay_tree(case: Case) -> None:
             answers = [found, tree.evictable, tree.protected, list(freed.pages)]
             expect_equal(f"operation {index}", answers[: len(expected)], expected)
             freed.pages.clear()
+
+
+def _replay_host(case: Case) -> None:
+    """A tree with host memory. Each operation says what it found, how many tokens could be evicted from the device,
+    how many not, and how many were free in both memories, after it."""
+    size, locks = case["page_size"], dict[int, Match]()
+    host = HostPages(case["num_host_pages"], size, case["write_policy"], keeps_copies=False)
+    free = FreePages(case["num_pages"])
+    tree = RadixTree(size, free.give_up, case["eviction_policy"], host)
+
+    def take(tokens: int) -> IntArray | None:
+        if tokens > free.count * size:
+            tree.evict(tokens - free.count * size)
+        return None if tokens > free.count * size else free.take(tokens // size).copy()
+
+    for index, (operation, given, *expected) in enumerate(case["operations"]):
+        found: Any = None
+        if operation == "evict":
+            found = tree.evict(given)
+        elif operation == "insert":
+            known, length = KnownTokens(TokenIds(np.array(given["tokens"], np.int32))), len(given["tokens"])
+            pages = take(length - length % size)
+            assert pages is not None
+            before = tree.insert(known, pages, given["inserted"], given["priority"]).length
+            free.give_up(pages[: before // size])
+        elif operation == "unlock":
+            tree.unlock(locks.pop(given).node)
+        else:
+            match = tree.match(KnownTokens(TokenIds(np.array(given, np.int32))), len(given))
+            found = [match.length, match.host_length]
+            if operation == "lock":
+                locks[index] = match
+                tree.lock(match.node)
+            elif operation == "load":
+                found.append(_load(tree, match, take))
+        answers = [found, tree.evictable, tree.protected, free.count * size, host.free.count * size]
+        expect_equal(f"operation {index}, {operation}", answers, expected)
+
+
+def _load(tree: RadixTree, match: Match, take: Callable[[int], IntArray | None]) -> int:
+    """Load what the host has of a match, if there is room; returns how many tokens."""
+    if match.host_length < MIN_LOADED:
+        return 0
+    tree.lock(match.host_node)
+    if (pages := take(match.host_length)) is not None:
+        tree.load(match, pages)
+    tree.unlock(match.host_node)
+    return 0 if pages is None else match.host_length
 
 
 def limits_of(settings: Mapping[str, Any]) -> BatchingConfig:

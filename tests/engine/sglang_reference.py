@@ -44,6 +44,7 @@ class Tree:
     def __init__(self, page: int, policy: str, host_tokens: int, write_policy: str) -> None:
         self.page, self.policy, self.time = page, policy, 0
         self.has_host, self.host_free, self.writes_back = host_tokens > 0, host_tokens, write_policy == "write_back"
+        self.copies: list[Node] = []  # nodes that came to be in both memories, in this order; some are not any more
         self.min_hits = 1 if write_policy == "write_through" else 2
         self.root = Node(None, [], 0, 0, 0.0)
 
@@ -75,7 +76,7 @@ class Tree:
         path = node.path()[::-1]
         found = sum(len(one.tokens) for one in path if one.on_device)
         for one in path:  # the request's own slots hold what only the host had
-            one.on_device = True
+            self.put_on_device(one)
         if length < len(tokens):
             self.time += 1
             leaf = Node(node, tokens[length:], self.time, self.time, priority)
@@ -103,10 +104,24 @@ class Tree:
             return False
         self.host_free -= len(node.tokens)
         node.on_host = True
+        self.has_copy(node)
         return True
 
     def evict_host(self, num_tokens: int) -> int:
+        """With write-back, copies of what the device has go first: those of nodes that it would not evict now, then the
+        others. Then leaves that only the host has, in order of the policy."""
         freed = 0
+        for spares in (True, False) if self.writes_back else ():
+            for node in list(self.copies):
+                if freed >= num_tokens:
+                    return freed
+                if not (node.on_device and node.on_host):
+                    self.copies.remove(node)
+                elif not (spares and node in self.leaves()):
+                    node.on_host = False
+                    self.host_free += len(node.tokens)
+                    freed += len(node.tokens)
+                    self.copies.remove(node)
         while freed < num_tokens:
             leaves = [one for one in self.nodes() if not one.on_device and not one.children and not one.locks]
             if not leaves:
@@ -122,12 +137,23 @@ class Tree:
         for child in list(node.children):
             self.remove(child)
         self.host_free += len(node.tokens) if node.on_host else 0
+        node.on_device = node.on_host = False
         node.parent.children.remove(node)
 
     def load(self, node: Node) -> None:
         """Put the path to a node on the device."""
         for one in node.path():
-            one.on_device = True
+            self.put_on_device(one)
+
+    def put_on_device(self, node: Node) -> None:
+        if not node.on_device:
+            node.on_device = True
+            self.has_copy(node)
+
+    def has_copy(self, node: Node) -> None:
+        """Both memories have the node now."""
+        if node not in self.copies:
+            self.copies.append(node)
 
     def walk(self, tokens: list[int], inserted: int | None, priority: float) -> tuple[int, Node]:
         """Go down along `tokens`: every node on the way gets the present time."""
@@ -151,8 +177,10 @@ class Tree:
         self.time += 1
         parent = child.parent
         assert parent is not None
-        node = Node(parent, child.tokens[:length], self.time, self.time, child.priority, child.locks, child.hits)
+        node = Node(parent, child.tokens[:length], self.time, child.created, child.priority, child.locks, child.hits)
         node.on_device, node.on_host = child.on_device, child.on_host
+        if node.on_device and node.on_host:
+            self.copies.append(node)
         parent.children[parent.children.index(child)] = node
         node.children = [child]
         child.parent, child.tokens = node, child.tokens[length:]
@@ -163,11 +191,7 @@ class Tree:
         many. Those that the host has stay in the tree."""
         freed = 0
         while freed < num_tokens:
-            leaves = [
-                node
-                for node in self.nodes()
-                if node.on_device and not node.locks and not any(child.on_device for child in node.children)
-            ]
+            leaves = self.leaves()
             if not leaves:
                 break
             leaf = min(leaves, key=self.rank)
@@ -178,6 +202,14 @@ class Tree:
             if not leaf.on_host:
                 self.remove(leaf)
         return freed
+
+    def leaves(self) -> list[Node]:
+        """What may be evicted from the device."""
+        return [
+            node
+            for node in self.nodes()
+            if node.on_device and not node.locks and not any(child.on_device for child in node.children)
+        ]
 
     def rank(self, node: Node) -> tuple[float, ...]:
         ranks: dict[str, tuple[float, ...]] = {

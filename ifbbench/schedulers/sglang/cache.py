@@ -26,8 +26,10 @@ class _Held:
 class SglangCache:
     """The pages of each running request, by table row. docs/engines.md, SGLang: Radix cache.
 
-    held: [rows], pages of each request. block_tables: [rows, 1, pages per sequence], the ids; entries beyond `held` are
-    meaningless. free: pages that hold nothing. tree: None without a radix cache. host: None without host memory.
+    held: [rows], pages of each request. block_tables: [rows, 1, pages per sequence], the ids of the first `named` of
+    them; further entries are meaningless. While generation requests run jointly (`JointGeneration`), their pages are
+    counted, and get ids once one is read. free: pages that hold nothing. tree: None without a radix cache. host: None
+    without host memory.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class SglangCache:
         self.free = FreePages(num_pages)
         self.host = host if keeps_prefixes else None
         self.tree = RadixTree(page_size, self.free.give_up, eviction_policy, self.host) if keeps_prefixes else None
-        self.held = np.zeros(rows, np.int64)
+        self.held, self.named = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         self.block_tables = np.zeros((rows, 1, ceil_div(max_seq_len, page_size)), np.int32)
         self.counters = BlockCounters()
         self.filled_tokens = self._num_evicted = 0
@@ -109,7 +111,7 @@ class SglangCache:
         pages = tokens // self.page_size
         if match is not None and self.tree is not None:
             self.block_tables[row, 0, :pages] = self.tree.pages_of(match.node)
-        self.held[row] = pages
+        self.held[row] = self.named[row] = pages
         self.counters.reused += pages
         self.counters.missed += max(0, (request.prompt_len - 1) // self.page_size - pages)
         self.filled_tokens += tokens
@@ -128,7 +130,19 @@ class SglangCache:
         """Take `count` free pages for the request in `row`."""
         held = int(self.held[row])
         self.block_tables[row, 0, held : held + count] = self._take(count)
-        self.held[row] = held + count
+        self.held[row] = self.named[row] = held + count
+
+    def reserve(self, count: int) -> None:
+        """Take so many free pages for requests that run jointly."""
+        self._count_taken(count)
+        self.free.reserve(count)
+
+    def name_pages(self, row: int) -> None:
+        """All pages of the request in `row`, which `held` has, get ids."""
+        named, held = int(self.named[row]), int(self.held[row])
+        if named < held:
+            self.block_tables[row, 0, named:held] = self.free.take_reserved(held - named)
+            self.named[row] = held
 
     def grow_each(self, rows: Rows, count: int = 1) -> None:
         """Take so many free pages for each of `rows`."""
@@ -138,7 +152,7 @@ class SglangCache:
             self.block_tables[rows, 0, held] = pages
         else:
             self.block_tables[rows[:, None], 0, held[:, None] + np.arange(count)] = pages.reshape(len(rows), count)
-        self.held[rows] = held + count
+        self.held[rows] = self.named[rows] = held + count
 
     def grow_to(self, rows: Rows, tokens: Rows) -> None:
         """Take the free pages that each of `rows` lacks for so many tokens."""
@@ -147,7 +161,7 @@ class SglangCache:
         total, before = int(counts.sum()), counts.cumsum() - counts
         columns = np.arange(total) + np.repeat(held - before, counts)
         self.block_tables[np.repeat(rows, counts), 0, columns] = self._take(total)
-        self.held[rows] = held + counts
+        self.held[rows] = self.named[rows] = held + counts
 
     def publish(self, request: Request, tokens: int, is_complete: bool = False) -> None:
         """Put the first `tokens` tokens of a running request into the tree, in whole pages. Where the tree has them
@@ -161,6 +175,8 @@ class SglangCache:
         tree, row, held = self.tree, request.slot, self._in_tree[request.slot]
         length = min(tokens, len(known.tokens))
         length -= length % self.page_size
+        if is_complete:
+            self.name_pages(row)
         pages = self.block_tables[row, 0, : length // self.page_size].copy()
         found = tree.insert(known, pages, held.inserted, request.priority)
         held.inserted = max(held.inserted, length)
@@ -179,11 +195,12 @@ class SglangCache:
     def release(self, row: int, tokens: int) -> None:
         """Release what the request in `row` holds: its pages that the tree does not own become free. tokens: those in
         its pages."""
-        held = self._in_tree.pop(row)
-        self.free.give_up(self.block_tables[row, 0, held.tokens // self.page_size : int(self.held[row])])
+        held, named = self._in_tree.pop(row), int(self.named[row])
+        self.free.give_up(self.block_tables[row, 0, held.tokens // self.page_size : named])
+        self.free.give_up_reserved(int(self.held[row]) - named)
         if held.node is not None and self.tree is not None:
             self.tree.unlock(held.node)
-        self.held[row] = 0
+        self.held[row] = self.named[row] = 0
         self.filled_tokens -= tokens
 
     def state(self) -> CacheState:
@@ -215,11 +232,16 @@ class SglangCache:
                 assert sorted(own) == list(range(self.host.num_pages)), "a page of the host has no owner, or two"
             assert self.tree.evictable == evictable, f"evictable tokens are {self.tree.evictable}, expected {evictable}"
         for row, held in self._in_tree.items():
-            pages += self.block_tables[row, 0, held.tokens // self.page_size : int(self.held[row])].tolist()
+            pages += self.block_tables[row, 0, held.tokens // self.page_size : int(self.named[row])].tolist()
+        if not self.free.num_reserved:
+            assert (self.held == self.named).all(), "a page has no id"
         assert sorted(pages) == list(range(self.num_pages)), "a page has no owner, or two"
 
     def _take(self, count: int) -> IntArray:
         """So many free pages, a view that the next release overwrites. The caller has made room."""
+        self._count_taken(count)
+        return self.free.take(count)
+
+    def _count_taken(self, count: int) -> None:
         self.counters.allocated_total += count
         self.counters.allocated_new += count
-        return self.free.take(count)

@@ -48,7 +48,7 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
 
 def _new_pass(state: SglangState) -> PrefillPass:
     table, rows = state.table, state.running.rows
-    outputs = table.joined[rows] + table.confirmed[rows]
+    outputs = table.joined[rows] + (table.confirmed[rows] + table.deferred_confirmed)
     maximum = table.reserved[rows] + table.joined[rows]
     ends = table.stop_after[rows] == table.reserved[rows] if state.rules.ignores_eos else None
     return PrefillPass(

@@ -116,6 +116,8 @@ class RadixTree:
         self._num_offers, self._max_leaves = 0, MIN_LEAVES
         # Nodes that the present insertion copies to the host.
         self._to_store: list[Node] = []
+        # Nodes in both memories, those first that were so first; entries may be out of date.
+        self._in_both: dict[Node, None] = {}
 
     def match(self, known: KnownTokens, limit: int) -> Match:
         """The longest prefix of the first `limit` tokens, in whole pages. Nodes on the way count as used now; the last
@@ -203,11 +205,10 @@ class RadixTree:
         return evicted
 
     def evict_host(self, num_tokens: int) -> int:
-        """Give up leaves that only the host has, likewise. SGLang collects and ranks them each time."""
-        evicted, leaves = (
-            0,
-            [(self._rank(one), index, one) for index, one in enumerate(self.nodes()) if one.is_host_leaf],
-        )
+        """Give up leaves that only the host has, likewise. SGLang collects and ranks them each time. With write-back,
+        what the device has too is given up first."""
+        evicted = self._give_up_copies(num_tokens)
+        leaves = [(self._rank(one), index, one) for index, one in enumerate(self.nodes()) if one.is_host_leaf]
         heapify(leaves)
         while evicted < num_tokens and leaves:
             _rank, number, node = heappop(leaves)
@@ -217,6 +218,31 @@ class RadixTree:
             if parent is not None and parent.is_host_leaf:
                 heappush(leaves, (self._rank(parent), number, parent))
         return evicted
+
+    def _give_up_copies(self, num_tokens: int) -> int:
+        """Give up what the device has too until it had `num_tokens` tokens: first of nodes that are not about to be
+        evicted there, in the order in which the copies came to be. Returns how many they had."""
+        host, given_up = self.host, 0
+        if host is None or not host.writes_back:
+            return 0
+        for spares_evictable in (True, False):
+            for node in list(self._in_both):
+                if given_up >= num_tokens:
+                    return given_up
+                if not node.is_on_device or node.host_pages is None or node.parent is None:
+                    del self._in_both[node]
+                elif not (spares_evictable and node.is_evictable):
+                    given_up += node.length
+                    host.release(node.host_pages)
+                    node.host_pages = None
+                    del self._in_both[node]
+        return given_up
+
+    def _note_copy(self, node: Node) -> None:
+        """The device and the host have `node` now."""
+        is_copy = self.host is not None and self.host.writes_back and node.host_pages is not None
+        if is_copy and node not in self._in_both:  # one that is out of date keeps its place
+            self._in_both[node] = None
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, parents first."""
@@ -249,6 +275,8 @@ class RadixTree:
                     self._put_on_device(node, pages[(length - common) // size : length // size])
                 self._count_hit(node, length > inserted)
             self._offer(child)
+            if node is not child:  # it is a leaf of the device if only the host has the rest
+                self._offer(node)
         if inserted is not None:
             return Match(num_on_device, node, 0, node), length
         return Match(num_on_device, on_device, length - num_on_device, node), length
@@ -266,6 +294,7 @@ class RadixTree:
     def _put_on_device(self, node: Node, pages: IntArray) -> None:
         """`pages` have from now on what only the host had."""
         node.is_on_device, node.pages = True, pages
+        self._note_copy(node)
         if node.parent is not None:
             node.parent.num_on_device += 1
         if node.locks:
@@ -288,6 +317,7 @@ class RadixTree:
         if missing > 0 and self.evict_host(missing) < missing:
             return False
         node.host_pages = host.store(node.pages)
+        self._note_copy(node)
         return True
 
     def _remove(self, node: Node) -> None:
@@ -309,10 +339,12 @@ class RadixTree:
         first, rest = tokens.split_key(child.key, length)
         pages = length // self.page_size
         node = Node(parent, child.first_page, first, length, child.pages[:pages], self._tick(), child.priority)
-        node.hits, node.locks = child.hits, child.locks
+        node.created, node.hits, node.locks = child.created, child.hits, child.locks
         node.is_on_device, node.num_on_device = child.is_on_device, int(child.is_on_device)
         if child.host_pages is not None:
             node.host_pages, child.host_pages = child.host_pages[:pages], child.host_pages[pages:]
+            if node.is_on_device:
+                self._note_copy(node)
         parent.children[node.first_page] = node
         child.parent, child.key, child.length, child.pages = node, rest, child.length - length, child.pages[pages:]
         child.first_page, _rest = tokens.split_key(rest, self.page_size)

@@ -1,5 +1,7 @@
 """Decode batches that are certain to be decided again: how many they are, and the pages that they take."""
 
+from itertools import accumulate
+
 import numpy as np
 
 from ifbbench.engine.arrays import Rows
@@ -12,8 +14,10 @@ from ifbbench.schedulers.sglang.state import SglangState
 def certain_steps(state: SglangState, rows: Rows) -> int:
     """For how many iterations the generation requests in `rows`, which have their slots for the first one, run again:
     up to the one with which the first of them ends, and while pages are free or evictable."""
-    page = state.kv_cache.page_size
-    steps, room = steps_to_first_end(state.limits, state.table, rows), state.kv_cache.available // page
+    page, room = state.kv_cache.page_size, state.kv_cache.available // state.kv_cache.page_size
+    if state.generation.is_active:
+        return state.generation.horizon(room)
+    steps = steps_to_first_end(state.limits, state.table, rows)
     if len(rows) * ceil_div(steps, page) <= room:
         return steps
     taken = _begun(state, rows, steps)[1:].cumsum()
@@ -23,20 +27,28 @@ def certain_steps(state: SglangState, rows: Rows) -> int:
 def repeat(state: SglangState, rows: Rows, count: int, num_decided: int) -> Growth:
     """Take the pages of `count` iterations of `rows`, all at once: nothing that is evicted for a later one would have
     been used before. num_decided: how many of them the decision has taken pages for, 1 or 0."""
-    cache, page = state.kv_cache, state.kv_cache.page_size
-    begun = _begun(state, rows, count)
-    begun[:num_decided] = 0
-    more = begun.cumsum().tolist()
+    cache, page, joint = state.kv_cache, state.kv_cache.page_size, state.generation
+    if joint.is_active:
+        more = list(accumulate(joint.starting(count)))
+    else:
+        begun = _begun(state, rows, count)
+        begun[:num_decided] = 0
+        more = begun.cumsum().tolist()
     if count > num_decided:
         # Each of them makes room for a page of each request.
         before_last = more[count - 2] if count > 1 else 0
         cache.make_room((before_last + len(rows)) * page)
-        if page == 1:
+        if joint.is_active:
+            cache.reserve(more[-1])
+        elif page == 1:
             cache.grow_each(rows, count - num_decided)
         elif more[count - 1]:
             cache.grow_to(rows, state.computed(rows) + count)
     cache.filled_tokens += len(rows) * count
-    state.table.generated[rows] += count
+    if joint.is_active:
+        joint.advance(count)
+    else:
+        state.table.generated[rows] += count
     return Growth(cache.state(), more, [step * len(rows) for step in range(count)], more)
 
 

@@ -36,6 +36,7 @@ def _keeping(state: SglangState, request: Request) -> tuple[float, ...]:
 def pause(state: SglangState, decision: Decision, victim: Request, remaining: int) -> None:
     """A running request loses its pages, and will compute its tokens again. Its outputs in flight are ignored.
     remaining: how many requests run on; room is made for their next tokens."""
+    state.part()
     row, table = victim.slot, state.table
     computed = state.computed_by(victim)
     for iteration in decision.in_flight:

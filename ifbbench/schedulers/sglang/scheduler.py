@@ -18,7 +18,7 @@ from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import Request
 from ifbbench.engine.stretch import Growth, Positions
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.schedulers.queueing import QueueingScheduler
+from ifbbench.schedulers.queueing import QueueingScheduler, Submitted
 from ifbbench.schedulers.sglang.admission import NONE_RUNNING, Need, PrefillPass, Verdict
 from ifbbench.schedulers.sglang.decode import decide_decode
 from ifbbench.schedulers.sglang.drafts import Drafts
@@ -64,8 +64,10 @@ class SglangScheduler(QueueingScheduler):
         more."""
         cache = self.kv_cache
         pool, tree = cache.num_pages * cache.page_size, cache.tree is not None
-        batch = PrefillPass(self.rules, cache.page_size, lambda: pool, NONE_RUNNING, 1.0, keeps_prefixes=tree)
         longest = request.prompt_len + cache.page_size - 1 + self.limits.drafts.max_len
+        if longest + max_outputs(request) + 2 * cache.page_size + 1 < pool:  # more than any rule asks for
+            return None
+        batch = PrefillPass(self.rules, cache.page_size, lambda: pool, NONE_RUNNING, 1.0, keeps_prefixes=tree)
         need = Need(longest, 0, max_outputs(request), 0, self.state.ignores_eos(request))
         if batch.judge(need)[0] is not Verdict.NO_TOKEN or batch.num_chosen:
             return None
@@ -89,6 +91,7 @@ class SglangScheduler(QueueingScheduler):
         if request in state.arrived.requests:
             state.arrived.requests.remove(request)
         if request.table is not None:
+            state.leave_generation(request)
             if self.kv_cache.holds(request.slot):
                 state.release(request)
             for batch in state.in_flight:
@@ -124,8 +127,7 @@ class SglangScheduler(QueueingScheduler):
             state.has_left = True
         if state.has_left or not len(state.running):
             state.is_full = state.has_left = False
-        state.running.join(state.last)
-        state.last = []
+        state.join(self._is_predicted and not self._num_reading and not self.rules.mixes_chunks)
 
     def _abort(self, request: Request) -> None:
         """The only running request does not fit."""
@@ -180,8 +182,14 @@ class SglangScheduler(QueueingScheduler):
             if chunk.is_last:
                 chunk.request.start_generation()
         self._ran(plan, 1)
-        self.table.generated[plan.rows] += 1
-        self._submitted(Scheduled(plan.chunks, plan.output_rows()))
+        is_joint = self.state.generation.is_active and not plan.chunks
+        if is_joint:
+            self.state.generation.advance(1)
+        else:
+            self.table.generated[plan.rows] += 1
+        self._submitted(Scheduled(plan.chunks, plan.output_rows(), is_joint=is_joint))
+        if plan.chunks:
+            self.state.enter_generation([chunk.request for chunk in plan.chunks if chunk.is_last])
         return recomputed
 
     def _ran(self, plan: Plan, count: int) -> None:
@@ -193,13 +201,29 @@ class SglangScheduler(QueueingScheduler):
 
     def _submitted(self, batch: Scheduled) -> None:
         """A batch is in flight. With overlap, requests whose last output is in it do not decode again (Overlap)."""
-        self.state.in_flight.append(batch)
-        for request in self._last_outputs(batch.outputs):
+        state = self.state
+        state.in_flight.append(batch)
+        last = state.generation.finish_scheduling() if batch.is_joint else self._last_outputs(batch.outputs)
+        for request in last:
             request.finish_scheduling()
-            self.state.has_finishing = True
+            state.has_finishing = True
 
     def _oldest(self) -> Scheduled:
         return self.state.in_flight[0]
+
+    def _confirmed(self, submitted: Submitted, times: int) -> list[Request]:
+        table, joint = self.table, self.state.generation
+        if submitted.is_joint:
+            return joint.collect(times)
+        if not joint.is_active:
+            return super()._confirmed(submitted, times)
+        done = list[Request]()
+        for row in submitted.outputs.tolist():
+            request, confirmed = table.requests[row], int(table.confirmed[row]) + times
+            table.confirmed[row] = confirmed
+            if confirmed + (table.deferred_confirmed if request.in_generation else 0) == int(table.stop_after[row]):
+                done.append(request)
+        return done
 
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
         if iteration.is_repeated:
@@ -226,16 +250,19 @@ class SglangScheduler(QueueingScheduler):
             if not chunk.is_last:
                 continue
             if chunk.request in done:
+                state.leave_generation(chunk.request)
                 state.release(chunk.request)
             else:
                 self.kv_cache.publish(chunk.request, chunk.start + chunk.length)
         batch.chunks = ()
         for request in done:
             if self.kv_cache.holds(request.slot):
+                state.leave_generation(request)
                 state.release(request)
         return done
 
     def lose(self, iteration: InFlightIteration) -> list[Request]:
+        self.state.part()
         batch, cache = self.state.in_flight[0], self.kv_cache
         rows = dict.fromkeys([chunk.request.slot for chunk in batch.chunks] + batch.outputs.tolist())
         batch.chunks = ()
@@ -261,8 +288,11 @@ class SglangScheduler(QueueingScheduler):
         return steps if to_receiving is None else min(steps, to_receiving)
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
-        computed = self.state.computed(plan.rows)
-        return Positions(len(computed), int(np.add.reduce(computed)), lambda: computed, slots=plan.rows), None
+        rows, joint = plan.rows, self.state.generation
+        if joint.is_active and len(rows):
+            return Positions(len(rows), joint.num_tokens, lambda: joint.computed_of(rows), slots=rows), None
+        computed = self.state.computed(rows)
+        return Positions(len(rows), int(np.add.reduce(computed)), lambda: computed, slots=rows), None
 
     def repeat(self, plan: Plan, count: int) -> Growth:
         num_decided, self._num_decided = self._num_decided, 0
@@ -275,7 +305,7 @@ class SglangScheduler(QueueingScheduler):
         growth = repeat(self.state, plan.rows, count, num_decided)
         self._ran(plan, count)
         self.state.ratio.decay(count - num_decided)
-        self._submitted(Scheduled((), plan.rows, count))
+        self._submitted(Scheduled((), plan.rows, count, self.state.generation.is_active))
         return growth
 
     def cache_state(self) -> CacheState:

@@ -9,7 +9,9 @@ def has_room(state: SglangState, rows: Rows) -> bool:
     cache = state.kv_cache
     if state.limits.drafts.max_len:
         return cache.make_room(int((_with_drafts(state, rows) - cache.held[rows]).sum()) * cache.page_size)
-    return cache.make_room(len(_beginning(state, rows)) * cache.page_size)
+    joint = state.generation
+    beginning = joint.num_growing if joint.is_active else len(_beginning(state, rows))
+    return cache.make_room(beginning * cache.page_size)
 
 
 def take_slots(state: SglangState, rows: Rows) -> None:
@@ -21,6 +23,12 @@ def take_slots(state: SglangState, rows: Rows) -> None:
         return
     if cache.page_size > 1:  # SGLang counts a page for each request
         cache.make_room(len(rows) * cache.page_size)
+    if state.generation.is_active:
+        count = state.generation.num_growing
+        cache.make_room(count * cache.page_size)
+        cache.reserve(count)
+        state.generation.take()
+        return
     if len(beginning := _beginning(state, rows)):
         cache.make_room(len(beginning) * cache.page_size)
         cache.grow_each(beginning)

@@ -7,7 +7,9 @@ from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.plan import Limit, Pause
 from ifbbench.engine.records import InFlightIteration
 from ifbbench.engine.request import Request, RequestTable
+from ifbbench.schedulers.generation import JointGeneration
 from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.queueing import part
 from ifbbench.schedulers.sglang.cache import SglangCache
 from ifbbench.schedulers.sglang.host_pages import HostPages
 from ifbbench.schedulers.sglang.in_flight import Scheduled
@@ -44,6 +46,7 @@ class SglangState:
             rules.eviction_policy,
             host,
         )
+        self.generation = JointGeneration(limits, self.table, self.kv_cache.held)
         self.arrived = Receiver(rules.receive_interval)
         self.queue: list[Request] = []
         self.running = RunningRequests()
@@ -55,7 +58,51 @@ class SglangState:
         self.ratio = NewTokenRatio(rules.conservativeness)
         self.order = QueueOrder(rules, self.kv_cache)
         self.judged: dict[Request, int] = {}
-        self._num_queued = 0
+        self._num_queued = self._num_joined = 0
+
+    def join(self, is_joint: bool) -> None:
+        """The requests of the latest prefill batch decode from now on. is_joint: whether all of them run jointly."""
+        joint, begins = self.generation, is_joint and not self.generation.is_active
+        if not is_joint:
+            self.part()
+        self.running.join(self.last)
+        joining = self.running.requests if begins else self.last if is_joint else ()
+        numbered = list[tuple[int, Request]]()
+        for request in joining:
+            if request.in_generation:
+                self._num_joined += 1
+                numbered.append((self._num_joined, request))
+        self.last = []
+        if not begins:
+            for number, request in numbered:
+                joint.follow(number, request)
+        elif numbered:
+            for _, request in numbered:
+                joint.computed[request.slot] = self.computed_by(request)
+            joint.begin(numbered)
+
+    def enter_generation(self, requests: Sequence[Request]) -> None:
+        """Prompts of the batch that was just submitted are complete."""
+        joint = self.generation
+        if joint.is_active:
+            for request in requests:
+                if request.in_generation:
+                    joint.computed[request.slot] = request.prompt_len
+                    joint.enter(request, joint.num_in_flight)
+
+    def leave_generation(self, request: Request) -> None:
+        """A request ends, of which all that is counted is read from now on."""
+        if self.generation.is_active and self.generation.remove(request):
+            request.finish_scheduling()
+
+    def part(self) -> None:
+        """The requests that decode do not run jointly any more."""
+        if self.generation.is_active:
+            ending = self.generation.end()
+            rows = {row for row, request in self.table.requests.items() if request.in_generation}
+            part(self.in_flight, rows.union([request.slot for request in ending]), self.table.confirmed)
+            for row in rows:
+                self.kv_cache.name_pages(row)
 
     def enqueue(self, request: Request) -> None:
         """Add a request that has arrived or was retracted to the end of the queue."""
@@ -100,8 +147,8 @@ class SglangState:
     def computed(self, rows: Rows) -> Rows:
         """[rows], the same of requests that decode."""
         table = self.table
-        computed: Rows = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - 1
-        return computed
+        computed: Rows = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows]
+        return computed + (table.deferred_steps - 1)
 
     def ignores_eos(self, request: Request) -> bool:
         """Whether a request is certain to have all the outputs that it may have."""

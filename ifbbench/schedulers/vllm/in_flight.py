@@ -1,7 +1,7 @@
 """What vLLM's scheduler has scheduled and not collected yet."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -15,12 +15,11 @@ class Scheduled(Submitted):
     """One iteration in flight, or several equal ones.
 
     rows: [scheduled], in the order of scheduling. tokens: [scheduled], in each iteration; None for one of each, and
-    where nothing asks for them. is_joint: all generation
-    requests run (see `JointGeneration`). chunks: of prompts, where a store gets what they compute."""
+    where nothing asks for them. chunks: of prompts, where a store gets what they compute."""
 
     def __init__(self, rows: Rows, outputs: Rows, tokens: Rows | None, is_joint: bool, times: int = 1) -> None:
-        super().__init__(outputs, times)
-        self.rows, self.tokens, self.is_joint = rows, tokens, is_joint
+        super().__init__(outputs, times, is_joint)
+        self.rows, self.tokens = rows, tokens
         self.chunks: Sequence[ContextChunk] = ()
 
 
@@ -43,15 +42,8 @@ class InFlight:
         if not self._scheduled[0].times:
             self._scheduled.popleft()
 
-    def part(self, rows: set[int], confirmed: Rows) -> None:
-        """The generation requests in `rows` do not run together any more. Their outputs in joint iterations are counted
-        one by one from now on: `confirmed` need not make up for those that began before a request any more."""
-        for scheduled in self._scheduled:
-            if scheduled.is_joint:
-                rows = rows.difference(scheduled.outputs.tolist())
-                for row in rows:
-                    confirmed[row] += scheduled.times
-                scheduled.is_joint = False
+    def __iter__(self) -> Iterator[Scheduled]:
+        return iter(self._scheduled)
 
     def drop(self, row: int) -> None:
         """The request in `row` has left."""

@@ -219,7 +219,8 @@ class VllmScheduler(QueueingScheduler):
                 state.computed[chunk.request.slot] = chunk.request.prompt_len
                 self.running.changed()
                 if is_joint:
-                    generation.add(self.running.numbers[chunk.request], chunk.request)
+                    generation.enter(chunk.request, generation.num_in_flight - 1)  # this one counts
+                    generation.follow(self.running.numbers[chunk.request], chunk.request)
         outputs = plan.output_rows()
         scheduled = Scheduled(rows, outputs, tokens, is_joint)
         if state.tiers is not None and not state.tiers.writes_back:

@@ -3,9 +3,10 @@
 from ifbbench.engine.arrays import Rows
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.kv.tiers import KvTiers
+from ifbbench.schedulers.generation import JointGeneration
 from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.queueing import part
 from ifbbench.schedulers.vllm.cache import VllmCache
-from ifbbench.schedulers.vllm.generation import JointGeneration
 from ifbbench.schedulers.vllm.in_flight import InFlight
 from ifbbench.schedulers.vllm.queue import WaitingQueue
 from ifbbench.schedulers.vllm.rules import VllmRules
@@ -37,7 +38,7 @@ class VllmState:
         self.queue = WaitingQueue(rules.is_priority)
         self.running = RunningRequests()
         self.in_flight = InFlight()
-        self.generation = JointGeneration(limits, self.table, self.kv_cache)
+        self.generation = JointGeneration(limits, self.table, self.kv_cache.held)
         self.kv_cache.settle = self.generation.settle
         self.computed = self.generation.computed
         self.num_with_rows = 0
@@ -68,7 +69,7 @@ class VllmState:
         if self.generation.is_active:
             ending = self.generation.end()
             rows = {row for row, request in self.table.requests.items() if request.in_generation}
-            self.in_flight.part(rows.union([request.slot for request in ending]), self.table.confirmed)
+            part(self.in_flight, rows.union([request.slot for request in ending]), self.table.confirmed)
 
     def known(self, rows: Rows) -> Rows:
         """[rows], tokens of prompt and output that are known, of generation requests."""

@@ -1,4 +1,5 @@
-"""Generation requests of vLLM's scheduler while all of them run in each iteration: what they gain is counted once."""
+"""Generation requests of vLLM's and SGLang's schedulers while all of them run together: what they gain is counted
+once."""
 
 from itertools import accumulate
 
@@ -10,24 +11,22 @@ from ifbbench.kv.attention_window import ceil_div
 from ifbbench.kv.paged import StepGroup
 from ifbbench.schedulers.ends import Ends
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.schedulers.vllm.cache import VllmCache
 
 
 class JointGeneration:
-    """The generation requests while all of them get a token in each iteration, so that an iteration costs the same for
-    one as for a thousand.
+    """The generation requests while all of them get a token in each iteration that generates, so that such an iteration
+    costs the same for one as for a thousand. Only these iterations are counted here.
 
-    Meanwhile entries of `computed`, `VllmCache.held` and of the table lack the iterations since `settle`
-    (`RequestTable.deferred_steps`, `deferred_confirmed`).
+    held: [rows], blocks of each request. Meanwhile entries of `computed`, `held` and of the table lack the iterations
+    since `settle` (`RequestTable.deferred_steps`, `deferred_confirmed`).
 
     is_active: whether they do. computed: [rows], tokens of each that were computed or scheduled. num_ahead: 1 if the
     blocks of an iteration are taken that is not scheduled yet, else 0.
     """
 
-    def __init__(self, limits: BatchingConfig, table: RequestTable, kv_cache: VllmCache) -> None:
+    def __init__(self, limits: BatchingConfig, table: RequestTable, held: Rows) -> None:
         self._table, self._max_in_flight = table, limits.max_in_flight
-        # Not the cache, which calls `settle`: a cycle would keep its arrays after the last use.
-        self._held, self._tokens_per_block = kv_cache.held, kv_cache.tokens_per_block
+        self._held, self._tokens_per_block = held, limits.tokens_per_block
         self.computed = np.zeros(limits.num_slots, np.int64)
         self.is_active, self.num_ahead = False, 0
         self._ends = Ends(table, limits.is_async)
@@ -61,14 +60,23 @@ class JointGeneration:
         self.is_active, self.num_ahead, self._group.count = False, 0, 0
         return list(self._ends.ending)
 
-    def add(self, order: int, request: Request) -> None:
-        """The prompt of a request was completed by the iteration that was just scheduled."""
+    @property
+    def num_in_flight(self) -> int:
+        """Iterations that were scheduled and not collected."""
+        return self._ends.scheduled - self._ends.collected
+
+    def enter(self, request: Request, num_before: int) -> None:
+        """The prompt of a request is complete. It generates from the next iteration on, and of those in flight, the
+        first `num_before` do not count for it. `follow` it before that."""
         row, table = request.slot, self._table
         self._join(int(self.computed[row]))
         self.computed[row] -= table.deferred_steps
         table.generated[row] -= table.deferred_steps
-        # The iterations in flight before this one do not count for it.
-        table.confirmed[row] = -table.deferred_confirmed - (self._ends.scheduled - 1 - self._ends.collected)
+        table.confirmed[row] = -table.deferred_confirmed - num_before
+
+    def follow(self, order: int, request: Request) -> None:
+        """Know from now on when a request that has entered ends. It is scheduled up to here: all its tokens so far are
+        in iterations in flight, or before them. order: see `Ends.add`."""
         self._ends.add(order, request)
 
     def _join(self, computed: int) -> None:
