@@ -166,7 +166,8 @@ def _engine_with_model(
     if communicator is not None:
         layout = _smallest(layout, communicator)
     limits = batching_config(resolved, layout, model.vocab_size, model.hidden_size, lora)
-    check_tiers(resolved, limits)
+    if resolved.tier_settings:
+        check_tiers(resolved, limits)
     steps, profile = None, None
     if config.profile:
         shard, windows = Shard.of_config(model, resolved), windows_of_layers(layout, model)
@@ -274,7 +275,8 @@ def _engine_without_model(
         free_bytes = None if hardware is None else plan_memory(shard, hardware, resolved).beside_weights
         lora = lora_config(resolved, model, free_bytes, int(shard.compute_bytes))
     limits = batching_config(resolved, layout, vocab_size=None, lora=lora, reads_block_tables=False)
-    check_tiers(resolved, limits)
+    if resolved.tier_settings:
+        check_tiers(resolved, limits)
     executor: Executor = NullExecutor()
     clock: Clock = WallClock()
     if hardware is not None:
@@ -306,7 +308,7 @@ def _engine_without_model(
         config.device,
         makes_tokens=False,
         overhead=overhead,
-        tiers=make_tiers(resolved, model, clock, remote_store(resolved, model)),
+        tiers=make_tiers(resolved, model, clock, remote_store(resolved, model)) if resolved.tier_settings else None,
     )
 
 

@@ -7,17 +7,15 @@ from ifbbench.kv.store import KvStore
 from ifbbench.kv.tiers import KvTiers
 from ifbbench.models.config import ModelConfig
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.settings.config import BY_ITERATION, TIER_SETTINGS, TIER_WRITE_POLICIES, VLLM, RunConfig
-from ifbbench.settings.names import setting
+from ifbbench.settings.config import BY_ITERATION, TIER_WRITE_POLICIES, VLLM, RunConfig
 
 DISK, REMOTE = "disk", "remote"
 
 
 def check_tiers(config: RunConfig, limits: BatchingConfig) -> None:
-    """InputError for stores that are not built, and for settings of stores that are not there. config: resolved."""
-    given = [name for name in TIER_SETTINGS if getattr(config, name) != setting(name).default]
-    if not given:
-        return
+    """InputError for stores that are not built, and for settings of stores that are not there. config: resolved, with
+    settings of stores."""
+    given = config.tier_settings
     for kind in (DISK, REMOTE):
         own = [name for name in given if name.startswith(f"kv_{kind}_")]
         if own and not getattr(config, f"kv_{kind}_bytes"):

@@ -73,11 +73,11 @@ class SharedLink:
 
 
 class StoreCounters:
-    """What a store did so far, in blocks: written to it, read from it, and given up for others. most_behind: the
+    """What a store did so far, in blocks: written to it, read from it, and given up for others. max_behind: the
     largest number of writes of a replica that waited for one before them."""
 
     def __init__(self) -> None:
-        self.stored = self.loaded = self.evicted = self.most_behind = 0
+        self.stored = self.loaded = self.evicted = self.max_behind = 0
 
 
 class KvStore:
@@ -143,7 +143,7 @@ class KvStore:
         writes.append(transfer)
         if len(writes) == 1:
             self._link.begin(transfer, now_s)
-        self.counters.most_behind = max(self.counters.most_behind, len(writes) - 1)
+        self.counters.max_behind = max(self.counters.max_behind, len(writes) - 1)
 
     def arrival_of(self, transfer: Transfer) -> float:
         """When a load arrives if no other transfer begins before; it is not earlier."""

@@ -47,7 +47,7 @@ class KvTiers:
     # Asked by the scheduler.
 
     def find(self, keys: Sequence[Hashable]) -> list[int]:
-        """Of the first blocks of `keys` that some store has, the number of that store."""
+        """The numbers of the stores that have the first blocks of `keys`, up to the first block that none has."""
         self._advance()
         found = list[int]()
         for key in keys:
@@ -141,5 +141,5 @@ def figures_of(store: KvStore, tokens_per_block: int) -> dict[str, int]:
         "stored_tokens": counters.stored * size,
         "loaded_tokens": counters.loaded * size,
         "evicted_tokens": counters.evicted * size,
-        "max_waiting_writes": counters.most_behind,
+        "max_waiting_writes": counters.max_behind,
     }

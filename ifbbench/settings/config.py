@@ -1320,6 +1320,11 @@ class RunConfig:
         return self.replicas > 1 or is_other
 
     @property
+    def tier_settings(self) -> list[str]:
+        """The settings of stores beneath the KV cache that are given."""
+        return [name for name in TIER_SETTINGS if getattr(self, name) != getattr(RunConfig, name)]
+
+    @property
     def is_disaggregated(self) -> bool:
         """Whether some replicas compute prompts, and others generate."""
         return self.prefill_replicas > 0 or self.decode_replicas > 0

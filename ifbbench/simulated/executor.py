@@ -289,8 +289,8 @@ class SimulatedExecutor:
         context, counts = self._chunks_of_parts(batch.context), requests.tolist()
         passes, most = [self._largest_work(context, counts, first_keys, verified, draft_model)], max(counts)
         for step in range(1, self._draft_mtp if most else 1):
-            most_keys = int((keys + requests * (step + 1)).max())
-            passes.append(StepWork(generation_tokens=most, generation_kv_tokens=most_keys, outputs=most))
+            max_keys = int((keys + requests * (step + 1)).max())
+            passes.append(StepWork(generation_tokens=most, generation_kv_tokens=max_keys, outputs=most))
         return passes
 
     def _largest_work(
@@ -306,18 +306,18 @@ class SimulatedExecutor:
         they are not `outputs`.
 
         Of the parts without chunks, the one with the most keys stands for all."""
-        alone, most_keys, most_tokens, most_outputs = -1, -1, 0, 0
+        alone, max_keys, max_tokens, max_outputs = -1, -1, 0, 0
         listed = list[tuple[int, StepWork]]()
         windows = self.windows if draft_model is None else ((None, 1.0),)
         for part, of_part in enumerate(outputs):
             of_windows = [of_window[part] for of_window in keys]
             chunks = context.get(part)
             if chunks is None:
-                most_outputs = max(most_outputs, of_part)
-                most_tokens = max(most_tokens, of_part if tokens is None else tokens[part])
+                max_outputs = max(max_outputs, of_part)
+                max_tokens = max(max_tokens, of_part if tokens is None else tokens[part])
                 of_keys = self._mean_keys(of_windows)
-                if of_keys > most_keys:
-                    alone, most_keys = part, of_keys
+                if of_keys > max_keys:
+                    alone, max_keys = part, of_keys
                 continue
             means = [
                 (StepWork.of_sums(chunks, of_part, int(of_window), window), share)
@@ -327,7 +327,7 @@ class SimulatedExecutor:
             listed.append((part, work if tokens is None else work._replace(generation_tokens=tokens[part])))
         works = [work for part, work in listed if part < alone]
         if alone >= 0:
-            works.append(StepWork(generation_tokens=most_tokens, generation_kv_tokens=most_keys, outputs=most_outputs))
+            works.append(StepWork(generation_tokens=max_tokens, generation_kv_tokens=max_keys, outputs=max_outputs))
         works += [work for part, work in listed if part > alone]
         return (draft_model or self.cost_model).of_largest(works)
 
