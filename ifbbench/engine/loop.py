@@ -319,6 +319,7 @@ class TokenGenerationLoop:
             padding=padding,
             num_micro_batches=self._num_micro_batches,
             in_flight=plan.in_flight,
+            continued=plan.continued,
         )
 
     def _complete_oldest(self) -> None:
@@ -384,9 +385,10 @@ class TokenGenerationLoop:
         for request in requests:
             response = response_of(request, is_final=True)
             keeper = self._kv_scheduler
-            if keeper is not None and self._transfers is not None and self._transfers.keeps(request):
+            if request.is_sent_on and keeper is not None and self._transfers is not None:
                 self._leave_in_flight(request)
                 keeper.keep(request)
+                self._transfers.kept(request, self._clock.now())
             else:
                 self._remove(request)
             self._send_response(response)
@@ -419,7 +421,7 @@ class TokenGenerationLoop:
         """Run iterations of `plan`, at most `count`, up to the one that starts after requests have arrived. With
         overlap the latest ones stay in flight, and those that were in flight before are completed first."""
         scheduler, in_flight, number = self.scheduler, self._in_flight, self.iteration
-        if (plan.num_ending and not self._is_open_loop) or plan.receiving:
+        if (plan.num_ending and not self._is_open_loop) or plan.receiving or plan.continued:
             count = 1
         if self._sees_first_tokens and any(iteration.record.context for iteration in in_flight):
             count = 1  # so that they are taken in when they are there

@@ -80,13 +80,13 @@ class Request:
     size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
     brings, until they are verified with the prompt's last chunk; those of generation steps are in the table. `name` is
     what a recorded engine calls the request. `remote_len`: tokens of the prompt that another engine computes, which
-    sends their keys and values; 0 for a request that is computed here. `earlier`: of one that a
-    router sends again, or later than it arrived.
+    sends their keys and values; 0 for a request that is computed here. `is_sent_on`: its own are sent to another engine
+    once its prompt is complete. `earlier`: of one that a router sends again, or later than it arrived.
     """
 
     __slots__ = (
         "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "earlier", "host_reused_tokens",
-        "index", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent", "numbers",
+        "index", "is_sent_on", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent", "numbers",
         "options", "order", "original_prompt_len", "output_len", "pauses", "position", "prepopulated", "priority",
         "prompt_len", "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention", "reuse",
         "reused_tokens",
@@ -131,6 +131,7 @@ class Request:
         self._known: KnownTokens | None = None
         self.retention = retention
         self.remote_len = 0
+        self.is_sent_on = False
         self.search: BeamSearch | None = None
         self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
         self.num_sent = 0
@@ -285,6 +286,13 @@ class Request:
         self.state = RequestState.GENERATION_IN_PROGRESS
         self.table.generated[self.slot] = 1
         self.table.started.pop(self.slot, None)
+
+    def continue_generation(self) -> None:
+        """The prompt's keys and values have come from another engine, with the first token."""
+        assert self.table is not None
+        self.position, self.chunk = self.prompt_len, 0
+        self.start_generation()
+        self.table.confirmed[self.slot] = 1
 
     def finish_scheduling(self) -> None:
         """The last step is in flight."""

@@ -36,7 +36,7 @@ from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_dire
 from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.request_metrics import RequestMetrics
-from ifbbench.settings.config import FLEET_SETTINGS, ROUTERS, VLLM, RunConfig
+from ifbbench.settings.config import BY_LAYER, FLEET_SETTINGS, ROUTERS, SGLANG, RunConfig
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.interconnect import NETWORK_SHARE
@@ -118,11 +118,6 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
     """The routers and the settings of both sides. InputError for what they cannot have."""
     check_sides(config)
     check_settings(config)
-    if config.engine != VLLM:
-        raise InputError(
-            f"--engine {config.engine}: prefill and decode apart are built for --engine vllm only; add it, or use "
-            "--replicas."
-        )
     usual = RunConfig()
     for name, why in NOT_BUILT.items():
         if getattr(config, name) != getattr(usual, name):
@@ -224,11 +219,24 @@ def _running(
             return recorder_of(share, engine, client, path, description)
 
         count = config.prefill_replicas
+        is_by_layer = config.transfer_by == BY_LAYER
+        # Keys and values are sent to blocks that are there: where they are sent during the prefill, before it begins.
+        reserves_first = config.engine == SGLANG or is_by_layer
         replicas = [
-            SideReplica(number, engine, trace, make_recorder, number < count) for number, engine in enumerate(engines)
+            SideReplica(number, engine, trace, make_recorder, number < count, reserves_first)
+            for number, engine in enumerate(engines)
         ]
         sides = replicas[:count], replicas[count:]
-        fleet = SteppedSides(trace, config, routers, sides, _links(config, engines), progress)
+        fleet = SteppedSides(
+            trace,
+            config,
+            routers,
+            sides,
+            _links(config, engines),
+            progress,
+            reserves_first=reserves_first,
+            layers=engines[0].model.num_layers if is_by_layer else None,
+        )
         per_token = engines[0].model.kv_bytes_per_token(kv_value_bytes(engines[0].config))
         ran = _Ran(fleet, [], engines, per_token)
         progress.stage(REPLAYING)

@@ -1,6 +1,7 @@
 """Prefill and decode apart: held to a literal simulation, and nothing is lost between the two sides."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ from ifbbench.replay import disaggregated
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.replay.stepped_sides import SteppedSides
 from ifbbench.rundir.fleet import replica_directories
-from ifbbench.settings.config import ROUTERS
+from ifbbench.settings.config import ROUTERS, TRANSFERS
 from ifbbench.simulated.hardware import load_hardware, write_profile
 from tests.fleet.literal_sides import BLOCK, Job, LiteralSides, Sizes
 from tests.fleet.test_fleet import FILES, config_of, lines, write_rows
@@ -117,7 +118,7 @@ def fleet_of(path: Path, trace: Path, **values: Any) -> Path:
     return path
 
 
-def check_nothing_is_lost(trace: Path, fleet: Path, num_prefill: int) -> None:
+def check_nothing_is_lost(trace: Path, fleet: Path, num_prefill: int, reserves_first: bool) -> None:
     """Each request ends once, in order of time; the parts of its time add up; and each side has what it was sent."""
     asked, ended = lines(trace), lines(fleet / "requests.jsonl")
     assert sorted(row["request_id"] for row in ended) == [row["request_id"] for row in asked]
@@ -135,7 +136,9 @@ def check_nothing_is_lost(trace: Path, fleet: Path, num_prefill: int) -> None:
             assert (row["request_id"] in directory) == (number in (prefill, decode))
         if prefill is not None and decode is not None:
             first, second = of_replicas[prefill][row["request_id"]], of_replicas[decode][row["request_id"]]
-            assert first["end_s"] <= row["transfer_start_s"] <= row["transfer_end_s"] == second["arrival_s"]
+            assert row["first_scheduled_s"] < row["transfer_start_s"] <= row["transfer_end_s"] == second["arrival_s"]
+            if not reserves_first:  # else the answer of the prefill replica is on its way, too
+                assert first["end_s"] <= row["transfer_start_s"]
             assert first["output_len"] == 1
             assert 0 < row["transfer_tokens"] <= row["prompt_len"]
             assert row["transfer_tokens"] == row["prompt_len"] - second["reused_tokens"]
@@ -172,15 +175,34 @@ class CheckedSides(SteppedSides):
             cache: Any = one.loop.scheduler.kv_cache  # type: ignore[attr-defined]
             cache.check_consistency()
             assert cache.num_used == 0
-            assert cache.filled_tokens == 0
+            assert getattr(cache, "filled_positions", 0) == getattr(cache, "filled_tokens", 0) == 0
             assert one.loop.scheduler.table.num_transferring == 0
             assert not one.loop.scheduler.table.requests
-            assert not one.mail.kept
-            assert not one.mail.to_send
+            assert not one.mail.held
             assert not one.mail.has_news
 
 
-def check_random_fleet(seed: int, path: Path) -> None:
+OF_ENGINE: dict[str, Callable[[Random], dict[str, Any]]] = {
+    "vllm": lambda draw: {
+        "async_scheduling": draw.choice((True, False)),
+        "scheduling_policy": draw.choice(("fcfs", "priority")),
+    },
+    "sglang": lambda draw: {
+        "disable_overlap_schedule": draw.choice((True, False)),
+        "enable_mixed_chunk": draw.choice((True, False, False)),
+        "tokens_per_block": draw.choice((1, 16)),
+        "num_reserved_decode_tokens": draw.choice((0, 64, 512)),
+        "enable_priority_scheduling": draw.choice((True, False)),
+    },
+    "trtllm": lambda draw: {
+        "policy": draw.choice(("guaranteed_no_evict", "max_utilization")),
+        "overlap": draw.choice((None, "async", "partitioned")),
+        "enable_chunked_context": draw.choice((True, False)),
+    },
+}
+
+
+def check_random_fleet(seed: int, path: Path, engine: str = "vllm") -> None:
     draw = Random(f"sides {seed}")
     trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
     values: dict[str, Any] = {
@@ -191,19 +213,20 @@ def check_random_fleet(seed: int, path: Path) -> None:
         "disaggregate_from": draw.choice((0, 0, 300, 10_000)),
         "transfer_bandwidth": draw.choice((None, 2e9, 2e10, 1e17)),
         "transfer_latency": draw.choice((None, 0.0, 0.02)),
-        "async_scheduling": draw.choice((True, False)),
-        "engine_overhead": draw.choice(("none", "vllm")),
-        "scheduling_policy": draw.choice(("fcfs", "priority")),
+        "engine_overhead": draw.choice(("none", engine)),
         "enable_kv_cache_reuse": draw.choice((True, False)),
         "concurrency": draw.choice((None, None, 7)),
+        "transfer_by": draw.choice(TRANSFERS),
+        **OF_ENGINE[engine](draw),
     }
     for side in ("prefill", "decode"):
         tokens = draw.choice((3_200, 6_400, 64_000))
         values[side] = f"max_batch_size={draw.choice((1, 3, 64))},max_tokens_in_paged_kvcache={tokens}"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(disaggregated, "SteppedSides", CheckedSides)
-        fleet_of(path / "fleet", trace, **values)
-    check_nothing_is_lost(trace, path / "fleet", values["prefill_replicas"])
+        fleet_of(path / "fleet", trace, engine=engine, **values)
+    reserves_first = engine == "sglang" or values["transfer_by"] == "layer"
+    check_nothing_is_lost(trace, path / "fleet", values["prefill_replicas"], reserves_first)
 
 
 @pytest.mark.parametrize("seed", range(10))
