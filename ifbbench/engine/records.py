@@ -117,7 +117,7 @@ class IterationRecord:
         steps: tuple[int, int] | None = None,
         loads: tuple[AdapterLoad, ...] = (),
         drafts: DraftCounts | None = None,
-        continued: Sequence[Request] = (),
+        continued: Sequence[tuple[Request, int]] = (),
     ) -> None:
         self.iteration, self.micro_batch, self.num_micro_batches = iteration, micro_batch, num_micro_batches
         self.start_s, self.submit_s, self.context_end_s, self.end_s = start_s, submit_s, context_end_s, end_s
@@ -258,7 +258,7 @@ class ScheduleDigest:
         turn = record.iteration % record.num_micro_batches
         entering, leaving = self._entering[turn], self._leaving[turn]
         if record.continued:
-            entering = entering | {request.index for request in record.continued}
+            entering = entering | {request.index for request, _ in record.continued}
         joined, left, paused, held = entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
         if leaving or self._held or record.paused or record.held:
             paused = {pause.victim.index for pause in record.paused}

@@ -337,14 +337,13 @@ class SpanTracker:
 
     def _continue(self, record: IterationRecord) -> None:
         """These requests generate without a chunk. The first time, their first token has come with their prompt."""
-        for request in record.continued:
+        for request, num_outputs in record.continued:
             if request.has_left:
                 continue
-            timeline, first_output = self._timelines[request.request_id], request.num_outputs
+            timeline = self._timelines[request.request_id]
             if timeline.first_run < 0:
                 timeline.first_run, timeline.produced, timeline.has_first_token = record.iteration, 1, True
-                first_output = 1
-            self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=first_output))
+            self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=num_outputs))
 
     def _hold(self, record: IterationRecord) -> None:
         """Generation requests that do not run are skipped until they run again."""

@@ -44,7 +44,7 @@ class SglangScheduler(QueueingScheduler):
         self.remote = RemoteRequests(state)
         self.layout = BatchLayout((self.kv_cache.block_tables,), limits.tokens_per_block, limits.max_in_flight)
         self._source: RequestSource | None = None
-        self._joined: list[Request] = []  # `Plan.continued` of the next iteration that runs
+        self._joined: list[tuple[Request, int]] = []  # `Plan.continued` of the next iteration that runs
         self._num_decided = 0  # iterations that were decided and not submitted: 1, or 0 in the middle of a stretch
 
     # The queue.
@@ -177,7 +177,8 @@ class SglangScheduler(QueueingScheduler):
         blocked = [LeftOut(pause.victim, pause.limit) for pause in decision.paused]
         if decision.continued or self._joined:
             retracted = {pause.victim for pause in decision.paused}
-            self._joined = [one for one in [*self._joined, *decision.continued] if one not in retracted]
+            joined = self._joined + [(one, one.num_outputs) for one in decision.continued]
+            self._joined = [one for one in joined if one[0] not in retracted]
         if state.chunked is not None:
             blocked.append(LeftOut(state.chunked, Limit.NUM_TOKENS))
         held = list(state.running) if chosen else []
