@@ -159,6 +159,11 @@ class Request:
         return self.state is RequestState.GENERATION_IN_PROGRESS
 
     @property
+    def awaits_prompt(self) -> bool:
+        """Whether another engine computes the prompt, and nothing has come of it. What was paused is computed here."""
+        return self.remote_len > 0 and self.in_context and not self.pauses
+
+    @property
     def has_left(self) -> bool:
         """Whether the request is complete, failed or stopped: the engine keeps no state of it."""
         return self.state is RequestState.GENERATION_COMPLETE

@@ -46,6 +46,8 @@ from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.trace import Trace, columns_of
 
 SIDES = (PREFILL, DECODE)
+# Requests of TensorRT-LLM that are sent at a time, at most, for each active one.
+SENDING = 8
 NOT_BUILT = {
     "draft_model": "drafts are not sent", "draft_ngram": "drafts are not sent", "draft_mtp": "drafts are not sent",
     "draft_len": "drafts are not sent", "acceptance_rate": "drafts are not sent",
@@ -151,6 +153,7 @@ def _engines(
             else:
                 engine = stack.enter_context(engine_for(trace, side, progress))
             # The null device takes no time on the one clock of a fleet.
+            engine = with_slots_to_send(engine)
             is_real_time = not isinstance(engine.clock, VirtualClock)
             engines.append(replace(engine, clock=VirtualClock()) if is_real_time else engine)
     kinds = {engine.config.kv_cache_dtype or engine.config.weight_dtype for engine in engines}
@@ -160,6 +163,15 @@ def _engines(
             "Give --kv_cache_dtype."
         )
     return engines
+
+
+def with_slots_to_send(engine: Engine) -> Engine:
+    """The engine with slots for requests that are not active while they are sent: TensorRT-LLM gives their own to others,
+    so that only blocks limit how many they are."""
+    limits = engine.limits
+    if limits.has_one_policy:
+        return engine
+    return replace(engine, limits=replace(limits, num_sending=min(limits.num_blocks, SENDING * limits.max_active)))
 
 
 def _description(trace: Trace, config: RunConfig, engine: Engine, own: RunConfig) -> dict[str, Any]:

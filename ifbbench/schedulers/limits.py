@@ -41,7 +41,8 @@ class BatchingConfig:
     tuning_window: see DynamicLimits. lora: the adapters; None if requests with LoRA tasks run the base model.
     engine: whose scheduler decides, by name. vllm, sglang: the rules of those two. reads_block_tables: whether the
     executor does; else blocks have no ids where nothing else needs them. attention_dp_size: parts of the devices with
-    requests of their own.
+    requests of their own. num_sending: further sequence slots, of requests that are not active while their keys and
+    values are sent to another engine.
     """
 
     policy: str
@@ -69,6 +70,7 @@ class BatchingConfig:
     tuning_window: int = 128
     lora: LoraConfig | None = None
     drafts: DraftSettings = NO_DRAFTS
+    num_sending: int = 0
     engine: str = TRTLLM
     vllm: VllmRules | None = None
     sglang: SglangRules | None = None
@@ -160,7 +162,7 @@ class BatchingConfig:
         vLLM and SGLang also requests that were pre-empted or retracted."""
         if self.has_one_policy:
             return max(2 * self.max_active, MIN_SLOTS)
-        return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD)
+        return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD) + self.num_sending
 
     @property
     def attention_window(self) -> AttentionWindow:

@@ -213,7 +213,7 @@ def check_random_fleet(seed: int, path: Path, engine: str = "vllm") -> None:
         "disaggregate_from": draw.choice((0, 0, 300, 10_000)),
         "transfer_bandwidth": draw.choice((None, 2e9, 2e10, 1e17)),
         "transfer_latency": draw.choice((None, 0.0, 0.02)),
-        "engine_overhead": draw.choice(("none", engine)),
+        "engine_overhead": draw.choice(("none", "tensorrt-llm" if engine == "trtllm" else engine)),
         "enable_kv_cache_reuse": draw.choice((True, False)),
         "concurrency": draw.choice((None, None, 7)),
         "transfer_by": draw.choice(TRANSFERS),

@@ -91,6 +91,8 @@ class TensorRtLlmScheduler:
         if repeats:
             self._repetition = Repetition(config, self.active, cache, self._may_pause, self._dynamic_limits)
         self._iteration, self._admits = 0, False
+        # `Plan.continued` of the next iteration that runs.
+        self._joined = list[tuple[Request, int]]()
         self._in_flight: Sequence[InFlightIteration] = ()
         self._is_logged = log.isEnabledFor(logging.DEBUG)
 
@@ -101,7 +103,7 @@ class TensorRtLlmScheduler:
         return self._admission.waiting
 
     def admit(self, source: RequestSource) -> Sequence[Request]:
-        return self._admission.admit(self.active, source)
+        return [one for one in self._admission.admit(self.active, source) if not one.awaits_prompt]
 
     def find(self, request_id: int) -> Request | None:
         return self._admission.find(request_id)
@@ -119,6 +121,41 @@ class TensorRtLlmScheduler:
         self.active.remove(request)
         self._admission.forget(request)
         request.complete()
+
+    # Keys and values that are sent to other engines, or come from them.
+
+    def keep(self, request: Request) -> None:
+        if request.in_generation:
+            self.active.park(request.slot)
+            self.kv_cache.end_generation(request.slot)
+        if self._repetition is not None:
+            self._repetition.forget(request)
+        self.active.begin_sending(request)
+        request.complete()
+
+    def receive(self, requests: Sequence[Request]) -> None:
+        """They generate from now on (`_prepare_disagg_gen_transmission_complete`)."""
+        for request in requests:
+            self.active.settle()
+            request.continue_generation()
+            self.active.end_receiving(request)
+            if self._repetition is not None:  # iterations in flight do not count for it
+                self.table.confirmed[request.slot] -= self._repetition.num_in_flight
+            self.kv_cache.begin_generation(request.slot)
+            if self._reuses_blocks:
+                self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
+            self._joined.append((request, 1))
+
+    def _take_blocks(self, requests: list[Request], now_s: float) -> None:
+        """Take the blocks of prompts that another engine computes (`_prepare_disagg_gen_init`)."""
+        cache = self.kv_cache
+        try:
+            for request in requests:
+                reused = cache.add_request(request, now_s)
+                request.set_prepopulated(reused, cache.attention_window.tokens_per_block)
+                self.active.begin_receiving(request)
+        except OutOfBlocks as error:
+            raise self._does_not_fit(error) from error
 
     # The decision for one iteration.
 
@@ -141,7 +178,12 @@ class TensorRtLlmScheduler:
             plan = self._decide()
         for pause in plan.paused:
             self._pause(pause.victim)
+        if plan.receiving:
+            self._take_blocks(list(plan.receiving), now_s)
         self._start_prompts(plan, now_s)
+        if self._joined and not plan.does_nothing:
+            plan.entered, plan.continued = [one for one, _ in self._joined], self._joined
+            self._joined = []
         if self.num_micro_batches > 1:
             plan.in_flight = self.table.num_in_flight
         return plan
@@ -151,7 +193,10 @@ class TensorRtLlmScheduler:
             return self._next_static_step()
         if (plan := self._repeated_plan()) is not None:
             return plan
-        fitting = self._policy.schedule(self.active, self.kv_cache)
+        fitting, receiving = self._policy.schedule(self.active, self.kv_cache), list[Request]()
+        if self.active.has_remote:
+            receiving = [request for request in fitting.admitted if request.awaits_prompt]
+            fitting.admitted = [request for request in fitting.admitted if not request.awaits_prompt]
         selected = self._micro_batch.schedule(self.active, fitting)
         self._admits = len(fitting.admitted) > 0
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
@@ -172,6 +217,7 @@ class TensorRtLlmScheduler:
             paused=fitting.paused,
             blocked=tuple(blocked),
             valid_until_next_allocation=fitting.valid_until_next_allocation,
+            receiving=receiving,
         )
         self._latest = (plan, self.active.num_changes, self.kv_cache.num_reuse_changes if self._reuses_blocks else 0)
         if self._is_logged:
@@ -186,7 +232,7 @@ class TensorRtLlmScheduler:
         if not self._may_repeat or self._latest is None or self._latest[1] != active.num_changes:
             return None
         plan = self._latest[0]
-        if plan.context or plan.held or plan.paused or self.table.any_wide_steps:
+        if plan.context or plan.held or plan.paused or plan.receiving or self.table.any_wide_steps:
             return None
         if active.context and (self._may_pause or self._latest[2] != cache.num_reuse_changes):
             return None
@@ -360,6 +406,8 @@ class TensorRtLlmScheduler:
     def horizon(self, plan: Plan) -> int:
         if self._repetition is None:
             return 0
+        if plan.continued or plan.receiving:
+            return min(1, self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight))
         return self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight)
 
     def cycle(self, plan: Plan) -> Sequence[Plan]:

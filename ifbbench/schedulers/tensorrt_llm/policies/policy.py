@@ -123,7 +123,7 @@ class ReuseDelay:
 
     def should_wait(self, request: Request) -> bool:
         """Whether `request` has not started and should wait. If not, its first missing block is expected next."""
-        if not self._is_on or not request.in_context or not request.is_first_chunk:
+        if not self._is_on or not request.in_context or not request.is_first_chunk or request.awaits_prompt:
             return False
         missing = self._kv_cache.missing_block(request)
         if missing is None:
