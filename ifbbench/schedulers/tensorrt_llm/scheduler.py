@@ -232,7 +232,7 @@ class TensorRtLlmScheduler:
         if not self._may_repeat or self._latest is None or self._latest[1] != active.num_changes:
             return None
         plan = self._latest[0]
-        if plan.context or plan.held or plan.paused or plan.receiving or self.table.any_wide_steps:
+        if plan.context or plan.held or plan.paused or plan.receiving or plan.continued or self.table.any_wide_steps:
             return None
         if active.context and (self._may_pause or self._latest[2] != cache.num_reuse_changes):
             return None
