@@ -179,6 +179,12 @@ class TokenGenerationLoop:
         return self._only_transfers or not self._has_work
 
     @property
+    def waits_for_transfers(self) -> bool:
+        """Whether its latest step did nothing because all that it has taken waits for keys and values. Requests that have
+        arrived may wait for the places of those."""
+        return self._only_transfers
+
+    @property
     def _has_work(self) -> bool:
         """Whether a request waits or runs."""
         return len(self._table.requests) > self._table.num_transferring or len(self.scheduler.waiting) > 0

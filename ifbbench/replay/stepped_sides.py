@@ -190,12 +190,23 @@ class SideReplica(SteppedReplica):
 
     @property
     def next_time_s(self) -> float:
-        return self.clock.now() if self.mail.has_news else super().next_time_s
+        if self.mail.has_news:
+            return self.clock.now()
+        time_s = super().next_time_s
+        return inf if self.loop.waits_for_transfers and time_s <= self.clock.now() else time_s
+
+    def advance(self) -> bool:
+        """See SteppedReplica. What has arrived may wait for the places of requests that are transferred."""
+        is_waiting = self.loop.waits_for_transfers and not self.mail.has_news
+        if is_waiting and super().next_time_s <= self.clock.now():
+            return False
+        return super().advance()
 
     def offer(
         self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None
     ) -> None:
         super().offer(columns, index, arrival_s, earlier)
+        self._idle_at = None
         self.loop.wake()
 
     def shorten_latest(self) -> None:
@@ -211,6 +222,7 @@ class SideReplica(SteppedReplica):
         """There is something in the mailbox."""
         if self.loop.is_idle:
             self.clock.wait_until(now_s)
+        self._idle_at = None
         self.loop.wake()
 
 

@@ -182,7 +182,9 @@ class TensorRtLlmScheduler:
             self._take_blocks(list(plan.receiving), now_s)
         self._start_prompts(plan, now_s)
         if self._joined and not plan.does_nothing:
-            plan.entered, plan.continued = [one for one, _ in self._joined], self._joined
+            paused = {pause.victim for pause in plan.paused}
+            plan.entered = [one for one, _ in self._joined]
+            plan.continued = [one for one in self._joined if one[0] not in paused]
             self._joined = []
         if self.num_micro_batches > 1:
             plan.in_flight = self.table.num_in_flight
