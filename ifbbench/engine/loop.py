@@ -70,7 +70,8 @@ class TokenGenerationLoop:
     next_priority(): see `RequestSource`.
     is_open_loop: no response lets a request arrive.
     holds_ends: on a virtual clock, `step` does not take in the outputs of its iterations, and leaves the clock at their
-        end; `take_in` does, before the next step. Who steps several loops learns so what arrives until then.
+        end; `take_in` does, before the next step. Who steps several loops learns so what arrives until then. For the
+        same reason, a step that refuses requests runs no iteration.
     transfers: of keys and values to and from other engines. Then `step` also returns False while requests wait for
         these only.
     sees_first_tokens: with `holds_ends`, what is taken in at a time are not several iterations after a prompt.
@@ -99,7 +100,12 @@ class TokenGenerationLoop:
         self._queued, self._poll_stop_signals, self._next_change = queued, poll_stop_signals, next_change
         self._send_response, self._observer = send_response, (observed := observer or Unobserved())
 
+        # Requests that were refused, and of these, those that the latest step knew of.
+        refused = self._refused = [0]
+        self._known_refused = 0
+
         def refuse(request: Request, error: str) -> None:  # no method: a cycle would keep all blocks after the last use
+            refused[0] += 1
             observed.left(request, error)
             send_response(Response(request, is_final=True, error=error))
 
@@ -135,6 +141,10 @@ class TokenGenerationLoop:
         if start_s >= self._quiet_until_s:
             self._activated += self._admit(start_s)
             start_s = self._clock.now()  # in real time, requests may have arrived since the step began
+            if self._holds_ends and self._refused[0] > self._known_refused:
+                # What these answers let arrive at this very time is admitted, too.
+                self._known_refused, self._quiet_until_s = self._refused[0], -math.inf
+                return True
         if not self._has_work:
             # Turns of micro batches without requests since the last one ended did not happen.
             self.iteration -= forget_empty_turns(in_flight)
