@@ -36,7 +36,8 @@ from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_dire
 from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.request_metrics import RequestMetrics
-from ifbbench.settings.config import BY_LAYER, FLEET_SETTINGS, ROUTERS, SGLANG, RunConfig
+from ifbbench.settings.config import BY_LAYER, ENGINES, FLEET_SETTINGS, ROUTERS, SGLANG, RunConfig
+from ifbbench.settings.modes import BatchingType
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.interconnect import NETWORK_SHARE
@@ -120,6 +121,11 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
     """The routers and the settings of both sides. InputError for what they cannot have."""
     check_sides(config)
     check_settings(config)
+    if config.engine not in ENGINES:
+        raise InputError(
+            f"--engine {config.engine}: prefill and decode apart are built for {', '.join(ENGINES)} only; choose one, "
+            "or use --replicas."
+        )
     usual = RunConfig()
     for name, why in NOT_BUILT.items():
         if getattr(config, name) != getattr(usual, name):
@@ -136,8 +142,21 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
     if config.router_state_age and not any(STATE in one.looks_at for one in routers):
         raise InputError("--router_state_age: no router reads states of replicas; leave it out.")
     own = config.of_one_replica(concurrency=None, duration=None, output=None, **NO_SIDE_OUTPUTS)
-    prefill, decode = (own.with_values(**side_values(config, side)) for side in SIDES)
+    prefill, decode = (own.with_values(**_own_values(config, side)) for side in SIDES)
+    for one in (prefill, decode):
+        if one.type == BatchingType.V1 or one.kv_cache_type != "paged":
+            raise InputError(
+                "--type v1, --kv_cache_type contiguous: are not built with --prefill_replicas and --decode_replicas; "
+                "leave them out."
+            )
     return routers, (prefill, decode)
+
+
+def _own_values(config: RunConfig, side: str) -> dict[str, Any]:
+    """The settings in which the replicas of a side differ. A decode engine of SGLang keeps no prefixes unless it is told
+    to (`--disaggregation-decode-enable-radix-cache`)."""
+    keeps_none = side == DECODE and config.engine == SGLANG
+    return ({"enable_kv_cache_reuse": False} if keeps_none else {}) | side_values(config, side)
 
 
 def _engines(

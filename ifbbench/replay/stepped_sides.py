@@ -347,7 +347,8 @@ class SteppedSides:
         routed = self._request_for(1, index, arrival_s, pieces)
         self._note(index, routed)
         decode = self._chosen(self._routers[1], self.decode, routed)
-        is_remote = routed.prompt_len - decode.view.expected_hit(routed) >= self._least_remote
+        held = decode.view.expected_hit(routed) if decode.engine.limits.reuse.enabled else 0
+        is_remote = routed.prompt_len - held >= self._least_remote
         # What ends with its first token, also because nothing else fits behind the prompt, is not sent.
         is_sent = min(columns.output_len[index], decode.engine.limits.max_seq_len - routed.prompt_len) != 1
         if is_remote:

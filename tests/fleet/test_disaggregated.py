@@ -230,6 +230,7 @@ OF_ENGINE: dict[str, Callable[[Random], dict[str, Any]]] = {
         "enable_priority_scheduling": draw.choice((True, False)),
     },
     "trtllm": lambda draw: {
+        "pp_size": draw.choice((1, 1, 2)),
         "policy": draw.choice(("guaranteed_no_evict", "max_utilization")),
         "overlap": draw.choice((None, "async", "partitioned")),
         "enable_chunked_context": draw.choice((True, False)),
@@ -391,6 +392,8 @@ BAD = [
     ({"decode": "max_batch_size=0"}, "--decode: --max_batch_size is '0'"),
     ({"prefill": "batch=3"}, "--prefill: 'batch' is not a setting"),
     ({"device": "cpu"}, "a fleet needs a simulated device"),
+    ({"engine": "trtllm", "type": "v1"}, "--type v1, --kv_cache_type contiguous: are not built"),
+    ({"transfer_by": "block"}, "--transfer_by is 'block'"),
     ({"router_state_age": 1.0}, "--router_state_age: no router reads states"),
     ({"draft_len": 2, "acceptance_rate": "0.5"}, "drafts are not sent"),
 ]

@@ -88,7 +88,7 @@ class RemoteRequests:
                 state.kv_cache.publish(request, request.prompt_len)
                 decision.entered.append(request)
         state.running.join(joining)
-        decision.continued = joining
+        decision.continued += joining
 
     # Pages.
 

@@ -139,12 +139,12 @@ class SglangScheduler(QueueingScheduler):
                 self.remote.waiting.append(request)
             else:
                 state.enqueue(request)
-        if self.remote.is_used:
-            self.remote.decide(decision)
-        if not decide_prefill(state, decision):
-            decide_decode(state, decision)
-        if decision.aborted is not None:
-            self._abort(decision.aborted)
+        self._decide(decision)
+        while (aborted := decision.aborted) is not None:
+            decision.aborted = None
+            self._abort(aborted)
+            if self.remote.is_used:  # others may join now
+                self._decide(decision)
         self._num_decided = 1
         plan = self._plan(decision)
         if plan.does_nothing:
@@ -152,6 +152,12 @@ class SglangScheduler(QueueingScheduler):
         else:
             self._joined = []
         return plan
+
+    def _decide(self, decision: Decision) -> None:
+        if self.remote.is_used:
+            self.remote.decide(decision)
+        if not decide_prefill(self.state, decision):
+            decide_decode(self.state, decision)
 
     def _join(self) -> None:
         """The requests of the latest prefill batch decode from now on (The loop)."""
