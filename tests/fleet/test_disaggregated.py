@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ifbbench.errors import InputError
-from ifbbench.fleet.links import Links
+from ifbbench.fleet.links import Links, left_after_prefill
 from ifbbench.replay import disaggregated
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.replay.stepped_sides import SteppedSides
@@ -82,7 +82,11 @@ def check_against_literal(engine: str, seed: int, path: Path) -> None:
         literal = LiteralTrtllm(jobs, ITERATION_S, prefill, decode, latency_s)
     elif engine == "sglang":
         layers = draw.choice((None, LAYERS))
-        prefill.blocks, prefill.tokens, decode.tokens = 20_000, 102_400, 1024  # only rows limit prefills; tests of the engine see to the rest
+        prefill.blocks, prefill.tokens, decode.tokens = (
+            20_000,
+            102_400,
+            1024,
+        )  # only rows limit prefills; tests of the engine see to the rest
         reserved = draw.choice((0, 20, 100))
         decode.blocks += ceil(reserved / BLOCK) + 1
         values = {
@@ -280,9 +284,11 @@ def test_nothing_is_lost_between_the_sides_of_more_fleets(engine: str, seed: int
     check_random_fleet(seed, tmp_path, engine)
 
 
-def test_the_same_settings_give_the_same_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_same_settings_give_the_same_files(engine: str, tmp_path: Path) -> None:
     trace = write_rows(tmp_path / "trace.jsonl", Random(4), 40, sessions=True)
     values: dict[str, Any] = {
+        "engine": engine,
         "prefill_replicas": 2,
         "decode_replicas": 2,
         "router": "least_kv",
@@ -303,9 +309,10 @@ def test_figures_without_files_are_those_of_the_run(tmp_path: Path) -> None:
     assert summarise_run(str(trace), config) == json.loads((fleet / "summary.json").read_text())
 
 
-def test_one_request_at_a_time_takes_what_its_parts_take(tmp_path: Path) -> None:
-    """With transfers that take no time, a request takes what it takes on one engine, and a step more: the decode
-    replica computes the last token of the prompt again."""
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_request_at_a_time_takes_what_its_parts_take(engine: str, tmp_path: Path) -> None:
+    """With transfers that take no time, a request takes what it takes on one engine, and under vLLM a step more: the
+    decode replica computes the last token of the prompt again."""
     rows = [
         {
             "request_id": number,
@@ -317,14 +324,19 @@ def test_one_request_at_a_time_takes_what_its_parts_take(tmp_path: Path) -> None
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more: dict[str, Any] = {"engine_overhead": "none"}
+    more: dict[str, Any] = {"engine": engine, "engine_overhead": "none"}
+    if engine == "sglang":  # else the first step after an idle time is longer
+        more["disable_overlap_schedule"] = True
     fleet = fleet_of(tmp_path / "fleet", trace, transfer_bandwidth=1e18, transfer_latency=0.0, **more)
-    run_trace(str(trace), config_of(engine="vllm", output=str(tmp_path / "run"), **more))
+    run_trace(str(trace), config_of(output=str(tmp_path / "run"), **more))
     decoded = lines(fleet / "replica=1" / "requests.jsonl")
     ended, plain = lines(fleet / "requests.jsonl"), lines(tmp_path / "run" / "requests.jsonl")
     for row, second, whole in zip(ended, decoded, plain, strict=True):
-        assert row["tpot_s"] == pytest.approx(whole["tpot_s"], rel=1e-6)
+        assert row["output_len"] == second["output_len"] == whole["output_len"]
         assert row["e2e_s"] == pytest.approx(whole["e2e_s"] + second["ttft_s"], abs=1e-8)
+        assert (second["ttft_s"] > 0.001) == (engine == "vllm")  # else the first token has come with the prompt
+        assert row["ttft_s"] == pytest.approx(whole["ttft_s"] + second["ttft_s"], abs=1e-8)
+        assert row["tpot_s"] == pytest.approx(whole["tpot_s"], rel=1e-6)
 
 
 def test_a_prefill_replica_is_a_run_of_the_requests_that_it_got(tmp_path: Path) -> None:
@@ -336,17 +348,34 @@ def test_a_prefill_replica_is_a_run_of_the_requests_that_it_got(tmp_path: Path) 
         assert lines(again / "requests.jsonl") == lines(fleet / f"replica={number}" / "requests.jsonl")
 
 
-def test_short_prompts_stay_on_the_decode_side(tmp_path: Path) -> None:
+def test_a_prefill_replica_admits_what_the_answer_to_a_refused_prompt_lets_arrive(tmp_path: Path) -> None:
+    """The next turn of a session arrives at the very time of that answer, and runs in the iteration that begins then, as
+    in a run of the replica alone."""
+    for seed in (4, 17):
+        draw = Random(f"turns {seed}")
+        trace = write_rows(tmp_path / f"trace-{seed}.jsonl", draw, 60, sessions=True)
+        fleet = fleet_of(tmp_path / f"fleet-{seed}", trace, prefill="max_seq_len=1600", engine_overhead="none")
+        again = tmp_path / f"again-{seed}"
+        config = config_of(engine="vllm", max_seq_len=1600, engine_overhead="none", output=str(again))
+        run_trace(str(fleet / "replica=0"), config)
+        ended = lines(fleet / "replica=0" / "requests.jsonl")
+        assert any(row["outcome"] == "failed" for row in ended)
+        assert lines(again / "requests.jsonl") == ended
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_short_prompts_stay_on_the_decode_side(engine: str, tmp_path: Path) -> None:
     trace = write_rows(tmp_path / "trace.jsonl", Random(7), 40)
-    fleet = fleet_of(tmp_path / "fleet", trace, disaggregate_from=600)
+    keeps = {"enable_kv_cache_reuse": True, "decode": "enable_kv_cache_reuse=true"}
+    fleet = fleet_of(tmp_path / "fleet", trace, engine=engine, disaggregate_from=600, **keeps)
     for row in lines(fleet / "requests.jsonl"):
         if row["prompt_len"] < 600:
             assert row["prefill_replica"] is None
             assert row["decode_replica"] == 1
         if not lines(trace)[row["index"]].get("prefix_ids"):
             assert (row["prefill_replica"] is None) == (row["prompt_len"] < 600)
-    all_local = fleet_of(tmp_path / "local", trace, disaggregate_from=100_000)
-    run_trace(str(trace), config_of(engine="vllm", output=str(tmp_path / "run")))
+    all_local = fleet_of(tmp_path / "local", trace, engine=engine, disaggregate_from=100_000, **keeps)
+    run_trace(str(trace), config_of(engine=engine, enable_kv_cache_reuse=True, output=str(tmp_path / "run")))
     for name in FILES:
         assert (all_local / "replica=1" / name).read_bytes() == (tmp_path / "run" / name).read_bytes(), name
 
@@ -369,6 +398,70 @@ def test_requests_that_are_refused_release_what_they_hold(tmp_path: Path) -> Non
     assert last["Used KV cache blocks"] == 63  # what its prompt holds: those of the others were released
     summary = json.loads((fleet / "summary.json").read_text())
     assert summary["requests"] == {"total": 16, "completed": 8, "failed": 8}
+
+
+@pytest.mark.parametrize("engine", ["trtllm", "sglang"])
+@pytest.mark.parametrize("transfer_by", TRANSFERS)
+def test_requests_that_one_side_refuses_fail_once(engine: str, transfer_by: str, tmp_path: Path) -> None:
+    """Also where the other side has blocks for them, or has not heard of them."""
+    rows = [
+        {"request_id": number, "arrival_s": 0.01 * number, "prompt_len": 200 + 400 * (number % 4), "output_len": 30}
+        for number in range(16)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for large, small in (("prefill", "decode"), ("decode", "prefill")):
+        sides: dict[str, Any] = {small: "max_tokens_in_paged_kvcache=1184", large: "max_tokens_in_paged_kvcache=64000"}
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(disaggregated, "SteppedSides", CheckedSides)
+            fleet = fleet_of(tmp_path / small, trace, engine=engine, transfer_by=transfer_by, **sides)
+        ended = {row["request_id"]: row for row in lines(fleet / "requests.jsonl")}
+        assert sorted(ended) == list(range(16))
+        for number, row in ended.items():
+            assert row["outcome"] == (
+                "failed" if number % 4 > 2 - (small == "decode" and engine == "sglang") else "completed"
+            )
+
+
+def test_sglang_keeps_what_is_retracted_in_host_memory(tmp_path: Path) -> None:
+    """With nothing reserved, answers outgrow the cache of the decode replica: it retracts requests, which go on with the
+    tokens that they have, and none is computed again."""
+    rows = [{"request_id": number, "arrival_s": 0.0, "prompt_len": 200, "output_len": 120} for number in range(12)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    decode = "max_tokens_in_paged_kvcache=1600"
+    values: dict[str, Any] = {"engine": "sglang", "num_reserved_decode_tokens": 0, "decode": decode}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disaggregated, "SteppedSides", CheckedSides)
+        fleet = fleet_of(tmp_path / "fleet", trace, **values)
+    ended = lines(fleet / "requests.jsonl")
+    assert sum(row["pauses"] for row in ended) > 0
+    assert all(row["output_len"] == 120 and row["recomputed_tokens"] == 0 for row in ended)
+    reserving = fleet_of(tmp_path / "reserving", trace, **values | {"num_reserved_decode_tokens": 130})
+    assert sum(row["pauses"] for row in lines(reserving / "requests.jsonl")) == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_prefills_wait_for_blocks_of_the_decode_side(engine: str, tmp_path: Path) -> None:
+    """Back-pressure: the decode replica has room for one prompt."""
+    rows = [{"request_id": number, "arrival_s": 0.0, "prompt_len": 1000, "output_len": 20} for number in range(6)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    decode = "max_tokens_in_paged_kvcache=1536"
+    fleet = fleet_of(tmp_path / "fleet", trace, engine=engine, decode=decode)
+    ended = sorted(lines(fleet / "requests.jsonl"), key=lambda row: float(row["transfer_start_s"]))
+    for before, after in zip(ended, ended[1:], strict=False):
+        assert before["end_s"] <= after["transfer_end_s"]
+        assert after["attribution_s"]["waiting_decode_blocks"] > 0.05
+        # Under SGLang the prompt waits, else its blocks do.
+        assert (after["first_scheduled_s"] >= before["end_s"] - 0.01) == (engine == "sglang")
+
+
+def test_what_is_left_of_a_transfer_by_layer() -> None:
+    assert left_after_prefill(320, 32, rate=1e6, computing_s=0.1) == 10  # the last layer
+    assert left_after_prefill(320, 32, rate=0.0, computing_s=0.1) == 320
+    assert left_after_prefill(320, 32, rate=1600.0, computing_s=0.1) == pytest.approx(320 - 155)  # a slow link
+    assert left_after_prefill(320, 1, rate=1e6, computing_s=0.1) == 320
 
 
 def test_links_share_their_bandwidth() -> None:
