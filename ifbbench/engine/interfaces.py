@@ -146,8 +146,8 @@ class KvScheduler(Protocol):
         ...
 
     def receive(self, requests: Sequence[Request]) -> None:
-        """The keys and values that these requests of `Plan.receiving` waited for are in their blocks. The engine computes
-        the last token of the prompt again (vLLM), or got the first output with them (`Plan.continued`)."""
+        """The keys and values that these requests of `Plan.receiving` waited for are in their blocks. The engine
+        computes the last token of the prompt again (vLLM), or got the first output with them (`Plan.continued`)."""
         ...
 
 

@@ -190,8 +190,8 @@ class TokenGenerationLoop:
 
     @property
     def waits_for_transfers(self) -> bool:
-        """Whether its latest step did nothing because all that it has taken waits for keys and values. Requests that have
-        arrived may wait for the places of those."""
+        """Whether its latest step did nothing because all that it has taken waits for keys and values. Requests that
+        have arrived may wait until those leave."""
         return self._only_transfers
 
     @property

@@ -86,8 +86,9 @@ class Request:
 
     __slots__ = (
         "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "earlier", "host_reused_tokens",
-        "index", "is_sent_on", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent", "numbers",
-        "options", "order", "original_prompt_len", "output_len", "pauses", "position", "prepopulated", "priority",
+        "index", "is_sent_on", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted",
+        "num_sent", "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position",
+        "prepopulated", "priority",
         "prompt_len", "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention", "reuse",
         "reused_tokens",
         "sampling", "search", "slot", "state", "stop", "table",

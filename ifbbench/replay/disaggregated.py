@@ -153,8 +153,8 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
 
 
 def _own_values(config: RunConfig, side: str) -> dict[str, Any]:
-    """The settings in which the replicas of a side differ. A decode engine of SGLang keeps no prefixes unless it is told
-    to (`--disaggregation-decode-enable-radix-cache`)."""
+    """The settings in which the replicas of a side differ. A decode engine of SGLang keeps no prefixes unless it is
+    told to (`--disaggregation-decode-enable-radix-cache`)."""
     keeps_none = side == DECODE and config.engine == SGLANG
     return ({"enable_kv_cache_reuse": False} if keeps_none else {}) | side_values(config, side)
 
@@ -185,8 +185,8 @@ def _engines(
 
 
 def with_slots_to_send(engine: Engine) -> Engine:
-    """The engine with slots for requests that are not active while they are sent: TensorRT-LLM gives their own to others,
-    so that only blocks limit how many they are."""
+    """The engine with slots for requests that are not active while they are sent: TensorRT-LLM gives their own to
+    others, so that only blocks limit how many they are."""
     limits = engine.limits
     if limits.has_one_policy:
         return engine

@@ -6,8 +6,9 @@ keeps the blocks; then the request goes to the decode replica, which takes block
 say. The transfer begins then, and once it has arrived, the decode replica goes on, and the blocks of the prefill
 replica are released.
 
-Where blocks are reserved first (SGLang, and transfers by layer), the request goes to the decode replica when it arrives,
-and to the prefill replica once the decode replica has blocks for it. The transfer ends after the prompt is complete.
+Where blocks are reserved first (SGLang, and transfers by layer), the request goes to the decode replica when it
+arrives, and to the prefill replica once the decode replica has blocks for it. The transfer ends after the prompt is
+complete.
 """
 
 from collections.abc import Sequence

@@ -29,8 +29,8 @@ class Passage:
     taken_s: its scheduler has; reserved_s: it has blocks there. transfer_s, received_s: its keys and values left, and
     came. tokens: how many tokens' keys and values were sent.
 
-    With `reserves_first`, blocks are reserved before the prefill begins, and prefilled_s is when the prompt was complete
-    on the engine."""
+    With `reserves_first`, blocks are reserved before the prefill begins, and prefilled_s is when the prompt was
+    complete on the engine."""
 
     index: int
     arrival_s: float

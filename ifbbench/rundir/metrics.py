@@ -160,7 +160,7 @@ class TokenGaps:
         # First and last iteration whose end ends a gap of one step; before and after the other gaps.
         self._steps = array("i"), array("i")
         self._long = array("i"), array("i")
-        # Of requests whose first token came from another engine: seconds to the second, and the iteration that ends it.
+        # Of requests whose first token came from another engine: seconds to the second one, and its iteration.
         self._first = array("d"), array("i")
 
     def add(self, stretches: Iterable[tuple[int, int]], every: int = 1) -> None:
@@ -182,7 +182,7 @@ class TokenGaps:
             before = last
 
     def add_first(self, seconds: float, iteration: int) -> None:
-        """Take in the gap of so many seconds that ends with `iteration`, and begins with no iteration of this engine."""
+        """Take in a gap of so many seconds that ends with `iteration`, and began with none of this engine."""
         self._first[0].append(seconds)
         self._first[1].append(iteration)
 

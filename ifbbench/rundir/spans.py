@@ -69,8 +69,9 @@ class RequestTimeline:
     closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
     first_run: the first iteration in which it ran, -1 before.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
-    produced: the number of these tokens, and of the first one where another engine computed it (`has_first_token`). every: the number of micro batches. While the request runs, it runs in each so
-        many iterations. head: of the line, for the attribution. is_written: whether lines are returned.
+    produced: the number of these tokens, and of the first one where another engine computed it (`has_first_token`).
+    every: the number of micro batches. While the request runs, it runs in each so many iterations. head: of the line,
+    for the attribution. is_written: whether lines are returned.
     """
 
     __slots__ = (

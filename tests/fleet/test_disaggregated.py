@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from random import Random
@@ -349,8 +350,8 @@ def test_a_prefill_replica_is_a_run_of_the_requests_that_it_got(tmp_path: Path) 
 
 
 def test_a_prefill_replica_admits_what_the_answer_to_a_refused_prompt_lets_arrive(tmp_path: Path) -> None:
-    """The next turn of a session arrives at the very time of that answer, and runs in the iteration that begins then, as
-    in a run of the replica alone."""
+    """The next turn of a session arrives at the very time of that answer, and runs in the iteration that begins then,
+    as in a run of the replica alone."""
     for seed in (4, 17):
         draw = Random(f"turns {seed}")
         trace = write_rows(tmp_path / f"trace-{seed}.jsonl", draw, 60, sessions=True)
@@ -424,8 +425,8 @@ def test_requests_that_one_side_refuses_fail_once(engine: str, transfer_by: str,
 
 
 def test_sglang_keeps_what_is_retracted_in_host_memory(tmp_path: Path) -> None:
-    """With nothing reserved, answers outgrow the cache of the decode replica: it retracts requests, which go on with the
-    tokens that they have, and none is computed again."""
+    """With nothing reserved, answers outgrow the cache of the decode replica: it retracts requests, which go on with
+    the tokens that they have, and none is computed again."""
     rows = [{"request_id": number, "arrival_s": 0.0, "prompt_len": 200, "output_len": 120} for number in range(12)]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -450,7 +451,7 @@ def test_prefills_wait_for_blocks_of_the_decode_side(engine: str, tmp_path: Path
     decode = "max_tokens_in_paged_kvcache=1536"
     fleet = fleet_of(tmp_path / "fleet", trace, engine=engine, decode=decode)
     ended = sorted(lines(fleet / "requests.jsonl"), key=lambda row: float(row["transfer_start_s"]))
-    for before, after in zip(ended, ended[1:], strict=False):
+    for before, after in pairwise(ended):
         assert before["end_s"] <= after["transfer_end_s"]
         assert after["attribution_s"]["waiting_decode_blocks"] > 0.05
         # Under SGLang the prompt waits, else its blocks do.

@@ -43,9 +43,8 @@ class RemoteRequests:
         for requests in (self.waiting, self.arrived, self.in_host):
             if request in requests:
                 requests.remove(request)
-        if request in self.transferring:
-            if not self.transferring.pop(request):
-                self._state.table.num_transferring -= 1
+        if request in self.transferring and not self.transferring.pop(request):
+            self._state.table.num_transferring -= 1
 
     def receive(self, request: Request) -> None:
         """What another engine sends has come."""

@@ -40,8 +40,8 @@ def is_kept_in_host(request: Request) -> bool:
 
 
 def pause(state: SglangState, decision: Decision, victim: Request, remaining: int) -> None:
-    """A running request loses its pages, and will compute its tokens again, or get them from host memory. Its outputs in
-    flight are ignored. remaining: how many requests run on; room is made for their next tokens."""
+    """A running request loses its pages, and will compute its tokens again, or get them from host memory. Its outputs
+    in flight are ignored. remaining: how many requests run on; room is made for their next tokens."""
     row, table = victim.slot, state.table
     computed = state.computed_by(victim)
     for iteration in decision.in_flight:

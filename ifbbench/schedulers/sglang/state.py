@@ -116,7 +116,8 @@ class Decision:
     """What one iteration runs, while it is decided.
 
     in_flight: the iterations in flight. chosen: requests with chunks of their prompts. rows: of the generation
-    requests. paused, entered, num_ending, receiving, continued: as in a Plan. aborted: the only running request, if it does not fit.
+    requests. paused, entered, num_ending, receiving: as in a Plan. continued: requests that join the running ones
+    without a prefill. aborted: the only running request, if it does not fit.
     """
 
     def __init__(self, in_flight: Sequence[InFlightIteration]) -> None:

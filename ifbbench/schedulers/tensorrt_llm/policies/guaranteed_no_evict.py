@@ -19,8 +19,8 @@ class GuaranteedNoEvict:
     The first request without enough blocks ends the walk (head-of-line blocking); one without enough LoRA pages is
     skipped. Context requests past their first chunk have no reserve: they ask for their remaining blocks again.
 
-    Those whose prompts another engine computes go before all others. What has blocks for such a prompt keeps the rest of
-    its blocks reserved until it generates. (TensorRT-LLM does not look at it meanwhile, and may so admit too many.)
+    Those whose prompts another engine computes go before all others. One that has blocks for its prompt keeps the rest
+    of its blocks reserved until it generates. (TensorRT-LLM does not count it meanwhile, and may admit too many.)
 
     If nothing would run, because a request of higher priority waits for blocks that such started requests hold, the
     started requests run before it. (TensorRT-LLM's scheduler would never continue.)
