@@ -31,7 +31,7 @@ from ifbbench.replay.single import (
 )
 from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
 from ifbbench.rundir import run_directory
-from ifbbench.rundir.disaggregated import DECODE, PREFILL, transfer_figures, write_lines
+from ifbbench.rundir.disaggregated import DECODE, PREFILL, reserves_first, transfer_figures, write_lines
 from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_directory
 from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
@@ -251,10 +251,9 @@ def _running(
 
         count = config.prefill_replicas
         is_by_layer = config.transfer_by == BY_LAYER
-        # Keys and values are sent to blocks that are there: where they are sent during the prefill, before it begins.
-        reserves_first = config.engine == SGLANG or is_by_layer
+        is_reserved = reserves_first(config.engine, config.transfer_by)
         replicas = [
-            SideReplica(number, engine, trace, make_recorder, number < count, reserves_first)
+            SideReplica(number, engine, trace, make_recorder, number < count, is_reserved)
             for number, engine in enumerate(engines)
         ]
         sides = replicas[:count], replicas[count:]
@@ -265,7 +264,7 @@ def _running(
             sides,
             _links(config, engines),
             progress,
-            reserves_first=reserves_first,
+            reserves_first=is_reserved,
             layers=engines[0].model.num_layers if is_by_layer else None,
         )
         per_token = engines[0].model.kv_bytes_per_token(kv_value_bytes(engines[0].config))

@@ -12,10 +12,17 @@ import msgspec
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import JsonLinesWriter, encode, number, value_of
 from ifbbench.rundir.metrics import WAITING_FOR, WAITING_ITERATION, distribution
+from ifbbench.settings.config import BY_LAYER, SGLANG
 
 ROUTER, TRANSFER, DECODE_BLOCKS = "router", "transfer", f"{WAITING_FOR}decode_blocks"
 CONCURRENCY = f"{WAITING_FOR}concurrency"
 PREFILL, DECODE = "prefill", "decode"
+
+
+def reserves_first(engine: str, transfer_by: str) -> bool:
+    """Whether a decode replica has blocks for a prompt before its prefill begins: keys and values that are sent during
+    the prefill need them then."""
+    return engine == SGLANG or transfer_by == BY_LAYER
 
 
 @dataclass(slots=True)
