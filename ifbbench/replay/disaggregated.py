@@ -47,8 +47,8 @@ from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.trace import Trace, columns_of
 
 SIDES = (PREFILL, DECODE)
-# Requests of TensorRT-LLM that are sent at a time, at most, for each active one.
-SENDING = 8
+# Requests of TensorRT-LLM that are sent at a time, at most: so many for each active one, or so many in all.
+SENDING, MIN_SENDING = 2, 64
 NOT_BUILT = {
     "draft_model": "drafts are not sent", "draft_ngram": "drafts are not sent", "draft_mtp": "drafts are not sent",
     "draft_len": "drafts are not sent", "acceptance_rate": "drafts are not sent",
@@ -186,11 +186,12 @@ def _engines(
 
 def with_slots_to_send(engine: Engine) -> Engine:
     """The engine with slots for requests that are not active while they are sent: TensorRT-LLM gives their own to
-    others, so that only blocks limit how many they are."""
+    others, so that blocks limit how many they are."""
     limits = engine.limits
     if limits.has_one_policy:
         return engine
-    return replace(engine, limits=replace(limits, num_sending=min(limits.num_blocks, SENDING * limits.max_active)))
+    num_sending = min(limits.num_blocks, max(SENDING * limits.max_active, MIN_SENDING))
+    return replace(engine, limits=replace(limits, num_sending=num_sending))
 
 
 def _description(trace: Trace, config: RunConfig, engine: Engine, own: RunConfig) -> dict[str, Any]:
