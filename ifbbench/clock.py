@@ -1,4 +1,4 @@
-"""The clocks of a run, and its progress in time. No other module reads the time or sleeps."""
+"""The clocks of a run. No other module reads the time or sleeps."""
 
 import time
 from operator import truediv
@@ -147,29 +147,3 @@ def tick(seconds: float) -> int:
         numerator, denominator = seconds.as_integer_ratio()
         nanoseconds = -(-numerator * NANOSECONDS // denominator)
     return nanoseconds
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class Progress(Protocol):
-    """Is notified of the stages of a long operation, and of the steps of each."""
-
-    def stage(self, label: str) -> None:
-        """The stage `label` ("reading trace") begins; the number of its steps is not known yet."""
-        ...
-
-    def update(self, completed: int, total: int | None, text: str) -> None:
-        """`completed` of `total` steps of the stage are done; None if their number is unknown. text: what they do."""
-        ...
-
-
-class _NoProgress:
-    """Shows nothing."""
-
-    def stage(self, label: str) -> None:
-        pass
-
-    def update(self, completed: int, total: int | None, text: str) -> None:
-        pass
-
-
-NO_PROGRESS: Progress = _NoProgress()

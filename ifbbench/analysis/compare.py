@@ -15,7 +15,7 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import Words, words_of
-from ifbbench.rundir.lines import RUNNING
+from ifbbench.rundir.line_types import RUNNING
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.timeline import Iterations
@@ -108,6 +108,14 @@ class Comparison:
         return len(engines) > 1
 
     @property
+    def _block_sizes(self) -> list[str]:
+        """The tokens of a KV block of each run, to follow "KV blocks"; empty where they are the same."""
+        sizes = [run.config.get("tokens_per_block") for run in (self.a, self.b)]
+        if sizes[0] == sizes[1] or None in sizes:
+            return ["", ""]
+        return [f" of {size} token{'s' if size != 1 else ''}" for size in sizes]
+
+    @property
     def has_digests(self) -> bool:
         """Whether both runs have a digest of all their decisions."""
         return all(run.data.run.get("schedule_digest") for run in (self.a, self.b))
@@ -166,7 +174,8 @@ class Comparison:
         ]
         found = [run.iteration(iteration) for run in runs]
         starts = [None if one is None else float(one.start_s[0]) for one in found]
-        states, parted = list(map(_state, found, words)), list[str]()
+        states = list(map(_state, found, words, self._block_sizes))
+        parted = list[str]()
         if self.has_two_engines:
             named = {one[1] for side in only for one in side if one[0] == iteration}
             parted = [
@@ -359,11 +368,11 @@ def _not_run(spans: Sequence[Span], iteration: int, run: RecordedRun, heads: Hea
     return f"was {words.phase(found[0].phase)}" if found else "did not run"
 
 
-def _state(one: Iterations | None, words: Words) -> str:
-    """What one iteration had and left out, in words."""
+def _state(one: Iterations | None, words: Words, size: str) -> str:
+    """What one iteration had and left out, in words. size: of a KV block, in words that follow it."""
     if one is None:
         return "no such iteration"
-    blocks = "" if np.isnan(one.used_blocks[0]) else f", {one.used_blocks[0]:,.0f} KV blocks in use"
+    blocks = "" if np.isnan(one.used_blocks[0]) else f", {one.used_blocks[0]:,.0f} KV blocks{size} in use"
     reason = "no request was left out"
     if one.left_out_pairs:
         request_id, limit = one.left_out_pairs[0]

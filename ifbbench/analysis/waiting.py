@@ -16,7 +16,7 @@ import numpy as np
 
 from ifbbench.analysis.recorded import QUEUE, RecordedRun
 from ifbbench.engine.plan import Limit
-from ifbbench.rundir.lines import Phase
+from ifbbench.rundir.line_types import Phase
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.spans import HEAD_OF_LINE
 from ifbbench.rundir.timeline import NO_REQUEST, Floats

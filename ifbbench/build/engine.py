@@ -11,11 +11,11 @@ import numpy as np
 from ifbbench.build.adapters import lora_config
 from ifbbench.build.drafts import load_draft_config
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
-from ifbbench.clock import NO_PROGRESS, Clock, Progress, VirtualClock, WallClock
+from ifbbench.clock import Clock, VirtualClock, WallClock
 from ifbbench.engine.arrays import IntArray
-from ifbbench.engine.batch import NullExecutor
 from ifbbench.engine.interfaces import NO_LIMIT, Executor, WarmingExecutor
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
+from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
@@ -26,6 +26,7 @@ from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.models.quantization import quantization_of
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.config import RunConfig
@@ -119,24 +120,31 @@ def build_engine(
     if config.makes_no_tokens:
         return _engine_without_model(config, model, beam_width, make_simulated_clock)
 
-    # Imported here because torch takes seconds to load; other devices and invalid settings do not need it.
-    import torch
-
-    from ifbbench.torch import build, host
-    from ifbbench.torch.device import copy_bytes_per_s, matmul_flops_per_s
-
     if communicator is None and config.num_ranks > 1:
         raise InputError(
             f"--tp_size {config.tp_size} --pp_size {config.pp_size}: this runs in one process, and they "
             f"need {config.num_ranks}; leave them out, or give a batch manager a communicator."
         )
+    return _engine_with_model(config, model, beam_width, owns_process, communicator)
+
+
+def _engine_with_model(
+    config: RunConfig,
+    model: ModelConfig,
+    beam_width: int,
+    owns_process: bool,
+    communicator: "Communicator | None",
+) -> Engine:
+    """A device that computes `model`; see `build_engine`."""
+    # Imported here because torch takes seconds to load; other devices and invalid settings do not need it.
+    from ifbbench.torch import build, host
+    from ifbbench.torch.device import copy_bytes_per_s, matmul_flops_per_s
+
     device = build.choose_device(config) if communicator is None else communicator.device
     num_sharing = 1 if communicator is None else communicator.local_size
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     if device.type == "cpu":
-        threads = resolved.cpu_threads
-        threads = host.use_threads(threads) if owns_process or threads else torch.get_num_threads()
-        resolved = resolved.with_values(cpu_threads=threads)
+        resolved = resolved.with_values(cpu_threads=_threads(resolved, owns_process))
     draft = None if resolved.draft_model is None else load_draft_config(resolved, model)
     weight_bytes = sum(Shard.of_config(one, resolved).parameter_bytes for one in (model, draft) if one is not None)
     on_device = num_sharing if device.type == "cpu" else 1
@@ -187,6 +195,16 @@ def build_engine(
         profile=profile,
         communicator=communicator,
     )
+
+
+def _threads(resolved: RunConfig, owns_process: bool) -> int:
+    """The number of threads of a CPU engine, which are set if they are asked for, or the process is the engine's."""
+    import torch
+
+    from ifbbench.torch import host
+
+    threads = resolved.cpu_threads
+    return host.use_threads(threads) if owns_process or threads else torch.get_num_threads()
 
 
 def loop_maker(config: RunConfig, communicator: "Communicator | None") -> Callable[..., TokenGenerationLoop]:

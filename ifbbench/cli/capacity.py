@@ -14,7 +14,7 @@ from ifbbench.cli.options import (
     json_instead_of_tables,
     size_option,
 )
-from ifbbench.clock import Progress
+from ifbbench.progress import Progress
 from ifbbench.settings.config import RunConfig, settings
 
 if TYPE_CHECKING:

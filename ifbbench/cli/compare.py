@@ -38,11 +38,13 @@ DECISIONS_SHOWN = 6
 # A smaller part of the figures that are compared is rounding, and printed as 0.
 NEGLIGIBLE = 1e-6
 MAX_REPEATS = 1000
+# Blocks of different sizes cannot be compared; the tokens that they hold can.
+KV_BLOCKS, KV_TOKENS = "kv_blocks.peak_used", "kv_tokens.peak_held"
 HEADLINES = (
     "duration_s", "request_throughput_per_s", "output_throughput_tokens_per_s", "total_throughput_tokens_per_s",
     "queue_time_s.mean", "queue_time_s.p99", "ttft_s.mean", "ttft_s.p50", "ttft_s.p99", "itl_s.mean", "itl_s.p99",
     "tpot_s.mean", "tpot_s.p99", "e2e_s.mean", "e2e_s.p99", "iterations", "pauses", "recomputed_tokens",
-    "prefix_hit_rate", "kv_blocks.peak_used", "requests.failed", "energy.joules_per_output_token",
+    "prefix_hit_rate", KV_BLOCKS, "requests.failed", "energy.joules_per_output_token",
 )  # fmt: skip
 # Names of runs in tables.
 RUN_NAMES = [*ascii_lowercase, *map("".join, product(ascii_lowercase, repeat=2))]
@@ -302,7 +304,10 @@ def _print_figures(
     if not all_figures:
         # With several attention windows, requests wait for the fullest one, which the sum over the windows hides.
         windows = [name for name in names if re.fullmatch(r"kv_blocks\.per_window_size\.\d+\.peak_used", name)]
-        names = [name for name in (*HEADLINES, *windows) if name in names]
+        headlines = [
+            KV_TOKENS if name == KV_BLOCKS and _block_sizes_differ(comparisons) else name for name in HEADLINES
+        ]
+        names = [name for name in (*headlines, *windows) if name in names]
     unlimited = console.options.update(max_width=10_000)
     for layout in Layout:
         table = _figure_table(comparisons, names, layout)
@@ -319,6 +324,11 @@ def _print_figures(
     for sentence in dict.fromkeys([*of_each, *hints[:1], *explained]):
         console.print(sentence, style="dim", markup=False)
     console.print()
+
+
+def _block_sizes_differ(comparisons: "Sequence[Comparison | RepeatsComparison]") -> bool:
+    sizes = [one.figures.get("kv_blocks.tokens_per_block") for one in comparisons]
+    return any(size is not None and size.difference for size in sizes)
 
 
 def _repeat_hint(comparison: "Comparison") -> str:

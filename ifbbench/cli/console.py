@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.clock import WallClock
+from ifbbench.progress import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ifbbench.cli.options import COUNT, NOT_NEGATIVE, NOT_NEGATIVE_INTEGER, POSITIVE, Command, FloatRange, IntegerRange
-from ifbbench.clock import Progress
 from ifbbench.files import check_new_file
+from ifbbench.progress import Progress
 from ifbbench.settings.fields import MAX_INTEGER_SETTING
 
 if TYPE_CHECKING:

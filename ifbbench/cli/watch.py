@@ -12,8 +12,9 @@ import click
 
 from ifbbench.cli.console import StageProgress, progress_line
 from ifbbench.cli.options import Command, FloatRange
-from ifbbench.clock import Progress, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.analysis.number_texts import significant
-from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.endpoint.api import EndpointApi, prompt_form
 from ifbbench.endpoint.connections import Address, Connections
 from ifbbench.endpoint.http import RequestFailed
@@ -31,6 +31,7 @@ from ifbbench.endpoint.server import MetricsPoll, api_key, model_name
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.errors import InputError
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.client_side import ClientRecorder

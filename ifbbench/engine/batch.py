@@ -1,39 +1,14 @@
-"""What passes between engine and executor: batches, their outputs, and the builder of batches."""
+"""What passes between engine and executor: batches and their outputs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
-from mypy_extensions import mypyc_attr
 
-from ifbbench.engine.arrays import NO_ROWS, FloatArray, Int64Array, IntArray, Rows
-from ifbbench.engine.beam_search import BeamSearch
+from ifbbench.engine.arrays import FloatArray, Int64Array, IntArray, Rows
 from ifbbench.engine.drafts import DraftInputs
-from ifbbench.engine.plan import ContextChunk, Plan
-from ifbbench.engine.request import Request, RequestTable
-
-
-class Positions:
-    """The positions of the next tokens of generation requests.
-
-    count: of how many. total: their sum. of_each(): [requests]. idle: positions of the requests that only pad the
-    batch, which stay the same in further iterations. beam_width: of all of them. slots: [requests], of each.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        total: int,
-        of_each: Callable[[], Int64Array],
-        idle: Rows = NO_ROWS,
-        beam_width: int = 1,
-        slots: Rows = NO_ROWS,
-    ) -> None:
-        self.count, self.total, self.of_each, self.idle = count, total, of_each, idle
-        self.beam_width, self.slots = beam_width, slots
-
+from ifbbench.engine.plan import ContextChunk
 
 # The adapter of a request without one, in `AdapterUse.tasks`.
 NO_ADAPTER = -1
@@ -195,8 +170,6 @@ NO_OUTPUTS = StepOutputs()
 def check_outputs(outputs: StepOutputs, batch: Batch) -> None:
     """TypeError or ValueError if `outputs`, which an executor returned, do not have the types and shapes of those of
     `batch`."""
-    if outputs is NO_OUTPUTS:
-        return
     if not isinstance(outputs, StepOutputs):
         raise TypeError(f"it returned {type(outputs).__name__}; expected StepOutputs")
     count, drafts = batch.num_outputs, batch.drafts
@@ -265,91 +238,3 @@ class BatchLayout:
     num_micro_batches: int = 1
     has_separate_passes: bool = False
     is_padded: bool = False
-
-
-class BatchBuilder:
-    """Packs the decision for an iteration into the passes of an executor."""
-
-    def __init__(self, table: RequestTable, layout: BatchLayout) -> None:
-        self._table, self._layout = table, layout
-        # The latest rows, and the same as slots of a batch.
-        self._rows, self._slots = NO_ROWS, NO_ROWS.astype(np.int32)
-
-    def build(self, iteration: int, plan: Plan, inputs: StepInputs) -> tuple[Batch, ...]:
-        """The passes that run the chunks and one step of the generation requests of `plan`: one, or one for each phase.
-        Idle rows overwrite their last position, and have no pass for them alone."""
-        chunks, rows, adapters, drafts = plan.chunks, plan.rows, inputs.adapters, inputs.drafts
-        if not chunks and not len(rows):
-            return ()
-        if len(plan.idle):
-            rows = np.concatenate([rows, plan.idle])
-        if not (chunks and len(rows) and self._layout.has_separate_passes):
-            return (self._pass(iteration, chunks, rows, inputs),)
-        num_last_chunks = sum([chunk.is_last for chunk in chunks])
-        drafts_of_context, drafts_of_generation = (None, None) if drafts is None else drafts.split(num_last_chunks)
-        of_context = adapters and adapters._replace(tasks=NO_ROWS)
-        of_generation = adapters and adapters._replace(loads=())
-        context = StepInputs(NO_ROWS, inputs.copies, of_context, drafts_of_context, inputs.loaded_tokens)
-        generation = StepInputs(inputs.positions, (), of_generation, drafts_of_generation)
-        return (
-            self._pass(iteration, chunks, NO_ROWS, context),
-            self._pass(iteration, (), rows, generation),
-        )
-
-    def _pass(self, iteration: int, chunks: tuple[ContextChunk, ...], rows: Rows, inputs: StepInputs) -> Batch:
-        layout, requests_of = self._layout, self._table.requests
-        if rows is not self._rows:  # a plan that repeats has the same rows again
-            self._rows, self._slots = rows, rows.astype(np.int32)
-        tables, width, beams, num_candidates = layout.block_tables[0], 1, None, 0
-        if tables.shape[1] > 1:
-            requests = [requests_of[row] for row in rows.tolist()]
-            width = (requests[0] if requests else chunks[0].request).beam_width
-            beams = self._beams(requests) if width > 1 else None
-            num_candidates = max(
-                BeamSearch.num_candidates(request.beam_width, request.stop) for request in requests_of.values()
-            )
-        return Batch(
-            iteration,
-            chunks,
-            self._slots,
-            inputs.positions.astype(np.int32),
-            tables,
-            width,
-            beams,
-            num_candidates,
-            layout.is_padded,
-            inputs.copies,
-            layout.block_tables[1:],
-            iteration % layout.num_micro_batches,
-            inputs.adapters,
-            inputs.drafts,
-            inputs.loaded_tokens,
-        )
-
-    def _beams(self, requests: list[Request]) -> BeamInputs | None:
-        """Decisions of the searches of `requests`; None without any, as with executors that return no tokens."""
-        searches = [request.search for request in requests if request.search is not None]
-        if not searches:
-            return None
-        size = self._layout.tokens_per_block
-        return BeamInputs(
-            tokens=np.stack([search.tokens for search in searches]),
-            parents=np.stack([search.parents for search in searches]),
-            scores=np.stack([search.scores for search in searches]),
-            # The prompt's last block may be private to each beam even if it is full.
-            private_from=np.array([max(request.prompt_len - size, 0) for request in requests], np.int32),
-        )
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class NullExecutor:
-    """An Executor that makes no tokens: those of requests stay symbolic."""
-
-    def submit(self, batch: Batch) -> None:
-        pass
-
-    def collect(self) -> StepOutputs:
-        return NO_OUTPUTS
-
-    def close(self) -> None:
-        pass

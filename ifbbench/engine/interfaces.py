@@ -6,11 +6,11 @@ Never compiled, because a class in Python cannot derive from a protocol that is.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ifbbench.engine.batch import AdapterUse, Batch, BatchLayout, Positions, StepInputs, StepOutputs
+from ifbbench.engine.batch import AdapterUse, Batch, BatchLayout, StepInputs, StepOutputs
 from ifbbench.engine.plan import ContextChunk, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration, IterationRecord
 from ifbbench.engine.request import Request, RequestTable
-from ifbbench.engine.stretch import Growth, Stretch
+from ifbbench.engine.stretch import Growth, Positions, Stretch
 from ifbbench.errors import IfbbenchError
 
 # What `RequestSource.get` is asked for where all requests that have arrived are to be returned.
@@ -217,17 +217,6 @@ class PredictedTimes(NamedTuple):
     def collected_before(self, time_ns: int) -> int:
         """How many iterations are collected before `time_ns`."""
         return next((count for count, ns in enumerate(self.collect_ns) if ns >= time_ns), len(self.collect_ns))
-
-
-class HeldStretch(NamedTuple):
-    """Iterations of `plan` from `number` on, which began at `start_s` and ran at `times`: `turns` are the first records
-    of them."""
-
-    plan: Plan
-    turns: list[IterationRecord]
-    times: PredictedTimes
-    number: int
-    start_s: float
 
 
 @runtime_checkable

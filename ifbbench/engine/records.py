@@ -129,39 +129,6 @@ class IterationRecord:
         self.cache, self.idle, self.padding, self.steps = cache, idle, padding, steps
         self.loads, self.drafts, self.continued = loads, drafts, continued
 
-    def copy(self) -> "IterationRecord":
-        return IterationRecord(
-            self.iteration,
-            self.micro_batch,
-            self.start_s,
-            self.timestamp,
-            self.active,
-            self.queued,
-            self.activated,
-            self.context,
-            self.num_context_tokens,
-            self.recomputed,
-            self.num_generation,
-            self.num_generation_tokens,
-            self.held,
-            self.paused,
-            self.left_out,
-            self.blocked,
-            self.cache,
-            self.idle,
-            self.padding,
-            self.submit_s,
-            self.context_end_s,
-            self.end_s,
-            self.finished,
-            self.num_micro_batches,
-            self.in_flight,
-            self.steps,
-            self.loads,
-            self.drafts,
-            self.continued,
-        )
-
     @property
     def bound_by(self) -> str:
         """The reason for which the first request did not run in full, `none` if every one did."""

@@ -1,10 +1,31 @@
-"""Iterations that run together: what a stretch of them has in common, and the record of each."""
+"""Iterations that run together: where their tokens are, what a stretch of them has in common, the record of each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from ifbbench.engine.arrays import NO_ROWS, Int64Array, Rows
 from ifbbench.engine.plan import ContextChunk
 from ifbbench.engine.records import CacheState, IterationRecord, WindowBlocks
 from ifbbench.engine.request import Request
+
+
+class Positions:
+    """The positions of the next tokens of generation requests.
+
+    count: of how many. total: their sum. of_each(): [requests]. idle: positions of the requests that only pad the
+    batch, which stay the same in further iterations. beam_width: of all of them. slots: [requests], of each.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        total: int,
+        of_each: Callable[[], Int64Array],
+        idle: Rows = NO_ROWS,
+        beam_width: int = 1,
+        slots: Rows = NO_ROWS,
+    ) -> None:
+        self.count, self.total, self.of_each, self.idle = count, total, of_each, idle
+        self.beam_width, self.slots = beam_width, slots
 
 
 class Growth:
@@ -87,6 +108,40 @@ def _moved(
     )
 
 
+def copied(record: IterationRecord) -> IterationRecord:
+    """The same record again, to be changed."""
+    return IterationRecord(
+        record.iteration,
+        record.micro_batch,
+        record.start_s,
+        record.timestamp,
+        record.active,
+        record.queued,
+        record.activated,
+        record.context,
+        record.num_context_tokens,
+        record.recomputed,
+        record.num_generation,
+        record.num_generation_tokens,
+        record.held,
+        record.paused,
+        record.left_out,
+        record.blocked,
+        record.cache,
+        record.idle,
+        record.padding,
+        record.submit_s,
+        record.context_end_s,
+        record.end_s,
+        record.finished,
+        record.num_micro_batches,
+        record.in_flight,
+        record.steps,
+        record.loads,
+        record.drafts,
+    )
+
+
 def later_record(
     turn: IterationRecord,
     iteration: int,
@@ -97,7 +152,7 @@ def later_record(
     max_in_flight: int,
 ) -> IterationRecord:
     """The record of `iteration`, the one at `index` of a stretch, which runs what `turn` ran, from `start_s` on."""
-    record = turn.copy()
+    record = copied(turn)
     record.micro_batch = (turn.micro_batch + iteration - turn.iteration) % max_in_flight
     record.iteration, record.timestamp, record.start_s = iteration, epoch_s + start_s, start_s
     record.cache = growth.cache(index)
@@ -159,10 +214,15 @@ class Stretch:
         most = [more[:length].index(max(more[:length])) for more in (growth.more_blocks, growth.more_tokens)]
         return [growth.cache(index) for index in most]
 
+    def record(self, index: int) -> IterationRecord:
+        """The record of the iteration at `index`."""
+        turn, iteration = self.turns[index % len(self.turns)], self.first.iteration + index
+        start_s = self.start_s[index]
+        record = later_record(turn, iteration, index, start_s, self.epoch_s, self.growth, self.max_in_flight)
+        record.submit_s, record.end_s = self.submit_s[index], self.end_s[index]
+        record.finished = self.finished if index == self.length - 1 else []
+        return record
+
     def records(self) -> Iterator[IterationRecord]:
-        for index, (start_s, submit_s, end_s) in enumerate(zip(self.start_s, self.submit_s, self.end_s, strict=True)):
-            turn, iteration = self.turns[index % len(self.turns)], self.first.iteration + index
-            record = later_record(turn, iteration, index, start_s, self.epoch_s, self.growth, self.max_in_flight)
-            record.submit_s, record.end_s = submit_s, end_s
-            record.finished = self.finished if index == self.length - 1 else []
-            yield record
+        for index in range(self.length):
+            yield self.record(index)

@@ -1,6 +1,5 @@
 """Routers: each chooses the replica of a request from what a router in front of servers knows."""
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -8,7 +7,7 @@ from typing import NamedTuple
 
 from ifbbench.errors import InputError
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex
-from ifbbench.schedulers.plugins import find_plugin
+from ifbbench.schedulers.plugins import check_parameters, find_plugin
 from ifbbench.settings.config import ROUTERS, WEIGHTED_ROUTERS
 
 ENTRY_POINT_GROUP = "ifbbench.routers"
@@ -222,13 +221,7 @@ def make_router(name: str, num_replicas: int, seed: int) -> Router:
             f"--router: {name!r} is no class with a method 'choose'; expected one that derives from "
             "ifbbench.fleet.router.Router. Name the class."
         )
-    try:
-        inspect.signature(target).bind(num_replicas, seed)
-    except TypeError as error:
-        raise InputError(
-            f"--router: {name!r} cannot be made from a number of replicas and a seed ({error}); expected "
-            "__init__(self, num_replicas, seed). Give other parameters defaults."
-        ) from error
+    check_parameters("router", name, target, "a number of replicas and a seed", "num_replicas", "seed")
     router: Router = target(num_replicas, seed)
     unknown = set(getattr(router, "looks_at", EVERYTHING)) - EVERYTHING
     if unknown:

@@ -11,23 +11,24 @@ from typing import Any
 
 from ifbbench.build.engine import Engine
 from ifbbench.build.resolve import kv_value_bytes
-from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
+from ifbbench.clock import VirtualClock
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.fleet.links import Links
 from ifbbench.fleet.router import PREFILLS, STATE, Router, make_router
 from ifbbench.fleet.sides import check_sides, side_values
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed, price_of, unlogged
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
-    beginning,
     describe,
     engine_for,
+    fleet_recording,
     places,
     recorder_of,
-    say_number,
     summary_recorder_of,
+    write_fleet_end,
 )
 from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
 from ifbbench.rundir import run_directory
@@ -36,6 +37,7 @@ from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_dire
 from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.request_metrics import RequestMetrics
+from ifbbench.rundir.servers import add_server
 from ifbbench.settings.config import BY_LAYER, ENGINES, FLEET_SETTINGS, ROUTERS, SGLANG, RunConfig
 from ifbbench.settings.modes import BatchingType
 from ifbbench.simulated.energy import energy_of_replicas
@@ -82,21 +84,14 @@ def run_disaggregated(
     with ExitStack() as stack:
         engines = _engines(stack, trace, config, own, progress)
         description = _description(trace, config, engines[-1], own[1])
-        begin = beginning(trace, config, description, progress)
-        directory = stack.enter_context(run_directory.begun(places(config, trace), config.overwrite, begin))
-        say_number(config, trace, directory)
-        if on_recording:
-            on_recording(directory)
-        if on_recorded:
-            stack.callback(on_recorded, directory)
+        directory = stack.enter_context(
+            fleet_recording(trace, config, description, progress, on_recording, on_recorded)
+        )
         with _running(trace, config, routers, own, engines, directory, progress) as ran:
             ran.fleet.run()
         write_lines(directory, config.recording_format, ran.fleet.lines)
         summary, _ = _summary(trace, config, ran)
-        run_directory.write_json(directory / "summary.json", summary)
-        digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
-        run_directory.write_json(directory / run_directory.RUN, {**description, **digest})
-    return RunResult(directory, summary, summary["requests"]["failed"], description)
+        return write_fleet_end(directory, description, summary)
 
 
 def summarise_disaggregated(
@@ -298,7 +293,7 @@ def _summary(trace: Trace, config: RunConfig, ran: _Ran) -> tuple[dict[str, Any]
         metrics.add_line(line)
     for _, parts in ran.ended:
         metrics.add_gaps(parts[0], whole.totals.iterations)
-        whole.add_server(parts)
+        add_server(whole, parts)
     whole.metrics = metrics
     summaries = [summary for summary, _ in ran.ended]
     digest = hashlib.sha256(" ".join(one["schedule_digest"] for one in summaries).encode()).hexdigest()

@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NO_PROGRESS, Progress, VirtualClock
+from ifbbench.clock import VirtualClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.fleet.events import ReplicaEvent, read_events
 from ifbbench.fleet.prefix_index import PrefixIndex
 from ifbbench.fleet.router import PREFILLS, STATE, Replica, RoutedRequest, Router, make_router
 from ifbbench.fleet.sides import check_no_sides
 from ifbbench.processes import run_in_processes, usable_cores
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.replica_configs import own_settings, replica_configs
@@ -35,16 +36,16 @@ from ifbbench.replay.requests import request_maker
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
-    beginning,
     describe,
     engine_for,
+    fleet_recording,
     more_figures,
     places,
     recorder_of,
     run_loaded,
-    say_number,
     summarise_loaded,
     summary_recorder_of,
+    write_fleet_end,
 )
 from ifbbench.replay.stepped_fleet import SteppedFleet, SteppedReplica
 from ifbbench.rundir import run_directory
@@ -52,6 +53,7 @@ from ifbbench.rundir.fleet import Member, fleet_figures, replica_directory, writ
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
+from ifbbench.rundir.servers import add_server, parts_of
 from ifbbench.settings.autoscale import TTFT, AutoscaleRule, parse_autoscale
 from ifbbench.settings.config import BY_ITERATION, FLEET_SETTINGS, LOGGED_ENGINES, ROUTERS, SIDE_OUTPUTS, RunConfig
 from ifbbench.simulated.energy import energy_of_replicas
@@ -119,23 +121,12 @@ def run_fleet(
     run_directory.check_some(places(config, trace), config.overwrite)
     with engine_for(trace, plan.configs[0], progress) as engine:
         description = _describe(trace, engine, config, plan.configs)
-
-        begin = beginning(trace, config, description, progress)
-        with run_directory.begun(places(config, trace), config.overwrite, begin) as directory:
-            say_number(config, trace, directory)
-            if on_recording:
-                on_recording(directory)
-            with ExitStack() as outputs:
-                if on_recorded:
-                    outputs.callback(on_recorded, directory)
-                run = _run(trace, config, plan, directory, progress)
-                progress.stage("writing requests")
-                summary, whole = _summary(trace, config, engine, run)
-                _write_requests(directory, config, run, whole.lost)
-                run_directory.write_json(directory / "summary.json", summary)
-                digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
-                run_directory.write_json(directory / run_directory.RUN, {**description, **digest})
-    return RunResult(directory, summary, summary["requests"]["failed"], description)
+        with fleet_recording(trace, config, description, progress, on_recording, on_recorded) as directory:
+            run = _run(trace, config, plan, directory, progress)
+            progress.stage("writing requests")
+            summary, whole = _summary(trace, config, engine, run)
+            _write_requests(directory, config, run, whole.lost)
+            return write_fleet_end(directory, description, summary)
 
 
 def summarise_fleet(
@@ -272,7 +263,7 @@ def _run_independent(
         shown = _Answered(report) if count > 1 else progress
 
         def take(recorder: SummaryRecorder) -> None:
-            parts.append(recorder.parts())
+            parts.append(parts_of(recorder))
 
         with unlogged():
             if directory is None:
@@ -377,7 +368,7 @@ def closed(one: SteppedReplica, is_partial: bool, description: dict[str, Any] | 
         write_trace(one.trace.requests, path / f"trace.{one.engine.config.recording_format}", overwrite=True)
     complete = partial(more_figures, one.engine, one.client, one.loop)
     summary = one.recorder.close(partial=is_partial, complete=complete)
-    return summary, one.recorder.parts()
+    return summary, parts_of(one.recorder)
 
 
 def _write_requests(directory: Path, config: RunConfig, run: FleetRun, lost: Sequence[bytes]) -> None:
@@ -421,7 +412,7 @@ def _summary(trace: Trace, config: RunConfig, engine: Engine, run: FleetRun) -> 
     )
     whole.lost = []
     for _, parts in ended:
-        whole.add_server(parts)
+        add_server(whole, parts)
     make_request = request_maker(engine)
     for index, (_, error) in lost.items():
         whole.left(make_request(index, trace.requests[index]), error)

@@ -19,11 +19,12 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.models.config import check_ranks
 from ifbbench.models.named_models import load_model_config
 from ifbbench.processes import end_with_parent
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_runs import WRITING, end_others, follow, starts_ranks
 from ifbbench.settings.config import RunConfig
 from ifbbench.torch.ranks import Place, RankFailed, cause_of

@@ -6,9 +6,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_file
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_runs import starts_ranks
 from ifbbench.replay.single import (
     RunResult,

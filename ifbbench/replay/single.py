@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ifbbench.build.engine import Engine, build_engine, loop_maker, warm_up
-from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
+from ifbbench.clock import Clock, WallClock
 from ifbbench.compressed import open_to_read
 from ifbbench.engine.interfaces import Delivery, Observer
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.errors import RunFailed
 from ifbbench.files import lost, new_file, replace_file
 from ifbbench.models.named_models import built_in_shape
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import IterationClient, ReplayClient, make_client
 from ifbbench.replay.rank_runs import WRITING, leading
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
@@ -102,6 +103,35 @@ def beginning(
         run_directory.write_begun(directory, description)
 
     return begin
+
+
+@contextmanager
+def fleet_recording(
+    trace: Trace,
+    config: RunConfig,
+    description: dict[str, Any],
+    progress: Progress,
+    on_recording: Callable[[Path], None] | None,
+    on_recorded: Callable[[Path], None] | None,
+) -> Iterator[Path]:
+    """The run directory of a fleet, while it runs; see `run_trace`. description: the content of run.json."""
+    begin = beginning(trace, config, description, progress)
+    with run_directory.begun(places(config, trace), config.overwrite, begin) as directory:
+        say_number(config, trace, directory)
+        if on_recording:
+            on_recording(directory)
+        with ExitStack() as outputs:
+            if on_recorded:
+                outputs.callback(on_recorded, directory)
+            yield directory
+
+
+def write_fleet_end(directory: Path, description: dict[str, Any], summary: dict[str, Any]) -> RunResult:
+    """Write the figures of a fleet that has run, and complete its run.json, which had `description`."""
+    run_directory.write_json(directory / "summary.json", summary)
+    digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
+    run_directory.write_json(directory / run_directory.RUN, {**description, **digest})
+    return RunResult(directory, summary, summary["requests"]["failed"], description)
 
 
 def summarise_loaded(

@@ -8,14 +8,16 @@ from math import inf
 from typing import Any
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, Progress, VirtualClock
+from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.interfaces import NO_LIMIT
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.engine.responses import Response
+from ifbbench.engine.stepped_loop import SteppedLoop
 from ifbbench.errors import RunFailed
 from ifbbench.fleet.events import FAIL
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex, prompt_pieces
 from ifbbench.fleet.router import PREFILLS, PREFIXES, REQUESTS, STATE, Replica, ReplicaState, RoutedRequest, Router
+from ifbbench.progress import Progress
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.first_tokens import FirstTokens
 from ifbbench.replay.fleet_changes import Changes
@@ -35,7 +37,7 @@ SHOWN_EVERY = 256
 class SteppedReplica:
     """A replica in steps. members: the index in the whole trace of each of its requests.
 
-    clients: the classes of its client, without and with a serving process. more: arguments of its loop."""
+    clients: the classes of its client, without and with a serving process."""
 
     def __init__(
         self,
@@ -46,7 +48,6 @@ class SteppedReplica:
         sees_first_tokens: bool = False,
         *,
         clients: tuple[type[RoutedClient], type[RoutedServedClient]] = (RoutedClient, RoutedServedClient),
-        **more: Any,
     ) -> None:
         self.engine = engine
         self.trace = replace(trace, requests=share_of(columns_of(trace.requests)))
@@ -58,9 +59,10 @@ class SteppedReplica:
         self.recorder = make_recorder(number, self.trace, engine, client)
         self._first_tokens = FirstTokens(self.recorder) if sees_first_tokens else None
         observer = self._first_tokens or self.recorder
-        self.loop = loop_of(
-            engine, client, observer, is_open_loop=False, holds_ends=True, sees_first_tokens=sees_first_tokens, **more
-        )
+        loop = loop_of(engine, client, observer, is_open_loop=False, loop_class=SteppedLoop)
+        assert isinstance(loop, SteppedLoop)
+        loop.sees_first_tokens = sees_first_tokens
+        self.loop = loop
         self.clock = engine.clock
         self.members = array("q")
         self.view = Replica(number, PrefixIndex(engine.config.max_tokens_in_paged_kvcache or 2**62))

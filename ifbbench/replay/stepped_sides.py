@@ -16,13 +16,14 @@ from math import inf
 from typing import Any
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, Progress, VirtualClock
+from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.interfaces import NO_LIMIT
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.errors import RunFailed
 from ifbbench.fleet.links import Links, left_after_prefill
 from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
 from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, RoutedRequest, Router
+from ifbbench.progress import Progress
 from ifbbench.replay.client import make_client
 from ifbbench.replay.routed import RoutedClient, RoutedServedClient
 from ifbbench.replay.served import ServedClient
@@ -178,7 +179,8 @@ class SideReplica(SteppedReplica):
         clients: tuple[type[RoutedClient], type[RoutedServedClient]] = _ReceivingClient, _ReceivingServedClient
         if is_prefill:
             clients = _SendingClient, _AcceptedClient if reserves_first else _SendingServedClient
-        super().__init__(number, engine, trace, make_recorder, clients=clients, transfers=self.mail)
+        super().__init__(number, engine, trace, make_recorder, clients=clients)
+        self.loop.transfers = self.mail
         self.lines: dict[int, RequestLine] = {}
         self.recorder.on_request = self._keep_line
 

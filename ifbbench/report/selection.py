@@ -7,7 +7,7 @@ import pandas as pd
 
 from ifbbench.analysis.token_times import IterationClock
 from ifbbench.errors import InputError
-from ifbbench.rundir.lines import RUNNING
+from ifbbench.rundir.line_types import RUNNING
 from ifbbench.rundir.reader import Floats, RunData
 
 # No number has more digits: Python refuses to parse one of thousands.

@@ -7,7 +7,7 @@ Iterations have two forms: the batch manager's documented statistics, and those 
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType, convert, field
 from msgspec.structs import asdict
@@ -81,7 +81,7 @@ class KvCacheIterationStats(Struct, rename="camel"):
     primary_used_num_blocks: int
 
 
-class IterationDetails(Struct, gc=False):
+class IterationDetails(Struct, gc=False, kw_only=True):
     """What a line of `iterations.jsonl` adds to the batch manager's statistics, under "ifbbench".
 
     host_ms, device_ms: latency_ms before and after the batch was submitted. context_pass_ms, generation_pass_ms: of
@@ -98,15 +98,15 @@ class IterationDetails(Struct, gc=False):
     latency_ms: float
     host_ms: float
     device_ms: float
-    context_pass_ms: float | UnsetType
-    generation_pass_ms: float | UnsetType
-    schedule_ms: float | UnsetType
-    prepare_ms: float | UnsetType
-    launch_ms: float | UnsetType
-    collect_ms: float | UnsetType
-    device_busy_ms: float | UnsetType
-    flops: float | UnsetType
-    bytes: float | UnsetType
+    context_pass_ms: float | UnsetType = UNSET
+    generation_pass_ms: float | UnsetType = UNSET
+    schedule_ms: float | UnsetType = UNSET
+    prepare_ms: float | UnsetType = UNSET
+    launch_ms: float | UnsetType = UNSET
+    collect_ms: float | UnsetType = UNSET
+    device_busy_ms: float | UnsetType = UNSET
+    flops: float | UnsetType = UNSET
+    bytes: float | UnsetType = UNSET
     queued: int
     waiting: int
     bound_by: str
@@ -114,7 +114,7 @@ class IterationDetails(Struct, gc=False):
     paused: list[PausedRequest]
     tokens_recomputed: int
     budget_used: int
-    padding_tokens: int | UnsetType
+    padding_tokens: int | UnsetType = UNSET
     missed_blocks: int | None
     kv_fragmentation: float
     first_step: int | UnsetType = UNSET
@@ -340,6 +340,20 @@ def documented_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         for name, encoded in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True)
     }
     return {name: values.get(name) for name in line_type.__struct_fields__ if name != "ifbbench"}
+
+
+class Phase:
+    """What a request does in an iteration."""
+
+    WAITING: Final = "waiting"
+    CONTEXT: Final = "context"
+    RECOMPUTE: Final = "recompute"
+    GENERATION: Final = "generation"
+    SKIPPED: Final = "skipped"
+    PAUSED: Final = "paused"
+
+
+RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
 
 
 class SpanLine(Struct, gc=False):

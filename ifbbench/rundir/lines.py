@@ -4,7 +4,6 @@ msgspec encodes a line in half the time that filling in a template takes, into a
 Optional fields are left out where they are UNSET. `trace.jsonl` is in `ifbbench.workload`, which also reads it.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -15,10 +14,8 @@ from msgspec import UNSET, Raw
 from msgspec.json import Encoder, decode
 
 from ifbbench.compressed import open_to_write
-from ifbbench.engine.records import CacheState, IterationRecord, fragmentation
-from ifbbench.engine.request import Request
+from ifbbench.engine.records import CacheState, IterationRecord
 from ifbbench.engine.step_profile import StepProfile
-from ifbbench.engine.stretch import Stretch
 from ifbbench.files import restored
 from ifbbench.rundir.line_types import (
     TIMESTAMP_FORMAT,
@@ -28,7 +25,6 @@ from ifbbench.rundir.line_types import (
     KvCacheIterationStats,
     LeftOutRequest,
     PausedRequest,
-    RequestLine,
     SpecDecodingStats,
     StaticLine,
     executor_line,
@@ -52,57 +48,6 @@ def number(value: float) -> Any:
 def value_of(encoded: Any) -> float:
     """The value that `number` was called of."""
     return float(bytes(encoded)) if isinstance(encoded, Raw) else float(encoded)
-
-
-class Phase:
-    """What a request does in an iteration."""
-
-    WAITING: Final = "waiting"
-    CONTEXT: Final = "context"
-    RECOMPUTE: Final = "recompute"
-    GENERATION: Final = "generation"
-    SKIPPED: Final = "skipped"
-    PAUSED: Final = "paused"
-
-
-RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
-
-
-def request_line(
-    request: Request,
-    arrival_s: float,
-    output_len: int,
-    outcome: str,
-    error: str | None = None,
-    times_s: Sequence[Any] = (None,) * 7,
-    attribution_s: dict[str, Any] | None = None,
-) -> RequestLine:
-    """The line of a request. times_s: `queue_time_s` to `end_s` of RequestLine; these and attribution_s are numbers to
-    be encoded (see `number`)."""
-    # A pause appends output tokens to the prompt and lowers max_new_tokens by them.
-    requested = request.max_new_tokens + request.prompt_len - request.original_prompt_len
-    queue, ttft, tpot, e2e, scheduled, first, end = times_s
-    return RequestLine(
-        request.request_id,
-        request.index,
-        number(arrival_s),
-        request.original_prompt_len,
-        output_len,
-        queue,
-        ttft,
-        tpot,
-        e2e,
-        scheduled,
-        first,
-        end,
-        requested,
-        request.pauses,
-        request.recomputed_tokens,
-        request.reused_tokens if outcome == "completed" else 0,
-        attribution_s or {},
-        outcome,
-        error,
-    )
 
 
 def share_of(value: float) -> Any:
@@ -216,8 +161,8 @@ class IterationLines:
         self._every = every
         self._bound_by = ""
         self._second, self._timestamp = -1, ""
-        # The latest iterations, if the last of them was left out.
-        self._latest: IterationRecord | Stretch | None = None
+        # The latest iteration, if it was left out.
+        self._latest: IterationRecord | None = None
 
     def whole(self, record: IterationRecord, bound_by: str) -> Line:
         """The line of a static batch."""
@@ -233,51 +178,9 @@ class IterationLines:
         self._latest = None
         return self._complete(record)
 
-    def write_stretch(self, stretch: Stretch, bound_by: str, writer: JsonLinesWriter) -> None:
-        """Write the lines of all iterations of a stretch, equal to those of `record`: one line for each micro batch, of
-        which only the fields that differ are set again. Numbers of Python, because stretches are often so short that
-        arrays are slower."""
-        first, growth, cache, every = stretch.first, stretch.growth, stretch.first.cache, self._every
-        changed, self._bound_by = bound_by != self._bound_by, bound_by
-        size, held, filled = cache.tokens_per_block or 0, cache.held_tokens, cache.filled_tokens
-        used, total, new = cache.used_blocks or 0, cache.allocated_total or 0, cache.allocated_new or 0
-        free, has_windows = (cache.max_blocks or 0) - used, len(cache.windows) > 0
-        lines = [self.documented(record) for record in stretch.turns]
-        for index, start_s in enumerate(stretch.start_s):
-            iteration = first.iteration + index
-            if index == 1 and growth.num_leaving:
-                lines[0].active_request_count -= growth.num_leaving
-                lines[0].ifbbench.waiting -= growth.num_leaving
-            if iteration % every and not (changed and not index):  # see `is_thinned_out`
-                continue
-            line = lines[index % len(lines)]
-            details = line.ifbbench
-            more, tokens = growth.more_blocks[index], growth.more_tokens[index]
-            line.iteration_counter = iteration
-            if stretch.max_in_flight > 1 and isinstance(line, InflightLine):
-                line.microbatch_id = (first.micro_batch + index) % stretch.max_in_flight
-            line.free_kv_cache_blocks = free - more
-            line.used_kv_cache_blocks = used + more
-            line.allocated_total_kv_cache_blocks = total + growth.more_taken[index]
-            line.allocated_new_kv_cache_blocks = new + growth.more_new[index]
-            if has_windows:
-                details.kv_cache_iteration_stats = _of_windows(growth.cache(index))
-            self._set_times(line, stretch.epoch_s + start_s, start_s, stretch.submit_s[index], stretch.end_s[index])
-            details.kv_fragmentation = share_of(fragmentation(filled + tokens, held + more * size))
-            if self._as_executor:
-                completed = len(stretch.finished) if iteration == stretch.last_iteration else 0
-                writer.add(executor_line(line, completed))
-            else:
-                writer.add(line)
-        left_out = stretch.last_iteration % every and (stretch.length > 1 or not changed)
-        self._latest = stretch if left_out else None
-
     def last(self) -> Line | None:
         """The line of the last iteration so far, if it was left out."""
-        if self._latest is None:
-            return None
-        record = deque(self._latest.records(), 1)[0] if isinstance(self._latest, Stretch) else self._latest
-        return self._complete(record)
+        return None if self._latest is None else self._complete(self._latest)
 
     def _complete(self, record: IterationRecord) -> Line:
         line = self.documented(record)
@@ -335,34 +238,23 @@ class IterationLines:
         start_s, submit_s, end_s, left_out = record.start_s, record.submit_s, record.end_s, record.left_out
         cache = record.cache
         details = IterationDetails(
-            0.0,  # the times: see `_set_times`
-            0.0,
-            0.0,
-            0.0,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            UNSET,
-            record.queued,
-            record.queued + record.active - record.in_flight - scheduled,
-            self._bound_by,
-            None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
-            [PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused]
-            if record.paused
-            else [],
-            record.recomputed,
-            record.budget_used,
-            record.padding or UNSET,
-            cache.missed,
-            share_of(cache.fragmentation),
+            start_s=0.0,  # the times: see `_set_times`
+            latency_ms=0.0,
+            host_ms=0.0,
+            device_ms=0.0,
+            queued=record.queued,
+            waiting=record.queued + record.active - record.in_flight - scheduled,
+            bound_by=self._bound_by,
+            first_left_out=None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
+            paused=[PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused],
+            tokens_recomputed=record.recomputed,
+            budget_used=record.budget_used,
+            padding_tokens=record.padding or UNSET,
+            missed_blocks=cache.missed,
+            kv_fragmentation=share_of(cache.fragmentation),
         )
         if cache.windows:
-            details.kv_cache_iteration_stats = _of_windows(cache)
+            details.kv_cache_iteration_stats = of_windows(cache)
         if record.steps is not None:
             details.first_step, details.last_step = record.steps
             return details
@@ -389,7 +281,7 @@ class IterationLines:
         return details
 
 
-def _of_windows(cache: CacheState) -> dict[str, KvCacheIterationStats]:
+def of_windows(cache: CacheState) -> dict[str, KvCacheIterationStats]:
     """The blocks of each attention window, by its tokens."""
     return {
         str(window.size): KvCacheIterationStats(

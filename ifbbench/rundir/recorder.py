@@ -25,17 +25,10 @@ from ifbbench.rundir.request_metrics import ClassOf, RequestMetrics
 from ifbbench.rundir.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
 from ifbbench.rundir.spans import SecondsOf, SpanTracker
 from ifbbench.rundir.statistics import IterationStatistics
+from ifbbench.rundir.stretch_lines import StretchLines
 from ifbbench.settings.config import ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
 
 FLUSH_INTERVAL_S = 1.0
-# Values of IterationTotals that are added up over several servers, and those of which the largest counts.
-_SUMS = (
-    "slots", "padded_slots", "empty_generation_slots", "pauses", "recomputed_tokens", "computed_tokens", "iterations",
-)  # fmt: skip
-_PEAKS = (
-    "peak_scheduled", "peak_active", "peak_used_blocks", "max_blocks", "tokens_per_block", "max_tokens",
-    "peak_held_tokens", "peak_filled_tokens",
-)  # fmt: skip
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -50,14 +43,14 @@ class IterationTotals:
         self.peak_used_blocks: int | None = None
         self.max_blocks: int | None = None
         # With several attention windows: the size of the pool and its peak use, by the tokens of each window.
-        self._windows: dict[str, dict[str, int]] = {}
+        self.windows: dict[str, dict[str, int]] = {}
         self.tokens_per_block: int | None = None
         self.max_tokens = self.peak_held_tokens = self.peak_filled_tokens = 0
         # The number of each limit, and of each iteration the number of the limit that bound it.
-        self._limits: defaultdict[str, int] = defaultdict(None, {name: number for number, name in enumerate(BOUND_BY)})
-        self._limits.default_factory = self._limits.__len__
-        self._limit_of = array("i")
-        self._drafts: DraftTotals | None = None  # of a run with draft tokens
+        self.limits: defaultdict[str, int] = defaultdict(None, {name: number for number, name in enumerate(BOUND_BY)})
+        self.limits.default_factory = self.limits.__len__
+        self.limit_of = array("i")
+        self.drafts: DraftTotals | None = None  # of a run with draft tokens
 
     def add(self, record: IterationRecord, limit: str, count: int, caches: Sequence[CacheState]) -> None:
         """Take in one iteration, or a stretch that begins with it. limit: what bound them. caches: when requests held
@@ -77,21 +70,21 @@ class IterationTotals:
         self.slots += computed * count + padded
         for cache in caches:
             self._add_cache(cache)
-        number = self._limits[limit]
+        number = self.limits[limit]
         if count == 1:
-            self._limit_of.append(number)
+            self.limit_of.append(number)
         else:
-            self._limit_of.extend([number] * count)
+            self.limit_of.extend([number] * count)
         if record.drafts is not None:
-            self._drafts = self._drafts or DraftTotals()
-            self._drafts.add(record.drafts)
+            self.drafts = self.drafts or DraftTotals()
+            self.drafts.add(record.drafts)
 
     def _add_cache(self, cache: CacheState) -> None:
         self.max_blocks, self.tokens_per_block = cache.max_blocks, cache.tokens_per_block
         if cache.used_blocks is not None and cache.used_blocks > (self.peak_used_blocks or -1):
             self.peak_used_blocks = cache.used_blocks
         for window in cache.windows:
-            known = self._windows.setdefault(str(window.size), {"max": window.max_blocks, "peak_used": 0})
+            known = self.windows.setdefault(str(window.size), {"max": window.max_blocks, "peak_used": 0})
             known["peak_used"] = max(known["peak_used"], window.used_blocks)
         self.max_tokens = cache.max_tokens
         if cache.held_tokens > self.peak_held_tokens:
@@ -99,37 +92,10 @@ class IterationTotals:
         if cache.filled_tokens > self.peak_filled_tokens:
             self.peak_filled_tokens = cache.filled_tokens
 
-    def parts(self) -> dict[str, Any]:
-        """All that it knows, as what another process can be sent."""
-        known = {name: getattr(self, name) for name in (*_SUMS, *_PEAKS)}
-        return (
-            known
-            | {"windows": self._windows, "limits": list(self._limits), "limit_of": self._limit_of}
-            | ({} if self._drafts is None else {"drafts": self._drafts})
-        )
-
-    def add_server(self, parts: Mapping[str, Any]) -> None:
-        """Take in the iterations of another server, its `parts`, as if they followed those so far.
-
-        Of the cache and of peaks, the largest values of one server count."""
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + parts[name])
-        for name in _PEAKS:
-            known = [value for value in (getattr(self, name), parts[name]) if value is not None]
-            setattr(self, name, max(known, default=None))
-        for size, known_blocks in parts["windows"].items():
-            mine = self._windows.setdefault(size, dict(known_blocks))
-            mine["peak_used"] = max(mine["peak_used"], known_blocks["peak_used"])
-        numbers = [self._limits[name] for name in parts["limits"]]
-        self._limit_of.extend([numbers[number] for number in parts["limit_of"]])
-        if "drafts" in parts:
-            self._drafts = self._drafts or DraftTotals()
-            self._drafts.add_totals(parts["drafts"])
-
     def figures(self, starts: Sequence[float], ends: Sequence[float]) -> dict[str, Any]:
         """Their part of `summary.json`. starts, ends: of each iteration, in seconds."""
         blocks = self.max_blocks, self.peak_used_blocks, self.tokens_per_block
-        of_windows = {"per_window_size": self._windows} if self._windows else {}
+        of_windows = {"per_window_size": self.windows} if self.windows else {}
         tokens = self.max_tokens, self.peak_held_tokens, self.peak_filled_tokens
         return {
             "iterations": self.iterations,
@@ -141,12 +107,12 @@ class IterationTotals:
             "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)) | of_windows,
             "kv_tokens": dict(zip(("max", "peak_held", "peak_filled"), tokens, strict=True)),
             "peak_scheduled_requests": self.peak_scheduled,
-            **shares_of_limits(list(self._limits), self._limit_of, np.asarray(ends) - np.asarray(starts)),
+            **shares_of_limits(list(self.limits), self.limit_of, np.asarray(ends) - np.asarray(starts)),
         }
 
     def draft_figures(self) -> dict[str, Any]:
         """The figures of draft tokens, of a run with any."""
-        return {} if self._drafts is None else {"speculative_decoding": self._drafts.figures()}
+        return {} if self.drafts is None else {"speculative_decoding": self.drafts.figures()}
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -156,7 +122,7 @@ class SummaryRecorder:
 
     config: the resolved settings. arrival_s(request): its arrival by the trace, in seconds on the run's clock.
     held_until_s: see SpanTracker. class_of: see RequestMetrics. delivery: of the tokens; at the end of their iteration
-    if None. on_request: takes the line of each request that has ended.
+    if None. on_request: takes the line of each request that has ended. starts_s, ends_s: of each iteration.
     """
 
     def __init__(
@@ -173,15 +139,15 @@ class SummaryRecorder:
         self._arrival_s = arrival_s
         self._tracker = SpanTracker(arrival_s, held_until_s)
         self._digest = ScheduleDigest()
-        self._starts, self._ends = array("d"), array("d")
+        self.starts_s, self.ends_s = array("d"), array("d")
         self._delivery = delivery
         self.on_request: Callable[[RequestLine], None] | None = None
 
     def iteration(self, record: IterationRecord) -> None:
         """Take in one iteration."""
         limit = record.bound_by
-        self._starts.append(record.start_s)
-        self._ends.append(record.end_s if self._delivery is None else self._delivery.of_iteration(record))
+        self.starts_s.append(record.start_s)
+        self.ends_s.append(record.end_s if self._delivery is None else self._delivery.of_iteration(record))
         self.totals.add(record, limit, 1, (record.cache,))
         self._digest.add(record)
         self._write_iteration(record, limit)
@@ -196,8 +162,8 @@ class SummaryRecorder:
             self.iteration(first)
             return
         limit = first.bound_by
-        self._starts.extend(stretch.start_s)
-        self._ends.extend(stretch.end_s if self._delivery is None else self._delivery.of_stretch(stretch))
+        self.starts_s.extend(stretch.start_s)
+        self.ends_s.extend(stretch.end_s if self._delivery is None else self._delivery.of_stretch(stretch))
         for turn, record in enumerate(turns):
             count = (stretch.length - turn + len(turns) - 1) // len(turns)
             self.totals.add(record, limit, count, stretch.fullest_caches)
@@ -225,36 +191,24 @@ class SummaryRecorder:
 
     def summary(self, partial: bool, digest: str) -> dict[str, Any]:
         """The content of `summary.json` so far."""
-        summary = self.metrics.summary(self.totals.figures(self._starts, self._ends), self._ends)
+        summary = self.metrics.summary(self.totals.figures(self.starts_s, self.ends_s), self.ends_s)
         return summary | self.totals.draft_figures() | {"schedule_digest": digest, "partial": partial}
 
     def end_s_of(self, position: int) -> float:
         """When the tokens of an iteration reached their clients: of the latest one (1), or of one before it."""
-        return self._ends[-position]
-
-    def parts(self) -> tuple[Any, ...]:
-        """All that figures are made of, as what another process can be sent."""
-        return self.metrics.parts(), self.totals.parts(), self._starts, self._ends
-
-    def add_server(self, parts: tuple[Any, ...]) -> None:
-        """Take in the run of another server that shared the requests, its `parts`."""
-        metrics, totals, starts, ends = parts
-        self.metrics.add_server(metrics, self.totals.iterations)
-        self.totals.add_server(totals)
-        self._starts.extend(starts)
-        self._ends.extend(ends)
+        return self.ends_s[-position]
 
     def _follow(self, record: IterationRecord, limit: str) -> None:
         """Take in what requests did, unless they only went on."""
         tracker = self._tracker
         if tracker.follows_requests or not record.only_generates or limit != tracker.head.limit:
-            tracker.add(record, self._starts)
+            tracker.add(record, self.starts_s)
 
     def _end(self, finished: list[Request], iteration: int) -> None:
         """These requests are complete with `iteration`."""
         for request in finished:
             timeline = self._tracker.end(request, iteration)
-            self._take_request(self.metrics.add_request(timeline, self._starts, self._ends))
+            self._take_request(self.metrics.add_request(timeline, self.starts_s, self.ends_s))
 
     def _take_request(self, line: RequestLine) -> None:
         self._write_request(line)
@@ -310,9 +264,9 @@ class Recorder(SummaryRecorder):
         self._iterations = self._writers.get(STEPS, self._batches)
         if "spans" in self._writers:
             self._tracker.writer = self._writers["spans"]
-        delivered_s = None if delivery is None else self._ends
+        delivered_s = None if delivery is None else self.ends_s
         batching_type, max_requests = statistics.batching_type, statistics.max_requests
-        self._lines = IterationLines(
+        self._lines = StretchLines(
             batching_type, max_requests, iteration_stats_every, profile, as_executor, delivered_s
         )
         self._batch_lines = IterationLines(batching_type, max_requests, as_executor=as_executor)

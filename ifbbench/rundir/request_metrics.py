@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from ifbbench.engine.request import Request
 from ifbbench.rundir.line_types import RequestLine
-from ifbbench.rundir.lines import number, request_line, value_of
+from ifbbench.rundir.lines import number, value_of
 from ifbbench.rundir.metrics import Population, by_group, limit_waited_for, slow_ttft_s
 from ifbbench.rundir.spans import RequestTimeline
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
@@ -187,3 +187,40 @@ class RequestMetrics:
             arrival_s, queue_time_s, ttft_s = (np.asarray(whole.columns[name]) for name in TRAFFIC_COLUMNS)
             found |= traffic(arrival_s, queue_time_s, ttft_s, slow_ttft_s(self._objectives))
         return found | by_group(self._populations, span, ends, self._objectives)
+
+
+def request_line(
+    request: Request,
+    arrival_s: float,
+    output_len: int,
+    outcome: str,
+    error: str | None = None,
+    times_s: Sequence[Any] = (None,) * 7,
+    attribution_s: dict[str, Any] | None = None,
+) -> RequestLine:
+    """The line of a request. times_s: `queue_time_s` to `end_s` of RequestLine; these and attribution_s are numbers to
+    be encoded (see `number`)."""
+    # A pause appends output tokens to the prompt and lowers max_new_tokens by them.
+    requested = request.max_new_tokens + request.prompt_len - request.original_prompt_len
+    queue, ttft, tpot, e2e, scheduled, first, end = times_s
+    return RequestLine(
+        request.request_id,
+        request.index,
+        number(arrival_s),
+        request.original_prompt_len,
+        output_len,
+        queue,
+        ttft,
+        tpot,
+        e2e,
+        scheduled,
+        first,
+        end,
+        requested,
+        request.pauses,
+        request.recomputed_tokens,
+        request.reused_tokens if outcome == "completed" else 0,
+        attribution_s or {},
+        outcome,
+        error,
+    )

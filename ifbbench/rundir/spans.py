@@ -11,8 +11,8 @@ from ifbbench.engine.plan import ContextChunk, Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.rundir.drafts import steps_of, stretches_of
-from ifbbench.rundir.line_types import SpanLine
-from ifbbench.rundir.lines import RUNNING, JsonLinesWriter, Phase, encode
+from ifbbench.rundir.line_types import RUNNING, Phase, SpanLine
+from ifbbench.rundir.lines import JsonLinesWriter, encode
 from ifbbench.rundir.metrics import WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
 
 SecondsOf = Callable[[Request], float]

@@ -7,7 +7,7 @@ from msgspec.structs import astuple
 
 from ifbbench.engine.records import CacheState, IterationRecord
 from ifbbench.engine.request import Request
-from ifbbench.engine.stretch import Stretch
+from ifbbench.engine.stretch import Stretch, copied
 from ifbbench.rundir.line_types import COMMON_FIELDS, INFLIGHT_FIELDS, STATIC_FIELDS
 from ifbbench.rundir.lines import IterationLines
 from ifbbench.settings.modes import BatchingType
@@ -50,7 +50,7 @@ class IterationStatistics:
         reported, count = self.unreported() if first.context else [], len(host_s)
         batch = self._batch
         if batch is None:
-            batch = self._batch = first.copy()
+            batch = self._batch = copied(first)
             batch.num_generation = batch.num_generation_tokens = batch.idle = 0
         batch.num_generation += first.num_generation * count
         batch.num_generation_tokens += first.num_generation_tokens * count

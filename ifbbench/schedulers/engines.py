@@ -7,11 +7,12 @@ from typing import Any, cast
 
 from ifbbench.clock import Clock
 from ifbbench.engine.interfaces import Executor, Scheduler
-from ifbbench.engine.loop import NextChange, TokenGenerationLoop, is_predicted
+from ifbbench.engine.loop import NextChange, TokenGenerationLoop
+from ifbbench.engine.predicted_loop import PredictedLoop, is_predicted
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.parts import Parts
-from ifbbench.schedulers.plugins import describe_failure, find_plugin
+from ifbbench.schedulers.plugins import check_parameters, describe_failure, find_plugin
 from ifbbench.settings.config import ENGINES, SGLANG, TRTLLM, VLLM
 
 ENTRY_POINT_GROUP = "ifbbench.engines"
@@ -49,11 +50,14 @@ def make_loop(
     clock: Clock,
     *client: Any,
     next_change: NextChange | None = None,
+    loop_class: type[TokenGenerationLoop] | None = None,
     **more: Any,
 ) -> TokenGenerationLoop:
-    """A loop over a new scheduler with these limits; the others are as for `TokenGenerationLoop`."""
-    scheduler = make_scheduler(limits, clock, is_predicted(executor, clock, next_change))
-    return TokenGenerationLoop(scheduler, executor, clock, *client, next_change=next_change, **more)
+    """A loop over a new scheduler with these limits; the others are as for `TokenGenerationLoop`. loop_class: one that
+    a caller steps in another way."""
+    predicted = is_predicted(executor, clock, next_change)
+    loop = loop_class or (PredictedLoop if predicted else TokenGenerationLoop)
+    return loop(make_scheduler(limits, clock, predicted), executor, clock, *client, next_change=next_change, **more)
 
 
 def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = False) -> Scheduler:
@@ -88,13 +92,7 @@ def find_scheduler(name: str) -> Callable[..., Scheduler]:
             f"--engine: {name!r} has no method {missing[0]!r}; expected those of ifbbench.engine.interfaces.Scheduler. "
             "Derive the class from it, and add the method."
         )
-    try:
-        inspect.signature(target).bind(None, None)
-    except TypeError as error:
-        raise InputError(
-            f"--engine: {name!r} cannot be made from limits and a clock ({error}); expected "
-            "__init__(self, limits, clock). Give other parameters defaults."
-        ) from error
+    check_parameters("engine", name, target, "limits and a clock", "limits", "clock")
     return target
 
 

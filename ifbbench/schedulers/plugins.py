@@ -2,10 +2,11 @@
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,20 @@ def find_plugin(kind: str, name: str, group: str, built_in: Iterable[str]) -> An
 
     kind: what it is, as the option that takes it. built_in: names to suggest. InputError if there is none."""
     return _from_module(kind, name) if ":" in name else _from_entry_point(kind, name, group, built_in)
+
+
+def check_parameters(kind: str, name: str, target: Callable[..., Any], what: str, *parameters: str) -> None:
+    """InputError unless `target`, which `name` names, can be called with these parameters. kind: see `find_plugin`.
+    what: the parameters in words."""
+    try:
+        inspect.signature(target).bind(*parameters)
+    except TypeError as error:
+        raise InputError(
+            f"--{kind}: {name!r} cannot be made from {what} ({error}); expected "
+            f"__init__(self, {', '.join(parameters)}). Give other parameters defaults."
+        ) from error
+    except ValueError:  # a class written in C may not state its parameters
+        return
 
 
 def describe_failure(error: BaseException) -> str:

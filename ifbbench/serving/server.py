@@ -17,10 +17,11 @@ import uvicorn
 
 from ifbbench.build.adapters import adapter_names
 from ifbbench.build.engine import Engine, build_engine, warm_up
-from ifbbench.clock import NO_PROGRESS, PacedClock, Progress, WallClock
+from ifbbench.clock import PacedClock, WallClock
 from ifbbench.endpoint.loop import allow_many_connections, new_event_loop
 from ifbbench.endpoint.server import first_key
 from ifbbench.errors import InputError
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_processes import run_in_ranks
 from ifbbench.replay.rank_runs import WRITING, leading, starts_ranks
 from ifbbench.rundir import run_directory

@@ -21,9 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.models.named_models import load_model_config
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.rundir import run_directory
 from ifbbench.serving.triton_repository import FIFO_VARIABLE, PIPE_VARIABLE, TritonConfig, write_repository
 from ifbbench.settings.config import RunConfig

@@ -339,7 +339,6 @@ class CostModel:
         """Operations on tokens that pass through the layers together; the last is a place for the starts of kernels."""
         shard, hidden = self.shard, self.shard.model.hidden_size
         message = tokens * hidden * shard.compute_bytes
-        transfers = self.interconnect.stage_transfers(shard.tp_size, shard.pp_size, message)
         return (
             self._moving("embedding", 2 * tokens * hidden * shard.compute_bytes),
             *self._mixer_products(tokens),
@@ -347,7 +346,7 @@ class CostModel:
             self._moving("element-wise", self._beyond_cache(tokens)),
             self._all_reduces(tokens),
             *self._all_to_all(tokens),
-            OperationCost("pipeline transfer", 0, transfers.bytes, transfers.seconds, "network"),
+            self._stage_transfers(message),
             OperationCost("", 0, 0, 0.0, "latency"),
         )
 
@@ -498,11 +497,20 @@ class CostModel:
 
     def _all_reduces(self, tokens: int) -> OperationCost:
         """See `Interconnect.all_reduce`."""
+        if self.shard.attention_tp_size == 1:
+            return OperationCost("all-reduces", 0, 0.0, 0.0, "network")
         count = self._all_reduce_count()
         message = tokens * self.shard.model.hidden_size * self.shard.compute_bytes
         one = self.interconnect.all_reduce(self.shard.attention_tp_size, message)
         limit = "latency" if one.flow_s <= one.latency_s and one.bytes else "network"
         return OperationCost("all-reduces", 0, count * one.bytes, count * one.seconds, limit)
+
+    def _stage_transfers(self, message: float) -> OperationCost:
+        """See `Interconnect.stage_transfers`."""
+        if self.shard.pp_size == 1:
+            return OperationCost("pipeline transfer", 0, 0.0, 0.0, "network")
+        transfers = self.interconnect.stage_transfers(self.shard.tp_size, self.shard.pp_size, message)
+        return OperationCost("pipeline transfer", 0, transfers.bytes, transfers.seconds, "network")
 
     def _all_to_all(self, tokens: int) -> list[OperationCost]:
         """Dispatch of tokens to the devices of their experts, and combination of what these compute, where parts of the

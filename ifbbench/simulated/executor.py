@@ -9,8 +9,9 @@ from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.arrays import NO_ROWS
-from ifbbench.engine.batch import NO_OUTPUTS, Batch, Positions, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.interfaces import IterationWork, PredictedTimes
+from ifbbench.engine.stretch import Positions
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.step_work import StepWork, WorkDone, draft_passes, mtp_passes, parts_of

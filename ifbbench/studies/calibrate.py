@@ -13,8 +13,8 @@ from rich.table import Table
 
 from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.build.engine import Engine, build_engine, warm_up
-from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.errors import InputError
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.report import plain_table
 from ifbbench.rundir import run_directory
 from ifbbench.settings.config import RunConfig

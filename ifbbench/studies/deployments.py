@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.errors import InputError
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.tune import FAR_OFF, Tuner, Tuning

@@ -13,8 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msgspec import UNSET
-
 from ifbbench.errors import InputError
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.figures import recorded_figures
@@ -150,19 +148,10 @@ def _line(
 ) -> InflightLine:
     latency_ms, scheduled = 1000 * (one.end_s - one.start_s), one.contexts + one.generating
     details = IterationDetails(
-        start_s,
-        latency_ms,
-        0.0,
-        latency_ms,
-        UNSET,
-        UNSET,
-        UNSET,
-        UNSET,
-        UNSET,
-        UNSET,
-        UNSET,
-        UNSET,
-        UNSET,
+        start_s=start_s,
+        latency_ms=latency_ms,
+        host_ms=0.0,
+        device_ms=latency_ms,
         queued=one.queued,
         waiting=max(one.queued + one.active - scheduled, 0),
         bound_by=one.limit,
@@ -170,7 +159,6 @@ def _line(
         paused=[PausedRequest(request, request) for request in paused],
         tokens_recomputed=0,
         budget_used=one.context_tokens + one.generated,
-        padding_tokens=UNSET,
         missed_blocks=one.missed_blocks,
         kv_fragmentation=0.0,
     )

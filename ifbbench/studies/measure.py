@@ -9,10 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NO_PROGRESS, Clock, Progress, WallClock
+from ifbbench.clock import Clock, WallClock
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.kv.attention_window import ceil_div
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.requests import request_maker
 from ifbbench.rundir.recorder import Recorder

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ifbbench.build.engine import build_engine
-from ifbbench.clock import Progress
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.processes import Lost, run_in_processes, usable_cores
+from ifbbench.progress import Progress
 from ifbbench.replay.run import summarise_run
 from ifbbench.replay.single import REPLAYING
 from ifbbench.rundir.recorder import SummaryRecorder

@@ -11,8 +11,7 @@ from typing import Any
 from msgspec import UNSET
 
 from ifbbench.errors import InputError
-from ifbbench.rundir.line_types import RequestLine, SpanLine
-from ifbbench.rundir.lines import RUNNING, Phase
+from ifbbench.rundir.line_types import RUNNING, Phase, RequestLine, SpanLine
 from ifbbench.rundir.metrics import WAITING_FOR
 from ifbbench.settings.fields import integer
 from ifbbench.workload.trace import TraceRequest

@@ -20,7 +20,7 @@ from msgspec.json import decode
 
 from ifbbench import __version__
 from ifbbench.analysis.confidence import summary_of
-from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.compressed import DamagedFile, check_regular
 from ifbbench.errors import InputError
 from ifbbench.files import (
@@ -32,6 +32,7 @@ from ifbbench.files import (
     sole_writer,
     writing,
 )
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.run import run_trace
 from ifbbench.report.outputs import write_outputs
 from ifbbench.rundir.checking import check_summary

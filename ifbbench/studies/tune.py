@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.errors import InputError
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.settings.config import ENGINE_NAMES, MAX_REPLICAS, RunConfig
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.heuristics import TUNERS, trtllm_bench_limits

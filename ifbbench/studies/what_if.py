@@ -5,10 +5,9 @@ budget of time that is too short leaves out the least promising ones; they are n
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -19,32 +18,37 @@ from ifbbench.analysis.generation_time import PROMPTS
 from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.build.engines import engine_defaults, usual_beside
-from ifbbench.clock import NO_PROGRESS, Progress, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
-from ifbbench.models.named_models import load_model_config
 from ifbbench.processes import TimeIsUp, run_within, usable_cores
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.rundir.what_if import FAILED
 from ifbbench.settings.command_line import option_words
-from ifbbench.settings.config import CHUNKING_POLICIES, SCHEDULE_POLICIES, SGLANG, TRTLLM, VLLM, RunConfig, settings
+from ifbbench.settings.config import SGLANG, VLLM, RunConfig, settings
 from ifbbench.settings.fields import choice
-from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.settings.names import from_mapping, setting
 from ifbbench.settings.objectives import parse_objectives
 from ifbbench.simulated.expected_error import difference_errors
 from ifbbench.simulated.hardware import load_hardware
-from ifbbench.simulated.shard import Shard, plan_memory
+from ifbbench.studies.allowed_changes import DEVICE, Allowed, Settings
 from ifbbench.studies.fitted_run import NOT_FITTED, REPLAY, fit_device, replay_endpoint, replayed_config
 from ifbbench.studies.points import PointResult, in_one_line, run_all, summarise
 from ifbbench.studies.trace_window import MIN_REQUESTS, Window, window_of
 from ifbbench.studies.tune_runs import APPLIED
-from ifbbench.studies.tune_space import POLICIES, idle_limits, rounded
+from ifbbench.studies.what_if_outcome import (
+    GOOD_SHARE,
+    GOODPUT,
+    LATENCIES,
+    THROUGHPUT,
+    Change,
+    Goal,
+    Outcome,
+    at,
+    effect_of,
+    loses_more,
+)
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import Trace, columns_of
-
-Settings = dict[str, Any]
-
-# What a smaller batch relieves: the device, which every request in the batch waits for.
-DEVICE = "device"
 
 DEFAULT_BUDGET_S = 30.0
 # Changes of a run without a summary, which was killed.
@@ -57,12 +61,6 @@ WINDOW_SHARE = 0.4
 MIN_GAIN = 0.01
 # Seeds that decide where the run draws anything.
 SEEDS = 3
-FACTORS = (2.0, 0.5, 4.0, 0.25)
-HOST_CACHE_BYTES = 16 << 30
-MAX_TP_SIZE = 8
-MEMORY_FRACTIONS = (0.95, 0.8, 0.5)
-MEMORY_UTILIZATIONS = (0.95, 0.97, 0.8)
-WATERMARKS = (0.01, 0.05)
 ENDPOINT_REASON = (
     "the settings of the server are not known to a run against an endpoint. Give the command line that started it and "
     'its GPU: `ifbbench why {run} --server "vllm serve …" --device h100-sxm`; the requests are then replayed on a '
@@ -76,162 +74,12 @@ GOALS = {
     "goodput": "goodput_requests_per_s",
     "slo": "",
 }
-LATENCIES = ("ttft_s.p50", "ttft_s.p99", "tpot_s.p99", "e2e_s.mean")
-THROUGHPUT, GOODPUT, GOOD_SHARE = "output_throughput_tokens_per_s", "goodput_requests_per_s", "goodput_share"
-HIGHER_IS_BETTER = (THROUGHPUT, GOODPUT, GOOD_SHARE)
 # Not all of the time that is left is planned for, because replays under other settings may take longer.
 PLANNED_SHARE = 0.8
 # A trace is cut if the budget reaches less than this share of the changes with all of it.
 MIN_REACHED = 0.5
 # So many changes at most that help in a window are tried on all requests.
 MAX_ON_ALL = 4
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What is to improve. path: into `summary.json`. targets: by path, of objectives of which the one that is furthest
-    above its target decides; empty where the figure at `path` does. why: how it was chosen."""
-
-    path: str
-    why: str = ""
-    targets: Mapping[str, float] = field(default_factory=dict)
-
-    def score(self, summary: Mapping[str, Any]) -> float | None:
-        """The lower the better; None where the run has no such figure."""
-        if self.targets:
-            shares = [value / target for path, target in self.targets.items() if (value := at(summary, path))]
-            return max(shares, default=None)
-        value = at(summary, self.path)
-        return value if value is None else -value if self.path in HIGHER_IS_BETTER else value
-
-    @property
-    def counts_refusals(self) -> bool:
-        """Whether a request that is refused makes the figure worse."""
-        return self.path in (GOODPUT, GOOD_SHARE)
-
-
-@dataclass(frozen=True)
-class Effect:
-    """A figure with the run's settings and with others. is_noise: there is none, it is not the same with each seed, or
-    it is smaller than the error of the prediction."""
-
-    before: float | None
-    after: float | None
-    is_noise: bool
-
-    @property
-    def change(self) -> float | None:
-        """Relative to `before`; None where there is none."""
-        return None if self.before is None or self.after is None or not self.before else self.after / self.before - 1
-
-
-@dataclass(frozen=True)
-class Change:
-    """Other settings and what they did. command: repeats it. real_command: runs it on the device of the run; empty if
-    that is simulated. gpus: how many it needs; needs_more_gpus: than the run. score: see Goal."""
-
-    settings: Settings
-    effects: dict[str, Effect]
-    command: str
-    real_command: str
-    summary: Mapping[str, Any] = field(repr=False)
-    score: float
-    gpus: int
-    needs_more_gpus: bool
-    loses_more: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        effects = {path: vars(effect) for path, effect in self.effects.items()}
-        return {
-            "settings": self.settings,
-            "effects": effects,
-            "command": self.command,
-            **({"real_command": self.real_command} if self.real_command else {}),
-            "gpus": self.gpus,
-            "needs_more_gpus": self.needs_more_gpus,
-            "loses_more": self.loses_more,
-        }
-
-
-def _loses_more(goal: Goal, effects: Mapping[str, Effect]) -> bool:
-    """Whether another figure gets worse by a larger factor than that of `goal` gets better. Never with objectives,
-    which say what is good enough."""
-    if goal.targets or goal.counts_refusals:
-        return False
-    gain = _times_better(goal.path, effects[goal.path])
-    others = (path for path, one in effects.items() if path in (*LATENCIES, THROUGHPUT) and not one.is_noise)
-    return gain > 1 and any(1 / _times_better(path, effects[path]) > gain for path in others)
-
-
-def _times_better(path: str, effect: Effect) -> float:
-    """The factor by which a figure gets better, below 1 where it gets worse; 1 where there is none."""
-    if not effect.before or not effect.after:
-        return 1.0
-    ratio = effect.after / effect.before
-    return ratio if path in HIGHER_IS_BETTER else 1 / ratio
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was tried. changes: the best first. recommended: an index into it; None with the reason in `reason`.
-    milder: where that loses more than it gains, the index of the best change that does not; None if all that help do.
-    on_all: of a window, the recommended change on all requests; None if there was no time. then: the best second change
-    on top of it. untried: changes that the budget did not reach; refused: those that cannot run, with the reason.
-    notes: what the reader must know to judge the figures. command: replays the run as it was. engine: of the run, whose
-    names its settings have. recorded, replayed: of a run on a real device or against an endpoint, its figures and those
-    of the replay of all of its requests, by path; empty for others. errors: of predicted differences, as shares, by
-    path. window: what was replayed, if not all."""
-
-    goal: Goal
-    baseline: dict[str, float | None]
-    changes: list[Change]
-    recommended: int | None
-    reason: str
-    milder: int | None
-    on_all: Change | None
-    then: Change | None
-    untried: list[Settings]
-    refused: list[tuple[Settings, str]]
-    notes: list[str]
-    command: str
-    engine: str
-    recorded: dict[str, float | None]
-    replayed: dict[str, float | None]
-    errors: dict[str, float]
-    window: Window | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "goal": self.goal.path,
-            "goal_chosen": self.goal.why,
-            "objectives": dict(self.goal.targets),
-            "engine": self.engine,
-            "command": self.command,
-            "baseline": self.baseline,
-            "recorded": self.recorded or None,
-            "replayed": self.replayed or None,
-            "errors": self.errors,
-            "window": self.window and self.window.as_dict(),
-            "changes": [change.as_dict() for change in self.changes],
-            "recommended": self.recommended,
-            "reason": self.reason or None,
-            "milder": self.milder,
-            "on_all": self.on_all and self.on_all.as_dict(),
-            "then": self.then and self.then.as_dict(),
-            "untried": self.untried,
-            "refused": [{"settings": values, "reason": reason} for values, reason in self.refused],
-            "notes": self.notes,
-        }
-
-
-def at(summary: Mapping[str, Any], path: str) -> float | None:
-    """The figure at a path such as ttft_s.p99; None where there is none."""
-    found: Any = summary
-    for name in path.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return None if found is None else float(found)
 
 
 def trace_of(run: RecordedRun) -> Trace:
@@ -300,162 +148,6 @@ def unsayable(config: RunConfig) -> list[str]:
     usual = usual_beside(config)
     values = {item.name: getattr(config, item.name) for item in settings() if not item.takes_none}
     return [name for name, value in values.items() if value is None and usual[name] is not None]
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """The single changes that the settings of a run allow.
-
-    config: as asked. resolved: each setting as the run had it. summary: of the run. waited_s: request-seconds by limit,
-    and DEVICE. peak_tokens: most tokens of an iteration. has_prefixes, has_priorities: whether requests of the trace
-    share beginnings, or have several priorities. not_known: settings whose effect on the device is not known."""
-
-    config: RunConfig
-    resolved: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    waited_s: Mapping[str, float]
-    peak_tokens: int
-    has_prefixes: bool
-    has_priorities: bool
-    not_known: Sequence[str] = ()
-
-    def changes(self) -> list[Settings]:
-        """The most promising first: by the waiting for the limit that each relieves, then as listed."""
-        total = sum(self.waited_s.values()) or 1.0
-        share = {limit: spent / total for limit, spent in self.waited_s.items()}
-        found: dict[tuple[tuple[str, Any], ...], tuple[float, Settings]] = {}
-        for limit, values in self._listed():
-            changed = {name: value for name, value in values.items() if value != self.resolved.get(name)}
-            key = tuple(changed.items())
-            if changed and key not in found and not changed.keys() & set(self.not_known):
-                found[key] = share.get(limit, 0.0), changed
-        return [values for _, values in sorted(found.values(), key=lambda one: -one[0])]
-
-    def _listed(self) -> Iterator[tuple[str, Settings]]:
-        """Each change with the limit that it relieves; empty for one that relieves none."""
-        now, engine = self.resolved, self.config.engine
-        is_static = now["type"] == BatchingType.V1
-        if is_static:
-            for policy in POLICIES:
-                yield "static_batch", {"type": BatchingType.INFLIGHT_FUSED.value, "policy": policy}
-        elif now["type"] != BatchingType.INFLIGHT_FUSED:
-            yield "num_tokens", {"type": BatchingType.INFLIGHT_FUSED.value}
-        yield from self._sizes(is_static)
-        yield from self._memory()
-        if not is_static:
-            of_engines = {VLLM: self._of_vllm, SGLANG: self._of_sglang}
-            yield from of_engines.get(engine, self._of_trtllm)()
-            yield from self._reuse()
-        if now.get("draft_len"):
-            for factor in FACTORS:
-                yield "", {"draft_len": max(round(now["draft_len"] * factor), 1)}
-        for size in (now["tp_size"] * 2, now["tp_size"] * 4, now["tp_size"] // 2):
-            if 1 <= size <= MAX_TP_SIZE:
-                yield "", {"tp_size": size}
-        if self.summary.get("overloaded") and self.config.keeps_arrivals:
-            slots = min(now["max_batch_size"], self.summary["peak_scheduled_requests"])
-            for size in (slots, 4 * slots, max(slots // 4, 1)):
-                if size != now.get("max_queue_size"):
-                    yield "", {"max_queue_size": size}
-
-    def _sizes(self, is_static: bool) -> Iterator[tuple[str, Settings]]:
-        """Limits of a batch. What is not reached is lowered from what was."""
-        now, idle = self.resolved, idle_limits(self.summary, self.resolved["max_batch_size"])
-        peaks = {"max_batch_size": self.summary["peak_scheduled_requests"], "max_num_tokens": self.peak_tokens}
-        limits = {"max_batch_size": "batch_size"} | ({} if is_static else {"max_num_tokens": "num_tokens"})
-        for name, limit in limits.items():
-            if (size := now.get(name)) is None:
-                continue
-            for factor in FACTORS:
-                if factor > 1 and limit in idle:
-                    continue  # no decision depended on it
-                other = round(size * factor)
-                if factor < 1 and peaks[name] < size:
-                    other = rounded(peaks[name] * factor)
-                yield limit if factor > 1 else DEVICE, {name: max(other, 1)}
-        if emulated := now.get("static_emulated_batch_size"):
-            for factor in FACTORS:
-                yield "static_batch", {"static_emulated_batch_size": max(round(emulated * factor), 1)}
-
-    def _memory(self) -> Iterator[tuple[str, Settings]]:
-        """Size and data type of the KV cache, as far as the memory of the device has room."""
-        now = self.resolved
-        if (tokens := self.config.max_tokens_in_paged_kvcache) is not None:
-            room = self._room_in_tokens
-            sizes = [round(tokens * factor) for factor in FACTORS]
-            for size in [size for size in sizes if size <= room] + [room] * (room > tokens):
-                yield "kv_blocks" if size > tokens else "", {"max_tokens_in_paged_kvcache": size}
-        elif (blocks := self.config.num_gpu_blocks_override) is not None:
-            room = self._room_in_tokens // now["tokens_per_block"]
-            sizes = [round(blocks * factor) for factor in FACTORS]
-            for size in [size for size in sizes if 2 <= size <= room] + [room] * (room > blocks):
-                yield "kv_blocks" if size > blocks else "", {"num_gpu_blocks_override": size}
-        elif (share := self.config.gpu_memory_utilization) is not None:
-            for other in MEMORY_UTILIZATIONS:
-                yield "kv_blocks" if other > share else "", {"gpu_memory_utilization": other}
-        else:
-            for other in MEMORY_FRACTIONS:
-                is_more = other > now["kv_cache_free_gpu_mem_fraction"]
-                yield "kv_blocks" if is_more else "", {"kv_cache_free_gpu_mem_fraction": other}
-        for dtype in ("fp8", "bf16"):
-            yield "kv_blocks", {"kv_cache_dtype": dtype}
-
-    @cached_property
-    def _room_in_tokens(self) -> int:
-        """Tokens of KV cache that the device has room for."""
-        names = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "dtype", "kv_cache_dtype")
-        config = self.config.with_values(**{name: self.resolved[name] for name in names})
-        model, hardware = load_model_config(config.model), load_hardware(config.hardware or "")
-        shard = Shard.of_config(model, config)
-        room = int(plan_memory(shard, hardware, config).kv_cache / shard.kv_bytes_per_token)
-        blocks = room // config.tokens_per_block - (config.engine == VLLM)  # one is vLLM's null block
-        return blocks * config.tokens_per_block
-
-    def _of_trtllm(self) -> Iterator[tuple[str, Settings]]:
-        now = self.resolved
-        for policy in POLICIES:
-            yield "kv_blocks", {"policy": policy}
-        yield "num_tokens", {"enable_chunked_context": not now["enable_chunked_context"]}
-        for policy in CHUNKING_POLICIES if now["enable_chunked_context"] else ():
-            yield "num_tokens", {"context_chunking_policy": policy}
-        for overlap in Overlap:
-            yield "", {"overlap": overlap.value}
-        for name in ("enable_batch_size_tuning", "enable_max_num_tokens_tuning"):
-            yield "", {name: not now[name]}
-
-    def _of_vllm(self) -> Iterator[tuple[str, Settings]]:
-        now = self.resolved
-        for share in WATERMARKS:
-            yield "kv_blocks", {"watermark": share}
-        yield "kv_blocks", {"scheduler_reserve_full_isl": not now["scheduler_reserve_full_isl"]}
-        yield "num_tokens", {"enable_chunked_context": not now["enable_chunked_context"]}
-        start = now["long_prefill_token_threshold"] or now["max_num_tokens"]
-        for factor in FACTORS:
-            if (size := round(start * factor)) < now["max_num_tokens"]:
-                yield "num_tokens" if size > start else DEVICE, {"long_prefill_token_threshold": max(size, 1)}
-        yield "", {"async_scheduling": not now["async_scheduling"]}
-        if self.has_priorities:
-            yield "", {"scheduling_policy": "fcfs" if now["scheduling_policy"] == "priority" else "priority"}
-
-    def _of_sglang(self) -> Iterator[tuple[str, Settings]]:
-        now = self.resolved
-        for factor in FACTORS:
-            yield "kv_blocks", {"schedule_conservativeness": now["schedule_conservativeness"] * factor}
-        yield "prefill", {"enable_mixed_chunk": not now["enable_mixed_chunk"]}
-        yield "num_tokens", {"max_prefill_tokens": 2 * now["max_prefill_tokens"]}
-        yield "", {"disable_overlap_schedule": not now["disable_overlap_schedule"]}
-        for policy in SCHEDULE_POLICIES:
-            needs_prefixes = policy in ("lpm", "dfs-weight", "hrrn", "shortest-prefill-first")
-            if policy != "random" and (self.has_prefixes or not needs_prefixes):
-                yield "", {"schedule_policy": policy}
-
-    def _reuse(self) -> Iterator[tuple[str, Settings]]:
-        now = self.resolved
-        if not self.has_prefixes:
-            return
-        yield "kv_blocks", {"enable_kv_cache_reuse": not now["enable_kv_cache_reuse"]}
-        if now["enable_kv_cache_reuse"] and self.config.engine == TRTLLM:
-            yield "kv_blocks", {"kv_host_cache_bytes": 2 * now["kv_host_cache_bytes"] or HOST_CACHE_BYTES}
 
 
 class WhatIf:
@@ -572,32 +264,16 @@ class WhatIf:
                 notes.append(f"No change was tried on all requests: each takes about {self._all_s:,.0f} s (--budget).")
             elif helping := self._helping(goal, tried, self._of_all[0]):
                 on_all = tried[helping[0]]
-                index = next(place for place, one in enumerate(changes) if one.settings == on_all.settings)
+                index = next(number for number, one in enumerate(changes) if one.settings == on_all.settings)
             else:
                 index, reason = None, f"on all requests, none of the best {len(tried)} changes of the window does"
-        loses_more = index is not None and (on_all or changes[index]).loses_more
-        milder = self._milder(goal, changes, before[0]) if loses_more else None
+        is_costly = index is not None and (on_all or changes[index]).loses_more
+        milder = self._milder(goal, changes, before[0]) if is_costly else None
         then = None
         if index is not None and not only:
             best = changes[index]
-            config = self.config.with_values(**best.settings)
-            second = replace(
-                allowed,
-                config=config,
-                resolved={**allowed.resolved, **best.settings},
-                summary=best.summary,
-                waited_s=best.summary["waiting_by_limit"] | self._device_s(goal),
-            )
-            more = [one for one in second.changes() if not one.keys() & best.settings.keys()]
-            summaries = done[wanted.index(best.settings)]
-            progress.stage("trying second changes")
-            done, left_out = self._summaries(more, config, budget_s)
-            on_top, _ = self._changes(goal, more, done, summaries, self.config, best.settings)
-            second_index, _ = self._recommended(goal, on_top, best.summary, bool(left_out), ())
-            if second_index is not None and on_top[second_index].gpus == best.gpus:
-                then = on_top[second_index]
-            if left_out:
-                notes.append(f"{len(left_out)} of {len(more)} second changes were not tried for lack of time.")
+            then, left_out = self._second(goal, allowed, best, done[wanted.index(best.settings)], budget_s)
+            notes += [left_out] if left_out else []
         if names := unsayable(self.config):
             notes.append(f"The commands do not repeat the figures: no command line leaves out --{', --'.join(names)}.")
         if not self._window:
@@ -625,6 +301,31 @@ class WhatIf:
             self._errors,
             self._window,
         )
+
+    def _second(
+        self,
+        goal: Goal,
+        allowed: Allowed,
+        best: Change,
+        summaries: list[dict[str, Any]] | str,
+        budget_s: float,
+    ) -> tuple[Change | None, str]:
+        """The best change on top of `best` that needs no more GPUs, if one helps; and a note on those that were not
+        tried. summaries: of the runs with `best`."""
+        second = replace(
+            allowed,
+            config=self.config.with_values(**best.settings),
+            resolved={**allowed.resolved, **best.settings},
+            summary=best.summary,
+            waited_s=best.summary["waiting_by_limit"] | self._device_s(goal),
+        )
+        wanted = [one for one in second.changes() if not one.keys() & best.settings.keys()]
+        self._progress.stage("trying second changes")
+        done, untried = self._summaries(wanted, second.config, budget_s)
+        changes, _ = self._changes(goal, wanted, done, summaries, self.config, best.settings)
+        index, _ = self._recommended(goal, changes, best.summary, bool(untried), ())
+        note = f"{len(untried)} of {len(wanted)} second changes were not tried for lack of time." if untried else ""
+        return (changes[index] if index is not None and changes[index].gpus == best.gpus else None), note
 
     def _baseline(self, goal: Goal, budget_s: float | None) -> list[dict[str, Any]]:
         """The summaries of the run's own settings. If a replay of all requests takes too long to try enough changes
@@ -816,7 +517,7 @@ class WhatIf:
                 refused.append((values, "no request completes"))
                 continue
             effects = {
-                path: _effect([at(one, path) for one in before], [at(one, path) for one in after], errors.get(path))
+                path: effect_of([at(one, path) for one in before], [at(one, path) for one in after], errors.get(path))
                 for path in self._paths(before[0], goal)
             }
             both = {**on_top_of, **values}
@@ -824,7 +525,7 @@ class WhatIf:
             command = command_of(self._source, changed)
             real_command = command_of(self._source, self._asked.with_values(**both)) if self._is_real else ""
             gpus = changed.tp_size * changed.pp_size
-            more, loses = gpus > self._gpus, _loses_more(goal, effects)
+            more, loses = gpus > self._gpus, loses_more(goal, effects)
             changes.append(Change(values, effects, command, real_command, after[0], score, gpus, more, loses))
         return sorted(changes, key=lambda one: one.score), refused
 
@@ -886,21 +587,6 @@ class WhatIf:
         config = self.config.with_values(skip_samples=0, max_num_samples=None)
         done, _ = self._summaries(wanted, config, budget_s)
         return self._changes(goal, wanted, done, self._of_all, config, {})[0]
-
-
-def _effect(before: Sequence[float | None], after: Sequence[float | None], error: float | None) -> Effect:
-    """The effect with the run's own seed; noise if it does not have the same sign with all seeds, or is not larger than
-    `error`, a share of it."""
-    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old is not None and new is not None]
-    signs = {(new > old) - (new < old) for old, new in pairs}
-    effect = Effect(before[0], after[0], len(signs) != 1 or signs == {0})
-    is_small = error is not None and effect.change is not None and abs(effect.change) <= error
-    return replace(effect, is_noise=True) if is_small else effect
-
-
-def not_tried(reason: str) -> dict[str, Any]:
-    """`what_if` of `why --json` where nothing was tried."""
-    return {"goal": None, "baseline": {}, "changes": [], "recommended": None, "reason": reason, "then": None}
 
 
 def check_goal(name: str | None, slo: str | None) -> None:

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, is_read_once
 from ifbbench.errors import InputError
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.settings.config import (
     ARRIVAL_SETTINGS,
     BY_ITERATION,

@@ -19,9 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-from ifbbench.clock import NO_PROGRESS, Progress
 from ifbbench.compressed import STANDARD_INPUT, DamagedFile, bounded_lines, content_path, open_to_read
 from ifbbench.errors import InputError
+from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.settings.fields import shown
 from ifbbench.workload.containers import (
     ROWS_TO_RECOGNISE,

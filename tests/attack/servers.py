@@ -16,7 +16,7 @@ from unittest.mock import patch
 import httpx
 
 from ifbbench.cli.serve import NAMES
-from ifbbench.clock import Progress
+from ifbbench.progress import Progress
 from ifbbench.serving import server
 from ifbbench.serving.config import ServerConfig, server_settings
 from ifbbench.settings.config import RunConfig, settings

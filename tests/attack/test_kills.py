@@ -22,9 +22,9 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.clock import Progress
 from ifbbench.compressed import read_pieces
 from ifbbench.files import is_part
+from ifbbench.progress import Progress
 from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import load_run
 from ifbbench.rundir.run_directory import REPEATS_FILE

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ifbbench.cli.main import main
-from ifbbench.clock import NO_PROGRESS
+from ifbbench.progress import NO_PROGRESS
 from ifbbench.studies.sweep import KEEP
 
 FIGURES = {"ttft_s": {"p50": 0.1, "p99": 0.2}, "output_throughput_tokens_per_s": 10.0}

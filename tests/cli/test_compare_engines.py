@@ -56,6 +56,18 @@ def test_the_first_iteration_in_which_they_part_is_explained(tmp_path: Path) -> 
     assert "was left out first, for the token budget" in text
 
 
+def test_blocks_of_different_sizes_are_compared_by_their_tokens(tmp_path: Path) -> None:
+    text = compared(tmp_path / "sizes")
+    assert "kv_tokens.peak_held" in text
+    assert "kv_blocks.peak_used" not in text
+    assert "KV blocks of 32 tokens in use" in text
+    assert "KV blocks of 16 tokens in use" in text
+    text = compared(tmp_path / "same", "--tokens_per_block", "16")
+    assert "kv_blocks.peak_used" in text
+    assert "kv_tokens.peak_held" not in text
+    assert "KV blocks in use" in text
+
+
 def test_a_decision_made_while_the_iteration_before_runs_sees_fewer_arrivals(tmp_path: Path) -> None:
     simulated = "--device sim:h100-sxm --model llama-3.1-8b --max_num_samples 20 --request_rate 30 --json"
     arguments = f"compare chat --engine trtllm,vllm {simulated} --output {tmp_path / 'both'}"

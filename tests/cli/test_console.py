@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from ifbbench.cli import console
 from ifbbench.cli.console import LineProgress, progress_line
 from ifbbench.cli.main import main
-from ifbbench.clock import NO_PROGRESS
+from ifbbench.progress import NO_PROGRESS
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.reading import ROWS_BETWEEN_REPORTS, read_trace

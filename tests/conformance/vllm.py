@@ -9,9 +9,10 @@ import numpy as np
 
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.arrays import Rows
-from ifbbench.engine.batch import BatchBuilder, StepOutputs
+from ifbbench.engine.batch import StepOutputs
 from ifbbench.engine.drafts import DraftSettings
 from ifbbench.engine.interfaces import RequestSource
+from ifbbench.engine.passes import BatchBuilder
 from ifbbench.engine.plan import Plan
 from ifbbench.engine.records import NO_CACHE_STATE, InFlightIteration, IterationRecord
 from ifbbench.engine.request import Request

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ifbbench.clock import VirtualClock
-from ifbbench.engine.batch import NO_OUTPUTS, AdapterLoad, Batch, NullExecutor, StepOutputs
+from ifbbench.engine.batch import NO_OUTPUTS, AdapterLoad, Batch, StepOutputs
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
+from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import event
 from hypothesis import strategies as st
 
-from ifbbench.engine.batch import Batch, CopyKind, NullExecutor
+from ifbbench.engine.batch import Batch, CopyKind
 from ifbbench.engine.drafts import DraftSettings
+from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.kv.sequence import ReuseRules

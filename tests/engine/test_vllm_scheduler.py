@@ -14,7 +14,8 @@ from hypothesis import event
 from hypothesis import strategies as st
 
 from ifbbench.build.engine import build_engine, generate
-from ifbbench.engine.batch import Batch, NullExecutor
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.engine.request import Request, RequestTable, ReuseIdentity
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.sequence import ReuseRules

@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 from torch import Tensor
 
 from ifbbench.cli.main import main
-from ifbbench.engine.batch import Batch, NullExecutor
+from ifbbench.engine.batch import Batch
+from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.replay.client import ReplayClient
 from ifbbench.torch.model.llama import ForwardInputs, LlamaModel
 

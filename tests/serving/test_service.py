@@ -10,7 +10,8 @@ import pytest
 
 from ifbbench.build.engine import Engine
 from ifbbench.clock import MAX_LAG_S, PacedClock
-from ifbbench.engine.batch import Batch, NullExecutor, StepOutputs
+from ifbbench.engine.batch import Batch, StepOutputs
+from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.serving.library.batch_manager import BatchManagerFailed
 from ifbbench.serving.library.client import Tensors

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ifbbench.clock import NO_PROGRESS
+from ifbbench.progress import NO_PROGRESS
 from ifbbench.serving.config import ServerConfig
 from ifbbench.serving.server import serve
 from ifbbench.settings.config import RunConfig

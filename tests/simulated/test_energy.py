@@ -6,10 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from ifbbench.clock import NO_PROGRESS, VirtualClock
-from ifbbench.engine.batch import Positions
+from ifbbench.clock import VirtualClock
 from ifbbench.engine.interfaces import IterationWork
+from ifbbench.engine.stretch import Positions
 from ifbbench.errors import InputError
+from ifbbench.progress import NO_PROGRESS
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.cost_model import CostModel

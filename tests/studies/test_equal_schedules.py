@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import ifbbench.studies.points as points_module
-from ifbbench.clock import NO_PROGRESS
+from ifbbench.progress import NO_PROGRESS
 from ifbbench.settings.config import RunConfig
 from ifbbench.studies.equal_schedules import EqualSchedules
 from ifbbench.studies.points import run_points, summarise

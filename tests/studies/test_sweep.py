@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 import ifbbench.studies.sweep as sweep_module
 from ifbbench.cli.main import main
-from ifbbench.clock import Progress
 from ifbbench.errors import InputError
+from ifbbench.progress import Progress
 from ifbbench.replay.run import summarise_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.studies.grid import grid, parse_axes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ifbbench.cli.tune import rate_text, recorded_text
+from ifbbench.cli.tune_tables import rate_text, recorded_text
 from ifbbench.errors import InputError
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.names import from_mapping

@@ -26,7 +26,8 @@ from ifbbench.studies import what_if
 from ifbbench.studies.fit import slowed
 from ifbbench.studies.fitted_run import FITTED, _base_profile
 from ifbbench.studies.trace_window import MIN_REQUESTS, window_of
-from ifbbench.studies.what_if import Outcome, WhatIf
+from ifbbench.studies.what_if import WhatIf
+from ifbbench.studies.what_if_outcome import Outcome
 from tests.analysis.runs import simulate, write_requests
 from tests.studies.test_what_if import assert_repeats
 

@@ -10,8 +10,7 @@ from datetime import datetime, timedelta
 import numpy as np
 from numpy.typing import NDArray
 
-from ifbbench.rundir.line_types import TIMESTAMP_FORMAT
-from ifbbench.rundir.lines import Phase
+from ifbbench.rundir.line_types import TIMESTAMP_FORMAT, Phase
 from ifbbench.rundir.reader import RunData
 
 DECODE_LOG_INTERVAL = 40

@@ -14,8 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ifbbench.analysis.token_times import output_tokens
-from ifbbench.rundir.line_types import TIMESTAMP_FORMAT
-from ifbbench.rundir.lines import RUNNING, Phase
+from ifbbench.rundir.line_types import RUNNING, TIMESTAMP_FORMAT, Phase
 from ifbbench.rundir.reader import RunData
 
 INTERVAL_S = 10.0

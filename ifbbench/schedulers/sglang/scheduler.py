@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ifbbench.clock import Clock
-from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
-from ifbbench.engine.confirm import confirm
+from ifbbench.engine.batch import AdapterUse, BatchLayout, StepInputs, StepOutputs
 from ifbbench.engine.interfaces import RequestSource
+from ifbbench.engine.passes import confirm
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import Request
-from ifbbench.engine.stretch import Growth
+from ifbbench.engine.stretch import Growth, Positions
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.queueing import QueueingScheduler
 from ifbbench.schedulers.sglang.admission import MAX_EXPECTED, NONE_RUNNING, Need, PrefillPass, Verdict

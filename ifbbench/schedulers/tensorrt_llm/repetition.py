@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from ifbbench.engine.arrays import NO_ROWS, Rows
-from ifbbench.engine.batch import Positions
 from ifbbench.engine.plan import Plan
 from ifbbench.engine.records import InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request
-from ifbbench.engine.stretch import Growth
+from ifbbench.engine.stretch import Growth, Positions
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div
 from ifbbench.kv.interface import KvCache
 from ifbbench.kv.manager import KvCacheManager

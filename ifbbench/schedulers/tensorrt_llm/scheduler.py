@@ -12,14 +12,14 @@ import numpy as np
 
 from ifbbench.clock import Clock
 from ifbbench.engine.arrays import Rows
-from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
-from ifbbench.engine.confirm import confirm
+from ifbbench.engine.batch import AdapterUse, BatchLayout, StepInputs, StepOutputs
 from ifbbench.engine.drafts import DraftInputs
 from ifbbench.engine.interfaces import RequestSource, SchedulerStalled
+from ifbbench.engine.passes import confirm
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
-from ifbbench.engine.stretch import Growth
+from ifbbench.engine.stretch import Growth, Positions
 from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.blocks import OutOfBlocks
 from ifbbench.schedulers.limits import BatchingConfig

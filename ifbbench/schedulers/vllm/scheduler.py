@@ -7,12 +7,12 @@ import numpy as np
 
 from ifbbench.clock import Clock
 from ifbbench.engine.arrays import NO_ROWS, Rows
-from ifbbench.engine.batch import AdapterUse, BatchLayout, Positions, StepInputs, StepOutputs
-from ifbbench.engine.confirm import confirm
+from ifbbench.engine.batch import AdapterUse, BatchLayout, StepInputs, StepOutputs
+from ifbbench.engine.passes import confirm
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import Request
-from ifbbench.engine.stretch import Growth
+from ifbbench.engine.stretch import Growth, Positions
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.queueing import QueueingScheduler, Submitted
 from ifbbench.schedulers.vllm.drafts import Drafts

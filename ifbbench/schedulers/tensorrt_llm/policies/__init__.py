@@ -1,6 +1,5 @@
 """Capacity scheduler policies, one a file, and how they are found by name: built-in ones and those of users."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -11,7 +10,7 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.kv.adapters import AdapterCache, LoraLimits
 from ifbbench.kv.interface import KvCache
 from ifbbench.schedulers.limits import CONTIGUOUS_POLICY, BatchingConfig
-from ifbbench.schedulers.plugins import describe_failure, find_plugin
+from ifbbench.schedulers.plugins import check_parameters, describe_failure, find_plugin
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies.guaranteed_no_evict import GuaranteedNoEvict, StaticBatch
 from ifbbench.schedulers.tensorrt_llm.policies.max_utilization import MaxUtilization
@@ -123,15 +122,7 @@ def _check(name: str, target: Any) -> None:
         )
     if isinstance(target, type):
         _check_schedule(name, target, target)
-    try:
-        inspect.signature(target).bind(1)
-    except TypeError as error:
-        raise InputError(
-            f"--policy: {name!r} cannot be made from the maximum number of requests ({error}); expected "
-            "__init__(self, max_num_requests). Give other parameters defaults."
-        ) from error
-    except ValueError:  # a class written in C may not state its parameters
-        return
+    check_parameters("policy", name, target, "the maximum number of requests", "max_num_requests")
 
 
 def _check_schedule(name: str, found: Any, cls: type) -> None:

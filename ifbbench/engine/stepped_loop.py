@@ -1,0 +1,98 @@
+"""The loops of a fleet: several on one clock, each of which takes in its outputs when the others are as far."""
+
+import math
+from collections.abc import Callable
+
+from ifbbench.clock import tick
+from ifbbench.engine.predicted_loop import RanTogether
+from ifbbench.engine.transferring_loop import TransferringLoop
+
+
+class SteppedLoop(TransferringLoop):
+    """A loop whose `step` leaves the clock at the end of its iterations and holds their outputs; `take_in` takes them
+    in before the next step. In between, the caller of several loops learns what arrives until then. For the same
+    reason, a step that refuses requests runs no iteration."""
+
+    _held: Callable[[], None] | None = None
+    _held_together: RanTogether | None = None
+    _did_nothing: bool = False
+    _known_refused: int = 0
+
+    def step(self) -> bool:
+        """See TokenGenerationLoop."""
+        self._did_nothing = not super().step()
+        return not self._did_nothing
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it does nothing until more requests arrive, or keys and values."""
+        if self._in_flight or self._held is not None:
+            return False
+        return self._did_nothing or not self._has_work
+
+    @property
+    def waits_for_transfers(self) -> bool:
+        """Whether its latest step did nothing because all that it has taken waits for keys and values. Requests that
+        have arrived may wait until those leave."""
+        return self._did_nothing and self._has_work
+
+    @property
+    def is_held(self) -> bool:
+        """Whether outputs of the latest step are to be taken in."""
+        return self._held is not None
+
+    def take_in(self) -> None:
+        """Take in outputs of the latest step; if it has more, they are held, and the clock is at their end."""
+        held, self._held, self._held_together = self._held, None, None
+        if held is not None:
+            held()
+
+    def wake(self) -> None:
+        """Something has come that it was not asked for: a request, or keys and values."""
+        self._did_nothing, self._quiet_until_s = False, -math.inf
+
+    def lose_engine(self, time_s: float) -> None:
+        """The engine is lost at `time_s`: iterations that have not ended by then never do. The loop is of no use
+        afterwards, and its requests have not ended."""
+        ran, self._held, self._held_together = self._held_together, None, None
+        if ran is not None:
+            self._complete_before(ran, tick(time_s))
+        self._in_flight.clear()
+
+    def _complete_before(self, ran: RanTogether, time_ns: int) -> None:
+        """Take in those iterations, and in flight before them, that are collected before `time_ns`."""
+        times = ran.times
+        collected = times.collected_before(time_ns)
+        count = collected - len(self._in_flight)
+        if count > 0:
+            del times.start_ns[count:], times.submit_ns[count:], times.collect_ns[collected:]
+            self._complete_together(ran)
+        else:
+            self._complete_at(times.collect_ns[:collected])
+
+    # What a step does in another way.
+
+    def _admits_again(self) -> bool:
+        """What the answers to refused requests let arrive at this very time is admitted, too."""
+        if self._refused[0] == self._known_refused:
+            return False
+        self._known_refused, self._quiet_until_s = self._refused[0], -math.inf
+        return True
+
+    def _complete_all_but(self, count: int) -> None:
+        """Collect the oldest iteration in flight, and hold it; end the step if only so many are left."""
+        if len(self._in_flight) <= count:
+            self._end_step()
+            return
+        iteration = self._in_flight.popleft()
+        outputs = self._collect(iteration)
+        end_s = self._clock.now()
+
+        def complete() -> None:
+            self._complete(iteration, outputs, end_s)
+            self._complete_all_but(count)
+
+        self._held = complete
+
+    def _take_together(self, ran: RanTogether) -> None:
+        self._held, self._held_together = lambda: self._complete_together(ran), ran
