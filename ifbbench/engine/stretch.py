@@ -139,6 +139,7 @@ def copied(record: IterationRecord) -> IterationRecord:
         record.steps,
         record.loads,
         record.drafts,
+        record.continued,
     )
 
 
