@@ -160,11 +160,6 @@ class Request:
         return self.state is RequestState.GENERATION_IN_PROGRESS
 
     @property
-    def awaits_prompt(self) -> bool:
-        """Whether another engine computes the prompt, and nothing has come of it. What was paused is computed here."""
-        return self.remote_len > 0 and self.in_context and not self.pauses
-
-    @property
     def has_left(self) -> bool:
         """Whether the request is complete, failed or stopped: the engine keeps no state of it."""
         return self.state is RequestState.GENERATION_COMPLETE
@@ -292,13 +287,6 @@ class Request:
         self.state = RequestState.GENERATION_IN_PROGRESS
         self.table.generated[self.slot] = 1
         self.table.started.pop(self.slot, None)
-
-    def continue_generation(self) -> None:
-        """The prompt's keys and values have come from another engine, with the first token."""
-        assert self.table is not None
-        self.position, self.chunk = self.prompt_len, 0
-        self.start_generation()
-        self.table.confirmed[self.slot] = 1
 
     def finish_scheduling(self) -> None:
         """The last step is in flight."""

@@ -160,7 +160,7 @@ class TokenGaps:
         # First and last iteration whose end ends a gap of one step; before and after the other gaps.
         self._steps = array("i"), array("i")
         self._long = array("i"), array("i")
-        # Of requests whose first token came from another engine: seconds to the second one, and its iteration.
+        # The gaps after first tokens that another engine computed: seconds, and the iteration of the second token.
         self._first = array("d"), array("i")
 
     def add(self, stretches: Iterable[tuple[int, int]], every: int = 1) -> None:

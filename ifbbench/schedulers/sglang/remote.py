@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ifbbench.engine.plan import Limit
 from ifbbench.engine.request import Request
+from ifbbench.schedulers.remote_prompts import continue_generation
 from ifbbench.schedulers.sglang.admission import MAX_EXPECTED
 from ifbbench.schedulers.sglang.order import max_outputs
 from ifbbench.schedulers.sglang.state import Decision, SglangState
@@ -83,7 +84,7 @@ class RemoteRequests:
         joining, self.arrived = self.arrived[:room], self.arrived[room:]
         for request in joining:
             if request.in_context:
-                request.continue_generation()
+                continue_generation(request)
                 state.kv_cache.publish(request, request.prompt_len)
                 decision.entered.append(request)
         state.running.join(joining)

@@ -17,8 +17,8 @@ class ActiveRequests:
 
     Both lists change only when a request enters, changes phase or leaves, so that an iteration in which all requests
     only generate costs nothing here. Requests whose last step is in flight are in neither list, but are active. So are
-    those that hold blocks for keys and values that another engine sends, `receiving`; `sending` are those that are
-    complete, while their own are sent, which are not active.
+    those that hold blocks for keys and values that another engine sends, `receiving`. `num_sending` others are complete
+    and not active, while their own are sent.
 
     generation_rows: table rows of `generation`, in the same order.
     num_changes: how often the lists have changed; while it is the same, so are the lists.
@@ -31,15 +31,14 @@ class ActiveRequests:
         self.by_slot = table.requests
         self.generation_rows: Rows = NO_ROWS
         self.num_with_lora = self.num_reading_tokens = 0
-        self.num_changes = 0
+        self.num_changes = self.num_sending = 0
         self.receiving: dict[Request, None] = {}
-        self.sending: dict[Request, None] = {}
         self.has_remote = False  # whether another engine computes a prompt of any request
         self._beam_widths: dict[int, int] = {}
         self._num_entered = 0
 
     def __len__(self) -> int:
-        return len(self.by_slot) - len(self.sending)
+        return len(self.by_slot) - self.num_sending
 
     def __iter__(self) -> Iterator[Request]:
         """All active requests that can be scheduled, in order."""
@@ -92,29 +91,10 @@ class ActiveRequests:
     def move_to_generation(self, request: Request) -> None:
         """The prompt of `request` is complete."""
         del self.context[self._find(self.context, request)]
-        self._add_to_generation(request)
+        self.add_to_generation(request)
 
-    def begin_receiving(self, request: Request) -> None:
-        """`request` has blocks for the keys and values that another engine sends."""
-        self.num_changes += 1
-        del self.context[self._find(self.context, request)]
-        self.receiving[request] = None
-        self.table.num_transferring += 1
-
-    def end_receiving(self, request: Request) -> None:
-        """They have come: it is in generation."""
-        del self.receiving[request]
-        self.table.num_transferring -= 1
-        self._add_to_generation(request)
-
-    def begin_sending(self, request: Request) -> None:
-        """`request`, which is in neither list, is complete, and its keys and values are to be sent."""
-        self.num_changes += 1
-        self.table.micro_batch[request.slot] = NO_MICRO_BATCH
-        self.sending[request] = None
-        self.table.num_transferring += 1
-
-    def _add_to_generation(self, request: Request) -> None:
+    def add_to_generation(self, request: Request) -> None:
+        """`request`, which is in neither list, generates from now on."""
         self.num_changes += 1
         index = self._find(self.generation, request)
         self.generation.insert(index, request)
@@ -143,11 +123,7 @@ class ActiveRequests:
     def remove(self, request: Request) -> None:
         """`request` is complete, was stopped, or failed; its row is free again."""
         self.num_changes += 1
-        if request in self.receiving or request in self.sending:
-            self.receiving.pop(request, None)
-            self.sending.pop(request, None)
-            self.table.num_transferring -= 1
-        elif request.in_context:
+        if request.in_context:
             del self.context[self._find(self.context, request)]
         elif request.in_generation:
             self._remove_from_generation(request)

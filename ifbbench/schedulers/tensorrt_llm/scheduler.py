@@ -24,6 +24,7 @@ from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.blocks import OutOfBlocks
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
+from ifbbench.schedulers.remote_prompts import awaits_prompt
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.admission import Admission
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
@@ -33,6 +34,7 @@ from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies import make_policy
 from ifbbench.schedulers.tensorrt_llm.repetition import Repetition
+from ifbbench.schedulers.tensorrt_llm.transfers import Transfers
 from ifbbench.settings.modes import BatchingType
 
 
@@ -91,8 +93,7 @@ class TensorRtLlmScheduler:
         if repeats:
             self._repetition = Repetition(config, self.active, cache, self._may_pause, self._dynamic_limits)
         self._iteration, self._admits = 0, False
-        # `Plan.continued` of the next iteration that runs.
-        self._joined = list[tuple[Request, int]]()
+        self._transfers = Transfers(self.active, cache, self._repetition)
         self._in_flight: Sequence[InFlightIteration] = ()
         self._is_logged = log.isEnabledFor(logging.DEBUG)
 
@@ -103,7 +104,7 @@ class TensorRtLlmScheduler:
         return self._admission.waiting
 
     def admit(self, source: RequestSource) -> Sequence[Request]:
-        return [one for one in self._admission.admit(self.active, source) if not one.awaits_prompt]
+        return [one for one in self._admission.admit(self.active, source) if not awaits_prompt(one)]
 
     def find(self, request_id: int) -> Request | None:
         return self._admission.find(request_id)
@@ -118,44 +119,17 @@ class TensorRtLlmScheduler:
             self._release_blocks(request)
         if self._repetition is not None:
             self._repetition.forget(request)
+        if self.table.num_transferring:
+            self._transfers.forget(request)
         self.active.remove(request)
         self._admission.forget(request)
         request.complete()
 
-    # Keys and values that are sent to other engines, or come from them.
-
     def keep(self, request: Request) -> None:
-        if request.in_generation:
-            self.active.park(request.slot)
-            self.kv_cache.end_generation(request.slot)
-        if self._repetition is not None:
-            self._repetition.forget(request)
-        self.active.begin_sending(request)
-        request.complete()
+        self._transfers.keep(request)
 
     def receive(self, requests: Sequence[Request]) -> None:
-        """They generate from now on (`_prepare_disagg_gen_transmission_complete`)."""
-        for request in requests:
-            self.active.settle()
-            request.continue_generation()
-            self.active.end_receiving(request)
-            if self._repetition is not None:  # iterations in flight do not count for it
-                self.table.confirmed[request.slot] -= self._repetition.num_in_flight
-            self.kv_cache.begin_generation(request.slot)
-            if self._reuses_blocks:
-                self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
-            self._joined.append((request, 1))
-
-    def _take_blocks(self, requests: list[Request], now_s: float) -> None:
-        """Take the blocks of prompts that another engine computes (`_prepare_disagg_gen_init`)."""
-        cache = self.kv_cache
-        try:
-            for request in requests:
-                reused = cache.add_request(request, now_s)
-                request.set_prepopulated(reused, cache.attention_window.tokens_per_block)
-                self.active.begin_receiving(request)
-        except OutOfBlocks as error:
-            raise self._does_not_fit(error) from error
+        self._transfers.receive(requests)
 
     # The decision for one iteration.
 
@@ -178,14 +152,9 @@ class TensorRtLlmScheduler:
             plan = self._decide()
         for pause in plan.paused:
             self._pause(pause.victim)
-        if plan.receiving:
-            self._take_blocks(list(plan.receiving), now_s)
         self._start_prompts(plan, now_s)
-        if self._joined and not plan.does_nothing:
-            paused = {pause.victim for pause in plan.paused}
-            plan.entered = [one for one, _ in self._joined]
-            plan.continued = [one for one in self._joined if one[0] not in paused]
-            self._joined = []
+        if self._transfers.joined:
+            self._transfers.enter(plan)
         if self.num_micro_batches > 1:
             plan.in_flight = self.table.num_in_flight
         return plan
@@ -197,8 +166,8 @@ class TensorRtLlmScheduler:
             return plan
         fitting, receiving = self._policy.schedule(self.active, self.kv_cache), list[Request]()
         if self.active.has_remote:
-            receiving = [request for request in fitting.admitted if request.awaits_prompt]
-            fitting.admitted = [request for request in fitting.admitted if not request.awaits_prompt]
+            receiving = [request for request in fitting.admitted if awaits_prompt(request)]
+            fitting.admitted = [request for request in fitting.admitted if not awaits_prompt(request)]
         selected = self._micro_batch.schedule(self.active, fitting)
         self._admits = len(fitting.admitted) > 0
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
@@ -273,6 +242,8 @@ class TensorRtLlmScheduler:
         """Take the blocks of the prompts that `plan` starts. Context begins after what they hold already."""
         cache = self.kv_cache
         try:
+            for request in plan.receiving:
+                self._transfers.take_blocks(request, now_s)
             for request in plan.context:
                 if request.is_first_chunk:
                     reused = cache.add_request(request, now_s)

@@ -8,6 +8,7 @@ from mypy_extensions import mypyc_attr
 from ifbbench.engine.plan import LeftOut, Limit
 from ifbbench.kv.adapters import NO_LORA, LoraLimits, LoraPages
 from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.remote_prompts import awaits_prompt
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision, ReuseDelay
 
@@ -59,7 +60,7 @@ class GuaranteedNoEvict:
         admitted, room = decision.admitted, self.max_num_requests - len(running)
         contexts = active.context
         if active.has_remote:
-            contexts = sorted(contexts, key=lambda request: not request.awaits_prompt)
+            contexts = sorted(contexts, key=lambda request: not awaits_prompt(request))
         for request in contexts:
             if only_started and not request.has_started:
                 continue
