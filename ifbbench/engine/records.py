@@ -83,8 +83,7 @@ class IterationRecord:
     num_micro_batches: parts that the requests are divided into. Those of this one can run again so many iterations
         later, and `in_flight` requests are in the others.
     loads: LoRA adapters that it copied to the device.
-    drafts: of an iteration that verified draft tokens, which are among num_generation_tokens.
-    continued: see Plan.
+    drafts: of an iteration that verified draft tokens, which are among num_generation_tokens. continued: see Plan.
     """
 
     def __init__(

@@ -16,9 +16,8 @@ class ActiveRequests:
     """Active requests by descending priority, first come first served among equals, one list for each phase.
 
     Both lists change only when a request enters, changes phase or leaves, so that an iteration in which all requests
-    only generate costs nothing here. Requests whose last step is in flight are in neither list, but are active. So are
-    those that hold blocks for keys and values that another engine sends, `receiving`. `num_sending` others are complete
-    and not active, while their own are sent.
+    only generate costs nothing here. Active ones in neither list: the last step is in flight, or keys and values are to
+    come (`receiving`). num_sending: complete ones in the table, whose own are sent, and which are not active.
 
     generation_rows: table rows of `generation`, in the same order.
     num_changes: how often the lists have changed; while it is the same, so are the lists.
@@ -94,7 +93,6 @@ class ActiveRequests:
         self.add_to_generation(request)
 
     def add_to_generation(self, request: Request) -> None:
-        """`request`, which is in neither list, generates from now on."""
         self.num_changes += 1
         index = self._find(self.generation, request)
         self.generation.insert(index, request)

@@ -24,7 +24,6 @@ from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.blocks import OutOfBlocks
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
-from ifbbench.schedulers.remote_prompts import awaits_prompt
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.admission import Admission
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
@@ -93,7 +92,8 @@ class TensorRtLlmScheduler:
         if repeats:
             self._repetition = Repetition(config, self.active, cache, self._may_pause, self._dynamic_limits)
         self._iteration, self._admits = 0, False
-        self._transfers = Transfers(self.active, cache, self._repetition)
+        self._transfers = transfers = Transfers(self.active, cache, self._repetition)
+        self.keep, self.receive = transfers.keep, transfers.receive
         self._in_flight: Sequence[InFlightIteration] = ()
         self._is_logged = log.isEnabledFor(logging.DEBUG)
 
@@ -104,7 +104,7 @@ class TensorRtLlmScheduler:
         return self._admission.waiting
 
     def admit(self, source: RequestSource) -> Sequence[Request]:
-        return [one for one in self._admission.admit(self.active, source) if not awaits_prompt(one)]
+        return [one for one in self._admission.admit(self.active, source) if not one.remote_len]
 
     def find(self, request_id: int) -> Request | None:
         return self._admission.find(request_id)
@@ -124,12 +124,6 @@ class TensorRtLlmScheduler:
         self.active.remove(request)
         self._admission.forget(request)
         request.complete()
-
-    def keep(self, request: Request) -> None:
-        self._transfers.keep(request)
-
-    def receive(self, requests: Sequence[Request]) -> None:
-        self._transfers.receive(requests)
 
     # The decision for one iteration.
 
@@ -164,10 +158,8 @@ class TensorRtLlmScheduler:
             return self._next_static_step()
         if (plan := self._repeated_plan()) is not None:
             return plan
-        fitting, receiving = self._policy.schedule(self.active, self.kv_cache), list[Request]()
-        if self.active.has_remote:
-            receiving = [request for request in fitting.admitted if awaits_prompt(request)]
-            fitting.admitted = [request for request in fitting.admitted if not awaits_prompt(request)]
+        fitting = self._policy.schedule(self.active, self.kv_cache)
+        receiving = self._transfers.parted(fitting) if self.active.has_remote else []
         selected = self._micro_batch.schedule(self.active, fitting)
         self._admits = len(fitting.admitted) > 0
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
@@ -379,8 +371,6 @@ class TensorRtLlmScheduler:
     def horizon(self, plan: Plan) -> int:
         if self._repetition is None:
             return 0
-        if plan.continued or plan.receiving:
-            return min(1, self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight))
         return self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight)
 
     def cycle(self, plan: Plan) -> Sequence[Plan]:

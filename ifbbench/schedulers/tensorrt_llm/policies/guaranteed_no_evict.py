@@ -20,8 +20,7 @@ class GuaranteedNoEvict:
     The first request without enough blocks ends the walk (head-of-line blocking); one without enough LoRA pages is
     skipped. Context requests past their first chunk have no reserve: they ask for their remaining blocks again.
 
-    Those whose prompts another engine computes go before all others. One that has blocks for its prompt keeps the rest
-    of its blocks reserved until it generates. (TensorRT-LLM does not count it meanwhile, and may admit too many.)
+    Prompts that another engine computes go first, and their blocks to completion stay reserved until they generate.
 
     If nothing would run, because a request of higher priority waits for blocks that such started requests hold, the
     started requests run before it. (TensorRT-LLM's scheduler would never continue.)

@@ -124,7 +124,9 @@ class ReuseDelay:
 
     def should_wait(self, request: Request) -> bool:
         """Whether `request` has not started and should wait. If not, its first missing block is expected next."""
-        if not self._is_on or not request.in_context or not request.is_first_chunk or awaits_prompt(request):
+        if not self._is_on or not request.in_context or not request.is_first_chunk:
+            return False
+        if request.remote_len and awaits_prompt(request):
             return False
         missing = self._kv_cache.missing_block(request)
         if missing is None:
