@@ -72,7 +72,7 @@ class Transfers:
             self.joined.append((request, 1))
 
     def enter(self, plan: Plan) -> None:
-        """Those that have come enter with `plan`, unless nothing runs."""
+        """Requests that have their prompts enter with `plan`, unless nothing runs in it."""
         if plan.does_nothing:
             return
         paused = {pause.victim for pause in plan.paused}
