@@ -13,7 +13,10 @@ run by themselves.
 
 - SGLang looks for requests in each 10th or 30th decode batch on Blackwell (`--scheduler-recv-interval`).
 - TensorRT-LLM's `max_num_tokens` is that of one prompt and the batch, so that one prompt runs in an iteration; from
-  WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part.
+  WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part,
+  and prompts wait until each part has one (`attention_dp_config`).
+- Disaggregated rows have two sides, each with workers of their own, and the throughput of a GPU is that of all of both
+  sides. The settings of their servers (benchmarks/multi_node) were not read: they run with the defaults of the engine.
 - Before WARMED_UP the client sent no requests to warm the server up. SGLang on Blackwell then compiles kernels when it
   first cuts a prompt into chunks: nothing runs for COMPILING_S, which the throughput has in it. (TTFT p99 has them
   too. That this happens was found with all rows in view; how long it takes was set by eye.)
@@ -26,6 +29,7 @@ from typing import Any
 
 SHORTEST = 0.8
 ROUNDS = 10
+SIDES = ("prefill", "decode")
 # Pairs of lengths that requests take in turn.
 PAIRS = 1009
 GPUS = {"h100": "h100-sxm", "h200": "h200-sxm"}
@@ -63,14 +67,18 @@ def standard_row(row: Row) -> dict[str, Any]:
         tuple(max(1, round(row[name] * lengths.uniform(SHORTEST, 1))) for name in ("input", "output"))
         for _ in range(PAIRS)
     ]
+    is_apart = bool(row.get("disaggregated"))
     named = ("source", "engine", "model", "concurrency", "generation", "id", "drafts", "disaggregated", "date")
     settings = _of_sglang(row) if row["engine"] == "sglang" else _of_tensorrt_llm(row)
+    if is_apart:
+        settings = {"kv_cache_dtype": "fp8"}
     is_cold = row["engine"] == "sglang" and _is_blackwell(row) and row.get("date", WARMED_UP) < WARMED_UP
     prompts = row["concurrency"] * fmean(prompt_len for prompt_len, _ in pairs)
     return {
         **{name: row[name] for name in (*named, *LATENCIES, "version", "power_w_per_gpu") if name in row},
         "gpu": GPUS.get(row["gpu"], row["gpu"]),
-        "num_gpus": decode["tp"],
+        "num_gpus": sum(row[side]["gpus"] for side in SIDES) if is_apart else decode["tp"],
+        **({"sides": {side: _side(row[side]) for side in SIDES}} if is_apart else {}),
         "tp": decode["tp"],
         "ep": decode["ep"],
         "dp_attention": decode["dp_attention"],
@@ -83,8 +91,23 @@ def standard_row(row: Row) -> dict[str, Any]:
         "num_drafts": _drafts(row) if row.get("drafts") else None,
         "settings": settings | ({"acceptance_rate": acceptance_rate(row)} if row.get("drafts") else {}),
         "client_s": CLIENT_S,
-        "waiting_s": COMPILING_S if is_cold and prompts > settings["max_num_tokens"] else 0.0,
-        "output_tokens_per_s": row["output_tokens_per_s_per_gpu"] * decode["tp"],
+        "waiting_s": COMPILING_S if is_cold and not is_apart and prompts > settings["max_num_tokens"] else 0.0,
+        "output_tokens_per_s": row["output_tokens_per_s_per_gpu"]
+        * (sum(row[side]["gpus"] for side in SIDES) if is_apart else decode["tp"]),
+    }
+
+
+def _side(side: Row) -> dict[str, Any]:
+    """Replicas of a side of a disaggregated row, and the GPUs of each. Where `tp` is not that of a worker's GPUs, as in
+    SGLang's rows with attention data parallelism, experts and attention are taken to be divided among all of them."""
+    workers = side["workers"] or 1
+    degree = side["gpus"] // workers
+    ep = side["ep"] if side["tp"] == degree else degree
+    return {
+        "workers": workers,
+        "tp_size": degree,
+        "ep_size": ep,
+        "attention_dp_size": degree if side["dp_attention"] else 1,
     }
 
 
@@ -134,7 +157,8 @@ def _of_tensorrt_llm(row: Row) -> dict[str, Any]:
     tokens = (tokens + row["input"] + 64 + 63) // 64 * 64
     if row.get("date", WARMED_UP) >= WARMED_UP and not row.get("drafts"):
         tokens = max(tokens, 8192)
-    return {
+    balance = {"attention_dp_enable_balance": True, "attention_dp_time_out_iters": 60}
+    return (balance | {"attention_dp_batching_wait_iters": 0} if parts > 1 else {}) | {
         "max_num_tokens": tokens * parts,
         "max_batch_size": batch * parts if row.get("drafts") else 2048,
         "enable_chunked_context": False,

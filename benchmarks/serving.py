@@ -11,44 +11,35 @@ Constants may be fitted to the rows that fit_rows.csv lists; all others are judg
 - `--plot DIR` draws predicted against measured by regime.
 - `--bands` writes ifbbench/simulated/expected_errors.json from the judged rows, and from what
   `python -m benchmarks.published > PUBLISHED` printed for runs without an engine overhead (`--published`).
-- `--cache FILE` keeps predictions for the next call; they are used while rows, settings and package are the same.
+- `--cache FILE` keeps each prediction as soon as it is there, for the next call: after an interruption the same command
+  goes on. They are used while rows, settings and package are the same.
+- `--jobs N` processes; `--minutes M` begins no row after M minutes, and names those that were not run.
 """
 
 import argparse
-import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import ifbbench
 from benchmarks.fit_rows import FIT, JUDGED, part_of
-from benchmarks.serving_bands import bands, coverage, write_bands
+from benchmarks.serving_bands import bands, chosen_share, held_out, write_bands
 from benchmarks.serving_differences import differences
 from benchmarks.serving_rows import (
     METRICS,
     Comparison,
-    NotReplayable,
     Row,
     clients_of,
     degree_of,
     is_current,
     measured_figures,
-    predict,
     rows_of,
 )
+from benchmarks.serving_runs import POWER, predictions
 from ifbbench.rundir.run_directory import hardware, versions
-
-PACKAGE = Path(ifbbench.__file__).parent
-SOURCES = [path for suffix in ("py", "toml", "json") for path in sorted(PACKAGE.rglob(f"*.{suffix}"))]
-NOT_USED = ("expected_errors.json",)
-RUNNER = [Path(__file__).with_name(name) for name in ("serving_rows.py", "inferencex_rows.py")]
-POWER = "power_w_per_gpu"
 
 
 def _range(value: float, limits: Sequence[int]) -> str:
@@ -135,13 +126,24 @@ def report(comparisons: Sequence[Comparison]) -> dict[str, Any]:
             f"\n{part} rows, fastest number of GPUs: {found[f'{part}_fastest_degree']}\n"
             f"{part} rows, ratios of two: {json.dumps(found[f'{part}_differences'])}\n"
         )
-    found["bands"] = coverage(comparisons)
-    print(f"bands of fit rows on judged rows: {found['bands']}\n")
+    found["expected_error"] = {part: held_out(comparisons, part) for part in (FIT, JUDGED)}
+    for part, one in found["expected_error"].items():
+        _print_coverage(part, one)
     found["judged"] = {
         metric: {name: figures[name] for name in ("rows", "median", "p90", "bias")}
         for metric, figures in found["judged_rows"].items()
     }
     return found
+
+
+def _print_coverage(part: str, found: Mapping[str, Any]) -> None:
+    """Print how many rows are in the stated range that is made without their curve."""
+    groups = {**found["all"], **found["by_figure"], **found["by_regime"]}
+    width = max(map(len, [*groups, f"{part} rows, in a range without their curve"]))
+    print(f"\n{part + ' rows, in a range without their curve':<{width}}    rows  curves  inside  each curve once")
+    for name, one in groups.items():
+        print(f"{name:<{width}}  {one['rows']:6} {one['curves']:7} {one['inside']:7.1%} {one['inside_by_curve']:16.1%}")
+    print(f"a range is made for {found['made_for']:.0%} of its own rows, as fit rows need it")
 
 
 def _print_table(title: str, groups: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
@@ -156,44 +158,6 @@ def _print_table(title: str, groups: Mapping[str, Mapping[str, Mapping[str, floa
             for metric in metrics
         ]
         print(f"{name:<{width}}" + "".join(cells))
-
-
-def predictions(rows: Sequence[Row], models: Mapping[str, Any], jobs: int, cache: Path | None) -> list[dict[str, Any]]:
-    """What is predicted for each row, or {"error": why not}."""
-    package = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES if path.name not in NOT_USED))
-    for path in RUNNER:
-        package.update(path.read_bytes())
-    known = json.loads(cache.read_text()) if cache and cache.exists() else {}
-    keys = [hashlib.sha256(json.dumps([_replayed(row), package.hexdigest()]).encode()).hexdigest() for row in rows]
-    first = {key: index for index, key in reversed(list(enumerate(keys)))}  # rows that repeat a measurement share one
-    missing = [index for key, index in first.items() if key not in known]
-    with Pool(jobs) as pool:
-        # Rows with more clients take longer: they come first, so that all processes end together.
-        missing.sort(key=lambda index: -(rows[index].get("num_requests") or 0) * (rows[index].get("output") or 0))
-        found = pool.map(partial(_predicted, models=models), [rows[index] for index in missing], chunksize=1)
-    known |= {keys[index]: figures for index, figures in zip(missing, found, strict=True)}
-    if cache:
-        cache.write_text(json.dumps({key: known[key] for key in keys}))
-    return [known[key] for key in keys]
-
-
-def _replayed(row: Row) -> dict[str, Any]:
-    """What a prediction depends on: not the figures that were measured, but which of them there are."""
-    measured = ("id", "date", "output_tokens_per_s", POWER)
-    return {
-        name: sorted(key for key, figure in value.items() if figure is not None) if name.endswith("_ms") else value
-        for name, value in row.items()
-        if name not in measured
-    }
-
-
-def _predicted(row: Row, models: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return dict(predict(row, models))
-    except NotReplayable as reason:
-        return {"error": str(reason)}
-    except Exception as error:  # a row that cannot be replayed must not end the others
-        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _power_of(row: Row) -> dict[str, float]:
@@ -211,13 +175,14 @@ def main() -> None:
     parser.add_argument("--published", type=Path, metavar="PUBLISHED")
     parser.add_argument("--cache", type=Path, metavar="FILE")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--minutes", type=float)
     asked = parser.parse_args()
     read = [json.loads(file.read_text(encoding="utf-8")) for file in asked.files]
     models = {name: shape for data in read for name, shape in data.get("models", {}).items()}
     rows = [row for data in read for row in rows_of(data) if is_current(row) or not asked.current]
     if asked.judged:
         rows = [row for row in rows if part_of(row) == JUDGED]
-    predicted = predictions(rows, models, asked.jobs, asked.cache)
+    predicted = predictions(rows, models, asked.jobs, asked.cache, asked.minutes)
     comparisons = [
         Comparison(row, metric, measured, figures[metric])
         for row, figures in zip(rows, predicted, strict=True)
@@ -242,7 +207,9 @@ def main() -> None:
     result = {**about, **report(comparisons)}
     if asked.bands:
         published = json.loads(asked.published.read_text()) if asked.published else None
-        write_bands(bands([one for one in comparisons if part_of(one.row) == JUDGED]), published)
+        made_for = chosen_share(comparisons)
+        judged = [one for one in comparisons if part_of(one.row) == JUDGED]
+        write_bands(bands(judged, made_for), published, made_for)
     if asked.plot:
         from benchmarks.serving_charts import draw
 

@@ -48,6 +48,7 @@ from typing import Any
 
 from benchmarks.inferencex_rows import is_inferencex, standard_row
 from ifbbench.build.engines import engine_defaults
+from ifbbench.errors import InputError
 from ifbbench.models.named_models import built_in_models
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import DTYPE_BYTES, SGLANG, VLLM, RunConfig
@@ -173,8 +174,8 @@ def check(row: Row) -> None:
     """NotReplayable if the row is not one deployment, or does not say what is needed."""
     if missing := [name for name in NEEDED if not row.get(name)]:
         raise NotReplayable(f"the row does not say {', '.join(missing)}")
-    if row.get("disaggregated"):
-        raise NotReplayable("prefill and decode run on different GPUs")
+    if row.get("disaggregated") and not row.get("sides"):
+        raise NotReplayable("prefill and decode run on different GPUs, and the row does not say which")
     if not (row.get("concurrency") or row.get("rate") or row.get("num_requests")):
         raise NotReplayable("the row has neither clients nor a rate nor a number of requests")
     if not (row.get("pairs") or (row.get("input") and row.get("output"))):
@@ -200,6 +201,7 @@ def config_of(row: Row, model: str) -> RunConfig:
         "enable_exp_delays": row.get("arrival") == "poisson",
         "enable_kv_cache_reuse": bool(row.get("distinct_prompts")),
     }
+    values |= _sides(row["sides"]) if row.get("sides") else {}
     values |= _parallelism(row)
     values |= {name: row[name] for name in ("max_num_tokens", "max_batch_size", "kv_cache_dtype") if row.get(name)}
     if engine == VLLM:
@@ -234,16 +236,25 @@ def _dtype(row: Row) -> str:
 
 def _parallelism(row: Row) -> dict[str, Any]:
     """Expert and attention data parallelism, and draft tokens. NotReplayable where a run has no such setting."""
-    degree = degree_of(row)
+    degree, is_apart = degree_of(row), bool(row.get("sides"))
     wanted = {
-        "ep_size": row.get("ep") if (row.get("ep") or 1) > 1 else None,
-        "attention_dp_size": degree if row.get("dp_attention") else None,
+        "ep_size": row.get("ep") if (row.get("ep") or 1) > 1 and not is_apart else None,
+        "attention_dp_size": degree if row.get("dp_attention") and not is_apart else None,
         "draft_mtp": row.get("num_drafts") or (MTP_DRAFTS if row.get("drafts") == "mtp" else None),
     }
     values = {name: value for name, value in wanted.items() if value}
     if unknown := sorted(values.keys() - SETTINGS):
         raise NotReplayable(f"runs have no {', '.join(unknown)}")
     return values
+
+
+def _sides(sides: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """The settings of a fleet with prefill and decode apart."""
+    found: dict[str, Any] = {"tp_size": 1, "pp_size": 1}
+    for side, own in sides.items():
+        found[f"{side}_replicas"] = own["workers"]
+        found[side] = ",".join(f"{name}={value}" for name, value in own.items() if name != "workers")
+    return found
 
 
 def _pairs(row: Row) -> Sequence[tuple[int, int]]:
@@ -300,7 +311,10 @@ def predict(row: Row, models: Mapping[str, Any], changes: Mapping[str, Any] | No
         config = config.with_values(
             output=str(folder / "run"), quiet=True, iteration_stats_every=1_000_000, **changes or {}
         )
-        run = run_trace(str(folder / "trace.jsonl"), config)
+        try:
+            run = run_trace(str(folder / "trace.jsonl"), config)
+        except InputError as error:
+            raise NotReplayable(str(error)) from error
         if run.failed:
             raise NotReplayable(f"{run.failed} of {len(requests)} requests fail")
         lines = (folder / "run" / "requests.jsonl").read_text().splitlines()

@@ -15,7 +15,9 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,7 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_capacity,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -57,6 +53,8 @@ from ifbbench.kv.attention_window import UNLIMITED
 from tests.conformance.outcome import Mismatch
 from tests.conformance.vllm import END_TOKEN, limits_of, replay
 
+# What vLLM 0.15 reads from its arguments, and later versions from the parameters of sampling.
+OLD_ARGUMENTS = {"eos_token_id": END_TOKEN} if "eos_token_id" in signature(Request.__init__).parameters else {}
 KINDS = ("sync", "async", "drafts")
 # vLLM 0.32 itself may go on forever: without reservation of full prompts, two prompts of the same priority and arrival
 # time can pre-empt each other in turn. Such a workload is compared up to here.
@@ -172,6 +170,12 @@ def draw_case(seed: int) -> dict[str, Any]:
 
 def layout_difference(seed: int) -> str | None:
     """How the groups of layers, the number of blocks or the capacity of a random model differ from vLLM's; or None."""
+    from vllm.v1.core.kv_cache_utils import (  # the first is not in vLLM 0.15, whose recordings are checked too
+        get_kv_cache_capacity,
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+    )
+
     rng = random.Random(seed)
     settings = draw_settings(rng, rng.choice(KINDS[:2])) | {"block_size": rng.choice([16, 32])}
     size, longest = settings["block_size"], settings["max_model_len"]
@@ -218,6 +222,12 @@ def layer_spec(window: int | None, size: int, heads: int = 1, head_size: int = 1
     return SlidingWindowSpec(**shape, sliding_window=window)
 
 
+def known_to(config: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that this version of vLLM has in a class of its configuration."""
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in settings.items() if name in names}
+
+
 def vllm_config(settings: dict[str, Any]) -> VllmConfig:
     model, parallel = model_config(settings["max_model_len"]), ParallelConfig()
     drafts = None
@@ -239,17 +249,8 @@ def vllm_config(settings: dict[str, Any]) -> VllmConfig:
         scheduler_config=SchedulerConfig(
             max_model_len=settings["max_model_len"],
             is_encoder_decoder=False,
-            max_num_seqs=settings["max_num_seqs"],
-            max_num_active_seqs=settings["max_num_active_seqs"],
-            max_num_batched_tokens=settings["max_num_batched_tokens"],
-            max_num_scheduled_tokens=settings["max_num_scheduled_tokens"],
-            enable_chunked_prefill=settings["enable_chunked_prefill"],
-            long_prefill_token_threshold=settings["long_prefill_token_threshold"],
-            long_prefill_token_threshold_adaptive=settings["long_prefill_token_threshold_adaptive"],
             policy=settings["scheduling_policy"],
-            scheduler_reserve_full_isl=settings["scheduler_reserve_full_isl"],
-            watermark=settings["watermark"],
-            async_scheduling=False,
+            **known_to(SchedulerConfig, settings) | {"async_scheduling": False},
         ),
     )
     # vLLM's platform for CPUs turns asynchronous scheduling off, and rounds what does not suit its kernels.
@@ -273,7 +274,7 @@ def make_scheduler(settings: dict[str, Any], scheduler_cls: str | None = None) -
             settings["num_gpu_blocks"],
             [],
             groups,
-            prefix_cache_retention_interval=settings["prefix_cache_retention_interval"],
+            **known_to(KVCacheConfig, {name: settings[name] for name in ("prefix_cache_retention_interval",)}),
         ),
         structured_output_manager=StructuredOutputManager(config),
         block_size=settings["block_size"],
@@ -295,10 +296,17 @@ def assert_settings(scheduler: Scheduler, settings: dict[str, Any]) -> None:
         elif name == "max_model_len":
             found = scheduler.max_model_len
         else:
-            found = getattr(config, {"scheduling_policy": "policy"}.get(name, name))
-        if name == "max_num_scheduled_tokens" and expected is None and settings["num_speculative_tokens"]:
+            found = getattr(config, {"scheduling_policy": "policy"}.get(name, name), expected)
+        sets_itself = hasattr(config, name) and settings["num_speculative_tokens"]
+        if name == "max_num_scheduled_tokens" and expected is None and sets_itself:
             expected = settings["max_num_batched_tokens"]  # with drafts vLLM sets it, n-grams take no further slots
         assert found == expected, f"vLLM changed {name} from {expected} to {found}"
+
+
+def _is_prefill_chunk(request: Request) -> bool:
+    """Whether the prompt goes on after what was scheduled; older versions have no name for it."""
+    known = request.num_tokens + request.num_output_placeholders
+    return getattr(request, "is_prefill_chunk", request.num_computed_tokens < known)
 
 
 class Original:
@@ -342,6 +350,7 @@ class Original:
                 prompt_token_ids=given["prompt"],
                 sampling_params=params,
                 pooling_params=None,
+                **OLD_ARGUMENTS,
                 arrival_time=given["arrival_time"],
                 priority=given["priority"],
                 block_hasher=self._hasher if self.settings["enable_prefix_caching"] else None,
@@ -357,7 +366,7 @@ class Original:
         scheduled = [
             [name, n, self._requests[name].num_computed_tokens] for name, n in output.num_scheduled_tokens.items()
         ]
-        returning = {name for name, _, _ in scheduled if not self._requests[name].is_prefill_chunk}
+        returning = {name for name, _, _ in scheduled if not _is_prefill_chunk(self._requests[name])}
         self._in_flight.append((output, returning))
         drafts = {name: len(tokens) for name, tokens in output.scheduled_spec_decode_tokens.items() if tokens}
         return {

@@ -19,23 +19,30 @@ import tempfile
 import time
 from base64 import b64encode
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
+import vllm
+from vllm.config import SchedulerConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from benchmarks.vllm_oracle import KINDS, Original, draw_case
-from ifbbench.cli.main import main as cli
+from benchmarks.vllm_oracle import KINDS, Original, draw_case, known_to
+from ifbbench.live import notes
 from ifbbench.live import vllm as recording
 from ifbbench.live.channel import Channel
-from ifbbench.live.events import Begin, End, Event, write
-from ifbbench.live.vllm import RECORD
-from tests.live.recordings import batches, decisions, lines
+from ifbbench.live.notes import RECORD
+from tests.live.recordings import Kept, batches, decisions, difference_of_replay, first_difference, lines
 
 RECORDING_CLASS = "ifbbench.live.vllm.RecordingScheduler"
+# What versions before some setting do.
+WITHOUT = {
+    "max_num_active_seqs": None,
+    "max_num_scheduled_tokens": None,
+    "long_prefill_token_threshold_adaptive": False,
+    "scheduler_reserve_full_isl": False,
+    "watermark": 0.0,
+}
 KEPT_SEEDS = (2, 10, 15, 19, 27)  # a few hundred iterations of each kind, with pre-emptions and aborts
 SECONDS_PER_STEP = 1e-5  # of arrival times, which decide the order of equal priorities
 
@@ -48,6 +55,10 @@ def draw_recorded(seed: int) -> dict[str, Any]:
     longest = -(-settings["max_model_len"] // settings["block_size"])
     num_blocks = max(settings["num_gpu_blocks"], 1 + longest)
     case["settings"] |= {"windows": [None], "prefix_cache_retention_interval": 0, "num_gpu_blocks": num_blocks}
+    unknown = WITHOUT.keys() - known_to(SchedulerConfig, WITHOUT)
+    case["settings"] |= {name: WITHOUT[name] for name in unknown}
+    if "long_prefill_token_threshold_adaptive" in unknown:  # it also holds for a request that is alone there
+        case["settings"]["long_prefill_token_threshold"] = 0
     return case
 
 
@@ -73,36 +84,18 @@ def difference_of_recording(directory: Path, steps: list[dict[str, Any]], kind: 
         expected.append((len(tokens), sum(tokens), len(step["preempted"]), step["free_blocks"]))
     found = [line[:4] for line in recorded]
     if found != expected:
-        return _first_difference(expected, found)
+        return first_difference(expected, found)
     if kind != "sync":  # spans have no step too many of a request that has ended, and no drafts that were rejected
         return None
     named = [{names[number]: count for number, count in batch.items()} for batch in batches(directory)]
-    return _first_difference([{name: count for name, count, _ in step["scheduled"]} for step in steps], named)
-
-
-def difference_of_replay(directory: Path, replayed: Path) -> str | None:
-    """The first iteration in which the replay of a recording decides something else, or None."""
-    arguments = ["run", str(directory), "--engine", "vllm", "--output", str(replayed), "--quiet"]
-    result = CliRunner().invoke(cli, arguments)
-    if result.exit_code:
-        return f"the replay failed: {result.output}"
-    # What was in flight when a client stopped its request is in the lines, and not in the spans of a replay.
-    stopped = {row["request_id"] for row in lines(directory, "trace") if "stopped_in" in row}
-    one, other = ([*zip(decisions(path), batches(path, stopped), strict=True)] for path in (directory, replayed))
-    return _first_difference(one, other)
-
-
-def _first_difference(expected: list[Any], found: list[Any]) -> str | None:
-    for number, (one, other) in enumerate(zip(expected, found, strict=False)):
-        if one != other:
-            return f"iteration {number}: {other}, expected {one}"
-    return None if len(expected) == len(found) else f"{len(found)} iterations, expected {len(expected)}"
+    return first_difference([{name: count for name, count, _ in step["scheduled"]} for step in steps], named)
 
 
 def check_random(count: int, first_seed: int) -> int:
     """Record and replay random workloads."""
     init_none_hash(sha256)
-    totals, differences = {"workloads": 0, "iterations": 0, "pre-emptions": 0, "replayed": 0}, dict[str, str]()
+    totals: dict[str, Any] = {"vllm": vllm.__version__}
+    totals, differences = totals | {"workloads": 0, "iterations": 0, "pre-emptions": 0, "replayed": 0}, dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(first_seed, first_seed + count):
             case, directory = draw_recorded(seed), Path(folder) / str(seed)
@@ -110,7 +103,7 @@ def check_random(count: int, first_seed: int) -> int:
             kind = KINDS[seed % len(KINDS)]
             found = difference_of_recording(directory, steps, kind)
             if kind != "drafts" and steps:  # which drafts were accepted is not in a trace
-                found = found or difference_of_replay(directory, Path(folder) / f"{seed}-replayed")
+                found = found or difference_of_replay(directory, Path(folder) / f"{seed}-replayed", "vllm")
                 totals["replayed"] += 1
             if found:
                 differences[case["name"]] = found
@@ -121,30 +114,11 @@ def check_random(count: int, first_seed: int) -> int:
     return 1 if differences else 0
 
 
-class Kept:
-    """A `Channel` to memory."""
-
-    latest: "Kept"
-    is_open = True
-
-    def __init__(self, directory: Path, begin: Begin) -> None:
-        self.frames = BytesIO()
-        Kept.latest = self
-        self.put(begin)
-
-    def put(self, event: Event) -> bool:
-        write(self.frames, event)
-        return True
-
-    def close(self, end: End) -> None:
-        self.put(end)
-
-
 def keep(target: Path, seeds: Sequence[int]) -> int:
     """Write events and decisions of random workloads as JSON: [{kind, events (base64), steps}]. Arrivals are stamped
     with the time, so that each writing differs."""
     init_none_hash(sha256)
-    setattr(recording, Channel.__name__, Kept)
+    setattr(notes, Channel.__name__, Kept)
     kept = list[dict[str, Any]]()
     for seed in seeds:
         steps = [

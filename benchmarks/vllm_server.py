@@ -28,9 +28,10 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from benchmarks.vllm_end_to_end import MODEL
-from benchmarks.vllm_recording import difference_of_recording, difference_of_replay
-from ifbbench.live.vllm import RECORD, RecordingScheduler
-from tests.live.recordings import decisions, holders_of, lines
+from benchmarks.vllm_recording import difference_of_recording
+from ifbbench.live.notes import RECORD
+from ifbbench.live.vllm import RecordingScheduler
+from tests.live.recordings import decisions, difference_of_replay, holders_of, lines
 
 WITNESS = "IFBBENCH_WITNESS"
 WAIT_S = 600.0
@@ -222,7 +223,7 @@ def check(folder: Path, count: int, seed: int, port: int, blocks: int = SETTINGS
     holders = holders_of(recording, seen, SETTINGS["max-num-seqs"], SETTINGS["max-num-batched-tokens"], SAMPLED, seed)
     if wrong_holders := [one for one in holders if one.expected != one.found]:
         differences["wrapper, why"] = str(wrong_holders[:3])
-    if found := difference_of_replay(recording, folder / "replayed"):
+    if found := difference_of_replay(recording, folder / "replayed", "vllm"):
         differences["recording, replay"] = found
     return {
         "server_s": round(took_s, 1),

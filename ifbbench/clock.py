@@ -54,6 +54,10 @@ class WallClock:
     def now(self) -> float:
         return time.perf_counter() - self._zero
 
+    def align(self, other: "WallClock") -> None:
+        """Have the zero of `other`."""
+        self._zero = other._zero
+
     def real_now(self) -> float:
         """`now`."""
         return time.perf_counter() - self._zero
@@ -123,6 +127,11 @@ class PacedClock(VirtualClock):
         self._wall.restart()
         self.num_skips = self.skipped_ns = 0
         self.epoch_s = round(time.time())
+
+    def align(self, other: "PacedClock") -> None:
+        """Have the start of `other`, of which the run has only begun."""
+        self._wall.align(other._wall)
+        self.epoch_s = other.epoch_s
 
     def real_now(self) -> float:
         """Real seconds since the start of the run. May be called from any thread."""

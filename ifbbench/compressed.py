@@ -288,15 +288,16 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
         return text.read()
 
 
-def open_to_read(path: Path, accept_cut: bool = False) -> BinaryIO:
+def open_to_read(path: Path, accept_cut: bool = False, on_cut: Callable[[], None] | None = None) -> BinaryIO:
     """The content of `path` as a seekable file, see `open_again`; content that begins like gzip, zstd or zip is
     unpacked. A zip file holds one file.
 
     For a compressed file it is an unnamed temporary file, deleted when closed.
 
+    on_cut: with `accept_cut`, called if it was cut off.
+
     OSError if it cannot be read, InputError if it needs a package or unpacks to too much, DamagedFile if it is not
-    valid, EOFError if it was cut off and `accept_cut` is
-    not set.
+    valid, EOFError if it was cut off and `accept_cut` is not set.
     """
     file = open_again(path)
     start = file.read(4)
@@ -310,10 +311,10 @@ def open_to_read(path: Path, accept_cut: bool = False) -> BinaryIO:
     else:
         return file
     with file:
-        return _copied(_bounded(path, file, unpacked(path, file)), accept_cut)
+        return _copied(_bounded(path, file, unpacked(path, file)), accept_cut, on_cut)
 
 
-def _copied(pieces: Iterator[bytes], accept_cut: bool = False) -> BinaryIO:
+def _copied(pieces: Iterator[bytes], accept_cut: bool = False, on_cut: Callable[[], None] | None = None) -> BinaryIO:
     """A temporary file of `pieces`."""
     copy = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
@@ -323,6 +324,8 @@ def _copied(pieces: Iterator[bytes], accept_cut: bool = False) -> BinaryIO:
         if not accept_cut:
             copy.close()
             raise
+        if on_cut is not None:
+            on_cut()
     except BaseException:
         copy.close()
         raise

@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 
 from ifbbench.models.config import ModelConfig
+from ifbbench.torch import host
 from tests.small_model import SMALL_MODEL
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -41,16 +42,22 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+freeze = gc.freeze
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Generator[None, Any, Any]:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
     """Restore the number of threads, which commands set for their process: small operations take several times as long
-    with more than this one."""
+    with more than this one. Keep what is left after the last test of a file out of later collections of garbage."""
     try:
         return (yield)
     finally:
         torch, threads = sys.modules.get("torch"), int(os.environ["OMP_NUM_THREADS"])
         if torch is not None and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+        if nextitem is None or nextitem.path != item.path:
+            gc.collect()
+            freeze()
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +89,12 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.fixture
+def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV caches of runs on the CPU in this process take up to 64 MiB by default, and not 2 GiB, which are cleared."""
+    monkeypatch.setattr("ifbbench.torch.build.MAX_CPU_KV_BYTES", 64 * 1024**2)
+
+
+@pytest.fixture
 def undrawn_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps in this process do not lay out and write their charts, for tests of everything else: it takes most of the
     time of a small sweep."""
@@ -99,6 +112,9 @@ def without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection() -> Generator[None, Any, Any]:
     """Exclude what exists after pytest's collection from collections of garbage: a million objects of libraries and
     tests, which stay until the end. Else each takes a second, and so few come that models of finished runs fill memory.
+
+    Let malloc use mmap in this process, which has runs on the CPU and simulated ones: without, zeroed arrays of
+    gigabytes of which hardly a page is used (block tables of SGLang's scheduler) are written whole, and fill memory.
     """
     gc.disable()  # what is imported is no garbage
     try:
@@ -111,6 +127,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         patch = pytest.MonkeyPatch()
         patch.setattr(gc, "freeze", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
+        patch.setattr(host, "keep_freed_memory", lambda: None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

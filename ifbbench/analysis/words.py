@@ -37,6 +37,9 @@ LIMITS = {
     "paused": LimitText("paused", "blocks after a pause", "paused"),
     "static_batch": LimitText("end of the static batch", "the static batch to end", "static", "static"),
     "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse", "prefix"),
+    "attention_dp": LimitText(
+        "a prompt in each part", "a prompt in each part", "parts", "parts", "attention_dp_enable_balance"
+    ),
     "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora", "LoRA", "lora_device_mem_fraction"),
     "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam", "beams"),
     "in_flight": LimitText("its iteration in flight", "its iteration in flight", "sent"),

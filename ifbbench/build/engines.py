@@ -28,6 +28,7 @@ NOT_IN_VLLM: Mapping[str, str] = {
     "context_chunk_unit": _SCHEDULED,
     "enable_batch_size_tuning": _SCHEDULED,
     "enable_max_num_tokens_tuning": _SCHEDULED,
+    "attention_dp_enable_balance": "vLLM has no such rule",
     "max_beam_width": "beams are no part of vLLM's scheduler",
     "beam_width": "beams are no part of vLLM's scheduler",
     "enable_partial_reuse": "vLLM reuses whole blocks only",

@@ -77,7 +77,7 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
     )
     if config.enable_chunked_context is None:  # the default of the command line
         has_budget = (config.max_num_tokens or UNLIMITED) >= _resolved(config.context_chunk_unit)
-        possible = config.kv_cache_type == "paged" and has_budget
+        possible = config.kv_cache_type == "paged" and has_budget and not config.attention_dp_enable_balance
         config = config.with_values(enable_chunked_context=possible)
     _check_settings(config)
     _check_beams(config)
@@ -87,14 +87,14 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
             f"--max_seq_len: {max_seq_len} is more than the {model_max_seq_len} positions of model "
             f"{config.model}; give a smaller one."
         )
-    longest = max_seq_len - 1
+    longest, balances = max_seq_len - 1, config.attention_dp_enable_balance
     if config.engine == VLLM:
         check_requests_of_vllm(config, max_seq_len)
     elif config.engine != SGLANG and not (
         config.enable_chunked_context or config.max_num_tokens is None or config.type == BatchingType.V1
     ):
         # A prompt runs in one piece, and so does that of a resumed request, generated tokens included.
-        longest = min(longest, config.max_num_tokens)
+        longest = min(longest, config.max_num_tokens // (config.attention_dp_size if balances else 1))
     dtype = config.dtype or ("bf16" if config.hardware and not on_cpu else config.weight_dtype)
     return config.with_values(
         dtype=dtype,
@@ -284,6 +284,14 @@ def _check_parts(config: RunConfig) -> None:
         for name, is_given in refused.items():
             if is_given:
                 raise InputError(f"--attention_dp_size: is not built with --{name}; leave one of them out.")
+    if config.attention_dp_enable_balance and config.attention_dp_size == 1:
+        raise InputError(
+            "--attention_dp_enable_balance: is about the parts of --attention_dp_size; add it, or leave this out."
+        )
+    if config.attention_dp_enable_balance and config.enable_chunked_context:
+        raise InputError(
+            "--attention_dp_enable_balance: is not built with --enable_chunked_context; leave one of them out."
+        )
     if config.enable_two_batch_overlap and config.attention_dp_size == 1:
         raise InputError(
             "--enable_two_batch_overlap: hides the exchange of tokens between experts, which only --attention_dp_size "
@@ -369,6 +377,9 @@ def batching_config(
         sglang=sglang_rules(config) if config.engine == SGLANG else None,
         reads_block_tables=reads_block_tables,
         attention_dp_size=config.attention_dp_size,
+        balances_parts=config.attention_dp_enable_balance,
+        attention_dp_time_out_iters=config.attention_dp_time_out_iters,
+        attention_dp_batching_wait_iters=config.attention_dp_batching_wait_iters,
     )
     if limits.table_bytes > LARGE_BYTES and limits.table_bytes > (free := available_host_bytes()):
         raise InputError(

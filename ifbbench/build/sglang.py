@@ -45,6 +45,7 @@ NOT_IN_SGLANG: Mapping[str, str] = {
     "context_chunk_unit": _SCHEDULED,
     "enable_batch_size_tuning": _SCHEDULED,
     "enable_max_num_tokens_tuning": _SCHEDULED,
+    "attention_dp_enable_balance": "SGLang has no such rule",
     "max_beam_width": "beams are not built for this engine",
     "beam_width": "beams are not built for this engine",
     "enable_partial_reuse": "SGLang reuses whole pages; see --page_size",

@@ -174,15 +174,15 @@ def _libraries() -> Iterator[None]:
 def export(run: Path, export_format: str) -> None:
     """Write the tables of RUN into its directory `export`: iterations, requests, spans and trace.
 
-    With --format perfetto write one trace of iterations, requests, pauses and counters, for ui.perfetto.dev. The files
-    written are listed.
+    With --format perfetto write one trace of iterations, requests, pauses and counters, for ui.perfetto.dev; of a fleet
+    with the decisions of its router and a process for each replica. The files written are listed.
     """
     check_new_directory(run / "export", "export into")
     if export_format == "perfetto":
         from ifbbench.analysis.recorded import RecordedRun
         from ifbbench.report.compat.perfetto import write_trace
 
-        recorded = RecordedRun.load(run, or_endpoint=True)
+        recorded = RecordedRun.load(run, or_endpoint=True, or_fleet=True)
         click.echo(write_trace(recorded, recorded.data.path / "export"))
         return
 

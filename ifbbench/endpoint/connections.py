@@ -73,10 +73,10 @@ class _Get(Exchange):
 class Connections:
     """The connections to one address, reused for later requests.
 
-    headers: of every request. timeout_s: the longest time without a byte from the server, also to connect. max_time_s:
-    the longest time from sending a request to the end of its response. alarm: rings in time while data arrives. all,
-    idle: those that are open, and those of them that wait for a request. opened: number of connections that were made;
-    resent: requests that were sent again because an idle connection was closed.
+    headers: of every request. timeout_s: the longest time without a byte from the server, also to connect, unless
+    connect_timeout_s is given. max_time_s: the longest time from sending a request to the end of its response. alarm:
+    rings in time while data arrives. all, idle: those that are open, and those of them that wait for a request. opened:
+    number of connections that were made; resent: requests that were sent again because an idle connection was closed.
     """
 
     def __init__(
@@ -87,12 +87,15 @@ class Connections:
         max_time_s: float,
         clock: Clock,
         alarm: Alarm,
+        *,
+        connect_timeout_s: float | None = None,
     ) -> None:
         self.address = address
         self.clock, self.alarm = clock, alarm
         self.idle: list[Connection] = []
         self.opened = self.resent = 0
         self._timeout_s, self._max_time_s = timeout_s, max_time_s
+        self._connect_timeout_s = connect_timeout_s or timeout_s
         self.all: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         # Where the first connection went, so that the name is looked up once.
@@ -152,6 +155,14 @@ class Connections:
         for connection in list(self.all):
             connection.fail(RequestFailed("interrupted", "the run ended before the response was complete"))
 
+    def abandon(self, exchange: Exchange) -> None:
+        """This response is not wanted any more: its connection is closed, so that the server can stop."""
+        exchange.is_open = False
+        for connection in list(self.all):
+            if connection.exchange is exchange:
+                connection.exchange = None
+                connection.close()
+
     def resend(self, content: bytes, exchange: Exchange) -> None:
         """A request found its idle connection closed by the server."""
         self.resent += 1
@@ -160,7 +171,10 @@ class Connections:
     async def _send_on_new(self, content: bytes, exchange: Exchange) -> None:
         try:
             connection = await self._connect()
-            connection.send(exchange, content)
+            if exchange.is_open:
+                connection.send(exchange, content)
+            else:  # it was abandoned meanwhile
+                self.idle.append(connection)
         except RequestFailed as error:
             exchange.end(error)
         except Exception as error:  # nothing else would end the exchange
@@ -170,7 +184,7 @@ class Connections:
         """A new connection. RequestFailed if there is none to be had."""
         host, port = self._peer or (self.address.host, self.address.port)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._connect_timeout_s):
                 _, made = await self._loop.create_connection(
                     lambda: Connection(self),
                     host,
@@ -179,7 +193,8 @@ class Connections:
                     server_hostname=self.address.host if self._tls else None,
                 )
         except TimeoutError:
-            raise RequestFailed("connect", f"no connection within {self._timeout_s:g} s", may_retry=True) from None
+            reason = f"no connection within {self._connect_timeout_s:g} s"
+            raise RequestFailed("connect", reason, may_retry=True) from None
         except ssl.SSLError as error:
             raise RequestFailed("tls", f"no secure connection: {error.reason or error}") from None
         except OSError as error:

@@ -68,7 +68,7 @@ async def model_name(connections: Connections, config: RunConfig) -> str:
                 "give the name of one with generate_stream as --model."
             )
         return str(given)
-    names = _model_names(text) if answer.status == 200 else []
+    names = listed_models(text) if answer.status == 200 else []
     if given is None and not names:
         raise InputError(
             f"--endpoint {url}: the server lists no model (/v1/models: status {answer.status}); give its "
@@ -79,7 +79,8 @@ async def model_name(connections: Connections, config: RunConfig) -> str:
     return given or names[0]
 
 
-def _model_names(text: str) -> list[str]:
+def listed_models(text: str) -> list[str]:
+    """The names in an answer to /v1/models; none in another text."""
     try:
         names = [one["id"] for one in decode(text)["data"] if isinstance(one["id"], str)]
         return [name for name in names if name.isprintable()]

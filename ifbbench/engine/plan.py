@@ -26,6 +26,7 @@ class Limit(StrEnum):
     STATIC_BATCH = "static_batch"
     BEAM_WIDTH = "beam_width"
     REUSE_DELAY = "reuse_delay"
+    ATTENTION_DP = "attention_dp"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,16 @@ class PrefixIndex:
         for key, length in reversed(pieces):
             self._held += length - lengths.pop(key, 0)
             lengths[key] = length
+        self._drop()
+
+    def resize(self, capacity: int) -> None:
+        """It holds so many tokens from now on."""
+        self._capacity = capacity
+        self._drop()
+
+    def _drop(self) -> None:
         while self._held > self._capacity:
-            _, length = lengths.popitem(last=False)
+            _, length = self._lengths.popitem(last=False)
             self._held -= length
 
     def clear(self) -> None:

@@ -32,8 +32,9 @@ class Begin(Struct, frozen=True, array_like=True, tag=True):
 
 class Added(Struct, frozen=True, array_like=True, tag=True):
     """A request entered the queue. in_flight: iterations whose outputs had not come back when the scheduler first saw
-    it. computed, is_running: of a request that is in the engine already, when a recording
-    begins or goes on after iterations were lost; its outputs so far are then part of the prompt."""
+    it. ignores_end: it generates until its maximum, whatever the model says. computed, is_running: of a request that is
+    in the engine already, when a recording begins or goes on after iterations were lost; its outputs so far are then
+    part of the prompt."""
 
     name: str
     arrival_s: float
@@ -43,12 +44,14 @@ class Added(Struct, frozen=True, array_like=True, tag=True):
     in_flight: int = 0
     computed: int = 0
     is_running: bool = False
+    ignores_end: bool = False
 
 
 class Ended(Struct, frozen=True, array_like=True, tag=True):
     """A request left. outcome: completed, stopped (by its client) or failed. hashes: of the full blocks of `hash_size`
     tokens of prompt and output, each of which depends on the blocks before. tokens: prompt and output, if they are
-    recorded."""
+    recorded. unhashed: prompt and output as 64-bit integers, where the engine has no hashes; they are not written.
+    in_flight: iterations that were decided by then, and whose outputs had not come back."""
 
     name: str
     outcome: str
@@ -56,6 +59,8 @@ class Ended(Struct, frozen=True, array_like=True, tag=True):
     hash_size: int
     hashes: list[bytes]
     tokens: list[int] | None = None
+    unhashed: bytes = b""
+    in_flight: int = 0
 
 
 class End(Struct, frozen=True, array_like=True, tag=True):
@@ -70,6 +75,14 @@ class Started(Struct, frozen=True, array_like=True):
     name: str
     computed: int
     known: int
+
+
+class Preempted(Struct, frozen=True, array_like=True):
+    """A running request that lost its blocks: for which other one, and for what limit."""
+
+    victim: str
+    beneficiary: str
+    limit: str = "kv_blocks"
 
 
 class Head(Struct, frozen=True, array_like=True):
@@ -91,10 +104,11 @@ class Step(Struct, frozen=True, array_like=True, tag=True):
     """One iteration, sent when its outputs have come back.
 
     changes: requests that were added, or stopped from outside, since the iteration before was scheduled. tokens: of
-    each scheduled request, in the order of scheduling. preempted: victim and beneficiary. free_blocks: after it was
-    scheduled. num_outputs: tokens of each request that got other than one at the end of its prompt or in a generation
-    step; empty without draft tokens. ended: requests that its outputs ended. num_lost: iterations before it that were
-    not sent because the queue was full; `present` then describes every request that is in the engine after it.
+    each scheduled request, in the order of scheduling. free_blocks: after it was scheduled. num_outputs: tokens of each
+    request that got other than one at the end of its prompt or in a generation step; empty without draft tokens. ended:
+    requests that its outputs ended. num_lost: iterations before it that were not sent because the queue was full;
+    `present` then describes every request that is in the engine after it. held: the first running request that gets no
+    token because prompts run, if the engine runs them apart.
     """
 
     begun_s: float
@@ -103,13 +117,14 @@ class Step(Struct, frozen=True, array_like=True, tag=True):
     changes: list[Added | Ended]
     tokens: dict[str, int]
     started: list[Started]
-    preempted: list[tuple[str, str]]
+    preempted: list[Preempted]
     head: Head | None
     free_blocks: int
     num_outputs: dict[str, int]
     ended: list[Ended]
     num_lost: int = 0
     present: list[Added] = field(default_factory=list)
+    held: str | None = None
 
 
 Event = Begin | Step | End

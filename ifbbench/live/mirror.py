@@ -9,7 +9,7 @@ from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Pause
 from ifbbench.engine.records import CacheState, IterationRecord
 from ifbbench.engine.request import Request, RequestState
 from ifbbench.kv.attention_window import ceil_div
-from ifbbench.live.events import Added, Ended, Head, Step
+from ifbbench.live.events import Added, Ended, Head, Preempted, Step
 from ifbbench.settings.config import DEFAULT_PRIORITY
 
 # The engine's priorities are integers, the smallest first; those of a trace are between 0 and 1, the largest first.
@@ -21,7 +21,9 @@ class EngineLimits:
     """What decides how many tokens and blocks a request needs to start, and which one is first. token_budget: of an
     iteration. watermark_blocks: stay free when a request starts beside others. reserves_full_prompt: a prompt starts
     only if all its blocks are free. cuts_prompts: chunked prefill. is_priority: requests run by priority, then by
-    arrival; else in the order of the queue."""
+    arrival; else in the order of the queue. runs_prompts_apart: an iteration runs prompts or generation steps (SGLang):
+    running requests are held by prompts, pre-empted ones go to the end of the queue, and those that just ran a prompt
+    to the end of the running ones."""
 
     tokens_per_block: int
     num_blocks: int
@@ -31,6 +33,7 @@ class EngineLimits:
     reserves_full_prompt: bool = False
     cuts_prompts: bool = True
     is_priority: bool = False
+    runs_prompts_apart: bool = False
 
 
 def trace_priority(priority: int) -> float:
@@ -97,7 +100,7 @@ class Mirror:
         self.requests: dict[str, RecordedRequest] = {}
         self.running: dict[str, RecordedRequest] = {}
         self._limits = limits
-        self.num_added = self._num_started = 0
+        self.num_added = self._num_queued = self._num_started = 0
         self._carried_over: list[RecordedRequest] = []
         # Requests that the latest iteration ended may be pre-empted in one that was decided before.
         self._ended: dict[str, RecordedRequest] = {}
@@ -106,12 +109,16 @@ class Mirror:
     def add(self, added: Added, arrival_s: float, iteration: int) -> RecordedRequest:
         """A request entered the queue before `iteration`."""
         request = self.requests[added.name] = RecordedRequest(added, self.num_added, arrival_s, iteration)
-        if self._limits.is_priority:
-            request.order = float(added.priority), round(arrival_s * NANOSECONDS)
-        else:
-            request.order = 0.0, self.num_added
+        self._enqueue(request, arrival_s)
         self.num_added += 1
         return request
+
+    def _enqueue(self, request: RecordedRequest, arrival_s: float) -> None:
+        """A request enters the queue: which one is first is decided by its order."""
+        priority = float(request.engine_priority) if self._limits.is_priority else 0.0
+        by_arrival = self._limits.is_priority and not self._limits.runs_prompts_apart
+        request.order = priority, round(arrival_s * NANOSECONDS) if by_arrival else self._num_queued
+        self._num_queued += 1
 
     def remove(self, ended: Ended) -> RecordedRequest | None:
         """A request has left; None if it is not known. The caller completes it."""
@@ -157,7 +164,10 @@ class Mirror:
 
         to_run_s: what is added to times of the engine's clock for those of the run; epoch_s: to those of the run for
         the time since 1970."""
-        paused = [pause for pair in step.preempted if (pause := self._preempt(*pair)) is not None]
+        paused = [pause for one in step.preempted if (pause := self._preempt(one)) is not None]
+        first_held = None
+        if step.held is not None:  # it may have ended since
+            first_held = self.requests.get(step.held) or self._ended.get(step.held)
         self._ended.clear()
         activated = self._start(step)
         chunks, recomputed, num_generation, num_tokens = list[ContextChunk](), 0, 0, 0
@@ -180,8 +190,14 @@ class Mirror:
                 request.made += outputs
         held = list[Request]()
         held += [one for name, one in self.running.items() if name not in step.tokens and one.in_generation]
+        if self._limits.runs_prompts_apart:
+            held = held if chunks else []
+            if chunks or paused:
+                self._move_last(step)
         blocked = [LeftOut(pause.victim, pause.limit) for pause in paused]
-        blocked += self._left_out(step, chunks, held)
+        if first_held is not None:
+            blocked.append(LeftOut(first_held, Limit.PREFILL))
+        blocked += self._left_out(step, chunks, () if self._limits.runs_prompts_apart else held)
         start_s = step.begun_s + to_run_s
         return IterationRecord(
             iteration,
@@ -205,14 +221,22 @@ class Mirror:
             end_s=step.ended_s + to_run_s,
         )
 
-    def _preempt(self, victim: str, beneficiary: str) -> Pause | None:
-        request = self.requests.get(victim)
+    def _move_last(self, step: Step) -> None:
+        """The requests of an iteration become the last of the running ones."""
+        for name in step.tokens:
+            if (request := self.running.pop(name, None)) is not None:
+                self.running[name] = request
+
+    def _preempt(self, one: Preempted) -> Pause | None:
+        request = self.requests.get(one.victim)
         if request is not None:
             request.preempt()
-            self.running.pop(victim, None)
-        elif (request := self._ended.get(victim)) is None:
+            self.running.pop(one.victim, None)
+            if self._limits.runs_prompts_apart:
+                self._enqueue(request, request.arrival_s)
+        elif (request := self._ended.get(one.victim)) is None:
             return None
-        return Pause(request, self.requests.get(beneficiary, request), Limit.KV_BLOCKS)
+        return Pause(request, self.requests.get(one.beneficiary, request), Limit(one.limit))
 
     def _start(self, step: Step) -> list[Request]:
         """Let requests of the queue run; returns those that run for the first time."""

@@ -9,9 +9,8 @@ import logging
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,62 +20,33 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from ifbbench.live.channel import Channel
-from ifbbench.live.events import Added, Begin, End, Ended, Head, Started, Step
+from ifbbench.live.events import Added, Begin, Ended, Head, Preempted, Started
+from ifbbench.live.notes import COMPLETED, FAILED, STOPPED, Notes, keeps_tokens, note, open_notes
 
-RECORD, RECORD_TOKENS = "IFBBENCH_RECORD", "IFBBENCH_RECORD_TOKENS"
-FIRST_VERSION, AFTER_LAST_VERSION = (0, 15), (0, 33)
+VERSIONS = (0, 15), (0, 32)
 _STOPPED = (RequestStatus.FINISHED_ABORTED,)
 _COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _log = logging.getLogger("vllm.ifbbench")
 
 
-@dataclass(slots=True)
-class _Pending:
-    """An iteration whose outputs have not come back: the fields of its Step. output: vLLM's SchedulerOutput."""
+class _Notes(Notes):
+    """What a recording scheduler has noted.
 
-    output: Any
-    begun_s: float
-    submitted_s: float
-    changes: list[Added | Ended]
-    started: list[Started]
-    preempted: list[tuple[str, str]]
-    head: Head | None
-    free_blocks: int
-
-    @property
-    def is_iteration(self) -> bool:
-        """Whether anything was decided; else it is no iteration."""
-        return bool(self.output.num_scheduled_tokens or self.preempted)
-
-
-class _Notes:
-    """What a recording scheduler has noted and not sent.
-
-    new: requests added since the latest call of `schedule`. changes: those added or stopped since the latest iteration
-    was decided. preempted: victim and beneficiary, in the iteration that is being scheduled. looked_up: the latest
-    request whose prefix was looked for in the cache, and what was found. in_flight: iterations whose outputs have not
-    come back, the oldest first. ended: requests that the outputs being processed have ended. num_lost: iterations that
-    were not sent since the latest one that was.
+    new: requests added since the latest call of `schedule`. looked_up: the latest request whose prefix was looked for
+    in the cache, and what was found.
     """
 
     def __init__(self, scheduler: Scheduler, directory: Path) -> None:
         self.new: list[Request] = []
-        self.changes: list[Added | Ended] = []
-        self.preempted: list[tuple[str, str]] = []
         self.looked_up: tuple[Request, Any, int] | None = None
-        self.in_flight: deque[_Pending] = deque()
-        self.ended: list[Ended] = []
-        self.num_lost = 0
-        self._unsent: list[Added | Ended] = []  # changes of the iterations that were lost
         self._scheduler = scheduler
         self._cache = scheduler.kv_cache_manager
         self._get_free_blocks = self._cache.block_pool.get_num_free_blocks
         self._is_updating = False
-        self._keeps_tokens = os.environ.get(RECORD_TOKENS) == "1"
+        self._keeps_tokens = keeps_tokens()
         self._hash_size = getattr(scheduler, "hash_block_size", scheduler.block_size)
         self._cache.get_computed_blocks = self._noting_lookups(self._cache.get_computed_blocks)
-        self._channel = Channel(directory, _begin(scheduler))
+        super().__init__(directory, _begin(scheduler))
 
     def _noting_lookups(self, look_up: Callable[[Request], Any]) -> Callable[[Request], Any]:
         def get_computed_blocks(request: Request) -> Any:
@@ -95,7 +65,7 @@ class _Notes:
         """`request` has ended."""
         self._take_new()  # it may be one of them
         status = request.status
-        outcome = "completed" if status in _COMPLETED else "stopped" if status in _STOPPED else "failed"
+        outcome = COMPLETED if status in _COMPLETED else STOPPED if status in _STOPPED else FAILED
         ended = Ended(
             request.request_id,
             outcome,
@@ -110,7 +80,7 @@ class _Notes:
         """caller: of vLLM's method. The request that needs the blocks is not passed to it, but is a variable of
         `schedule`. To follow each allocation instead would cost as much as all other notes of an iteration."""
         beneficiary = getattr(caller.f_locals.get("request"), "request_id", request.request_id)
-        self.preempted.append((request.request_id, beneficiary))
+        self.preempted.append(Preempted(request.request_id, beneficiary))
 
     # Iterations.
 
@@ -118,28 +88,19 @@ class _Notes:
         """An iteration was decided; one without tokens is kept until the next one that has some."""
         self._take_new()
         scheduler, tokens = self._scheduler, output.num_scheduled_tokens
-        self.in_flight.append(
-            _Pending(
-                output,
-                begun_s,
-                submitted_s,
-                self.changes,
-                [
-                    Started(name, request.num_computed_tokens - tokens[name], request.num_tokens)
-                    for name in _started(output)
-                    if (request := scheduler.requests.get(name)) is not None
-                ],
-                self.preempted,
-                self._head(output, bool(self.preempted)),
-                self._get_free_blocks(),
-            )
-        )
-        self.changes, self.preempted, self.looked_up = [], [], None
+        started = [
+            Started(name, request.num_computed_tokens - tokens[name], request.num_tokens)
+            for name in _started(output)
+            if (request := scheduler.requests.get(name)) is not None
+        ]
+        head = self._head(output, bool(self.preempted))
+        self.decided(output, begun_s, submitted_s, tokens, started, head, self._get_free_blocks())
+        self.looked_up = None
 
     def _take_new(self) -> None:
         if not self.new:
             return
-        in_flight = sum(pending.is_iteration for pending in self.in_flight)
+        in_flight = self.num_in_flight()
         self.changes += [
             Added(
                 request.request_id,
@@ -166,50 +127,15 @@ class _Notes:
             if is_last and output.scheduled_spec_decode_tokens:
                 indices, sampled = model_output.req_id_to_index, model_output.sampled_token_ids
                 num_outputs = {name: len(sampled[indices[name]]) for name in output.scheduled_spec_decode_tokens}
-            if pending.is_iteration:
-                self._send(pending, ended_s, num_outputs)
-            else:
-                following = self.in_flight[0].changes if self.in_flight else self.changes
-                following[:0] = pending.changes
+            self.send(pending, ended_s, num_outputs)
             if is_last:
                 return
 
     def close(self) -> None:
         self._take_new()
-        self._channel.close(End(self.changes))
+        super().close()
 
-    def abandon(self) -> None:
-        self._channel.abandon()
-
-    @property
-    def is_open(self) -> bool:
-        return self._channel.is_open
-
-    def _send(self, pending: _Pending, ended_s: float, num_outputs: dict[str, int]) -> None:
-        ended, self.ended = self.ended, []
-        step = Step(
-            pending.begun_s,
-            pending.submitted_s,
-            ended_s,
-            [*self._unsent, *pending.changes],
-            pending.output.num_scheduled_tokens,
-            pending.started,
-            pending.preempted,
-            pending.head,
-            pending.free_blocks,
-            num_outputs,
-            ended,
-            self.num_lost,
-            self._all_requests() if self.num_lost else [],
-        )
-        if self._channel.put(step):
-            self.num_lost = 0
-            self._unsent.clear()
-        else:
-            self.num_lost += 1
-            self._unsent += [*pending.changes, *ended]
-
-    def _all_requests(self) -> list[Added]:
+    def present(self) -> list[Added]:
         return [
             Added(
                 request.request_id,
@@ -247,7 +173,7 @@ class _Notes:
         _, blocks, hits = self.looked_up
         free_hits = sum(block.ref_cnt == 0 for group in blocks.blocks for block in group) if hits else 0
         cap, num_requests = config.long_prefill_token_threshold, sum(scheduler.get_request_counts())
-        if num_requests <= 1:
+        if num_requests <= 1 and hasattr(config, "long_prefill_token_threshold_adaptive"):
             cap = 0
         elif cap and getattr(config, "long_prefill_token_threshold_adaptive", False):
             cap = max(cap, config.max_num_batched_tokens // num_requests)
@@ -263,19 +189,20 @@ def _started(output: Any) -> list[str]:
 def _begin(scheduler: Scheduler) -> Begin:
     config, scheduling, cache = scheduler.vllm_config, scheduler.scheduler_config, scheduler.cache_config
     model, parallel = config.model_config, config.parallel_config
+    # Versions that do not have a setting do as its last value here says.
     settings = {
         "model": model.model,
         "max-model-len": scheduler.max_model_len,
         "max-num-seqs": scheduler.max_num_running_reqs,
         "max-num-batched-tokens": scheduling.max_num_batched_tokens,
-        "max-num-scheduled-tokens": scheduling.max_num_scheduled_tokens,
+        "max-num-scheduled-tokens": getattr(scheduling, "max_num_scheduled_tokens", None),
         "max-num-active-seqs": getattr(scheduling, "max_num_active_seqs", None),
         "scheduling-policy": str(scheduling.policy),
         "enable-chunked-prefill": scheduling.enable_chunked_prefill,
         "long-prefill-token-threshold": scheduling.long_prefill_token_threshold,
-        "long-prefill-token-threshold-adaptive": getattr(scheduling, "long_prefill_token_threshold_adaptive", None),
-        "scheduler-reserve-full-isl": getattr(scheduling, "scheduler_reserve_full_isl", None),
-        "watermark": getattr(scheduling, "watermark", None),
+        "long-prefill-token-threshold-adaptive": getattr(scheduling, "long_prefill_token_threshold_adaptive", False),
+        "scheduler-reserve-full-isl": getattr(scheduling, "scheduler_reserve_full_isl", False),
+        "watermark": getattr(scheduling, "watermark", 0.0),
         "async-scheduling": isinstance(scheduler, AsyncScheduler),
         "enable-prefix-caching": cache.enable_prefix_caching,
         "block-size": scheduler.block_size,
@@ -293,29 +220,13 @@ def _begin(scheduler: Scheduler) -> Begin:
     return Begin("vllm", vllm.__version__, settings, facts, time.monotonic(), time.time(), num_blocks)
 
 
-def _new_notes(scheduler: Scheduler) -> _Notes | None:
-    """The notes of a scheduler that is to be recorded; None, and a line in the log, where it is not."""
-    directory = os.environ.get(RECORD)
-    if not directory:
-        _log.warning("%s is not set: nothing is recorded. Give it the directory of the recording.", RECORD)
-        return None
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
-    if not FIRST_VERSION <= version < AFTER_LAST_VERSION:
-        _log.warning("nothing is recorded: vLLM %s is not known; expected 0.15 to 0.32.", vllm.__version__)
-        return None
-    try:
-        return _Notes(scheduler, Path(directory))
-    except Exception as error:
-        _log.warning("nothing is recorded: %s", error)
-        return None
-
-
 class _Recorded:
     """The methods of vLLM's scheduler that are noted. A failure ends the recording, never the server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._notes: _Notes | None = _new_notes(self)
+        make = partial(_Notes, self)
+        self._notes: _Notes | None = open_notes("vLLM", vllm.__version__, VERSIONS, _log, make)
 
     def add_request(self, request: Request) -> None:
         is_new = request.request_id not in self.requests  # type: ignore[attr-defined]
@@ -349,17 +260,7 @@ class _Recorded:
         self._note(_Notes.close)
 
     def _note(self, what: Callable[..., None], *args: Any) -> None:
-        notes = self._notes
-        if notes is None:
-            return
-        try:
-            what(notes, *args)
-            if not notes.is_open:
-                self._notes = None
-        except Exception:
-            _log.exception("the recording ends; the server goes on without it")
-            self._notes = None
-            notes.abandon()
+        self._notes = note(self._notes, _log, what, *args)
 
 
 class RecordingScheduler(_Recorded, Scheduler):  # type: ignore[misc]

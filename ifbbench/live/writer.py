@@ -6,26 +6,29 @@ server that was killed is complete, too. A recording that has grown too large or
 
 import math
 import os
+import pickle
 import select
 import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from ifbbench.clock import WallClock
 from ifbbench.errors import IfbbenchError
 from ifbbench.live.events import Added, Begin, End, Ended, Event, Step, take
-from ifbbench.live.mirror import EngineLimits, Mirror, RecordedRequest
+from ifbbench.live.mirror import PRIORITY_STEP, EngineLimits, Mirror, RecordedRequest
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
 from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.rundir.traffic_trace import TrafficTrace
-from ifbbench.settings.config import VLLM, RunConfig
+from ifbbench.settings.config import SGLANG, RunConfig
 from ifbbench.settings.modes import BatchingType
 from ifbbench.settings.names import setting
-from ifbbench.settings.vllm_serve import VLLM_SERVE
+from ifbbench.settings.servers import SERVERS
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.trace import Trace, TraceRequest
 
@@ -34,20 +37,39 @@ CARRIED_OVER = "carried over"
 # In the server's environment: when the recording goes on in the next directory.
 MAX_MIB, MAX_HOURS = "IFBBENCH_RECORD_MAX_MIB", "IFBBENCH_RECORD_MAX_HOURS"
 DEFAULT_MAX_MIB, DEFAULT_MAX_HOURS = 1024.0, 24.0
+MAX_IN_MEMORY = 10_000  # figures of requests
+TOKEN_BYTES = 8  # of Ended.unhashed
 _READ_BYTES, _MIB, _HOUR_S = 1 << 20, 1 << 20, 3600.0
 
 
 def settings_of(begin: Begin) -> RunConfig:
     """The settings of the engine, as those of a run."""
-    values: dict[str, Any] = {"engine": VLLM}
+    values: dict[str, Any] = {"engine": begin.engine}
+    if begin.engine == SGLANG:  # which has no options for these
+        values |= {"enable_chunked_context": True, "enable_kv_cache_reuse": True}
+    names = SERVERS[begin.engine].settings
     for option, value in begin.settings.items():
-        if value is not None:
-            name = VLLM_SERVE.settings.get(option, option)
+        name = names.get(option, option)
+        if (name, value) == ("max_num_tokens", -1):  # SGLang: whole prompts
+            values |= {name: None, "enable_chunked_context": False}
+        elif value is not None:
             values[name] = setting(name).check(value)
+    if (threshold := values.get("priority_scheduling_preemption_threshold")) is not None:
+        # Between those of a trace. Priorities are integers, so that half a step more means the same.
+        values["priority_scheduling_preemption_threshold"] = (threshold + 0.5) * PRIORITY_STEP
     return RunConfig(**values)
 
 
 def limits_of(begin: Begin, config: RunConfig) -> EngineLimits:
+    if begin.engine == SGLANG:  # which itself says what holds the head of its queue
+        return EngineLimits(
+            config.tokens_per_block,
+            begin.num_blocks,
+            config.max_seq_len or 0,
+            config.max_num_tokens or 0,
+            is_priority=config.enable_priority_scheduling,
+            runs_prompts_apart=True,
+        )
     return EngineLimits(
         config.tokens_per_block,
         begin.num_blocks,
@@ -70,12 +92,15 @@ class Segment:
         self._mirror = Mirror(limits_of(begin, config))
         self._mirror.continue_with(present)
         self._num_carried_over = len(self._mirror.requests)
-        self._num_iterations = 0
+        self._num_iterations = self._num_ignoring_end = 0
         self._open = ExitStack()  # until the end, no other process writes there
         self._description = self._described(begin, config)
         places = run_directory.numbered(directory)
         self.directory = self._open.enter_context(run_directory.begun(places, False, self._write_start))
         self._trace = TrafficTrace(self.directory / "trace.jsonl")
+        # Figures of requests that have ended, as exact as in memory: a server goes on for days.
+        file = TemporaryFile(dir=self.directory)  # noqa: SIM115 - closed with the directory
+        self._figures, self._num_kept = self._open.enter_context(file), 0
         self._recorder = Recorder(
             self.directory,
             self._description,
@@ -93,6 +118,9 @@ class Segment:
         record.finished = [request for request, one in ended if one.outcome == "completed"]
         self._recorder.iteration(record)
         self._num_iterations += 1
+        if self._recorder.metrics.num_completed >= MAX_IN_MEMORY:
+            pickle.dump(self._recorder.metrics.take_parts(), self._figures)
+            self._num_kept += 1
         for request, one in ended:
             if one.outcome == "completed":
                 request.complete()
@@ -107,6 +135,7 @@ class Segment:
                 # The clocks of front end and engine may differ: it came before now, and not before the start.
                 arrival_s = max(min(change.arrival_s - self._epoch_s, now_s - self._start_s), 0.0)
                 self._mirror.add(change, arrival_s, self._num_iterations)
+                self._num_ignoring_end += change.ignores_end
             elif (request := self._mirror.remove(change)) is not None:
                 self._leave(request, change)
 
@@ -131,15 +160,27 @@ class Segment:
         for name, request in self._mirror.requests.items():
             self._leave(request, Ended(name, "stopped", request.made, 1, []))
         self._description["trace"] |= self._trace.close(self._mirror.num_added)
+        self._bring_figures()
         self._recorder.metrics.total = self._mirror.num_added
+        if self._description["config"]["engine"] == SGLANG:  # it expects more tokens of such requests
+            self._description["config"]["ignore_eos"] = self._num_ignoring_end == self._mirror.num_added
         if reason is not None:
             self._description["recorded"]["goes_on"] = reason
         with self._open:
             self._recorder.close(partial)
 
+    def _bring_figures(self) -> None:
+        """Bring the figures of all requests into memory, in the order in which they ended."""
+        metrics = self._recorder.metrics
+        latest = metrics.take_parts()
+        self._figures.seek(0)
+        for _ in range(self._num_kept):
+            metrics.add_server(pickle.load(self._figures), 0)
+        metrics.add_server(latest, 0)
+
     def _leave(self, request: RecordedRequest, ended: Ended) -> None:
         """A request ends that is not complete."""
-        request.stopped_in = self._num_iterations
+        request.stopped_in = self._num_iterations + ended.in_flight
         error = None if ended.outcome == "stopped" else "the engine ended it with an error"
         self._recorder.left(request, error)
         request.complete()
@@ -173,7 +214,8 @@ def _arrival_s(request: Any) -> float:
 def _row(request: RecordedRequest, ended: Ended) -> TraceRequest:
     """The row of the trace of a request that has ended. Blocks are named by the beginning of their hash."""
     has_tokens = ended.tokens is not None
-    ids = tuple([int.from_bytes(block[:8], "big") % MAX_PREFIX_ID for block in ended.hashes])
+    hashes = ended.hashes or hashes_of(ended.unhashed, ended.hash_size)
+    ids = tuple([int.from_bytes(block[:8], "big") % MAX_PREFIX_ID for block in hashes])
     named = not has_tokens and len(ids) > 0
     return TraceRequest(
         request.request_id,
@@ -189,6 +231,15 @@ def _row(request: RecordedRequest, ended: Ended) -> TraceRequest:
         added_with=request.added_with,
         stopped_in=request.stopped_in,
     )
+
+
+def hashes_of(tokens: bytes, size: int) -> list[bytes]:
+    """A hash of each full block of `size` tokens, each of which depends on the blocks before."""
+    width, state, found = size * TOKEN_BYTES, blake2b(digest_size=8), list[bytes]()
+    for end in range(width, len(tokens) + 1, width):
+        state.update(tokens[end - width : end])
+        found.append(state.digest())
+    return found
 
 
 class Recording:

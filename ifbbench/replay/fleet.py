@@ -120,11 +120,11 @@ def run_fleet(
     plan = _plan(config)
     run_directory.check_some(places(config, trace), config.overwrite)
     with engine_for(trace, plan.configs[0], progress) as engine:
-        description = _describe(trace, engine, config, plan.configs)
+        description = describe_fleet(trace, engine, config, plan.configs)
         with fleet_recording(trace, config, description, progress, on_recording, on_recorded) as directory:
             run = _run(trace, config, plan, directory, progress)
             progress.stage("writing requests")
-            summary, whole = _summary(trace, config, engine, run)
+            summary, whole = fleet_summary(trace, config, engine, run)
             _write_requests(directory, config, run, whole.lost)
             return write_fleet_end(directory, description, summary)
 
@@ -137,12 +137,12 @@ def summarise_fleet(
     plan = _plan(config)
     with engine_for(trace, plan.configs[0], progress) as engine:
         run = _run(trace, config, plan, None, progress)
-        summary, recorder = _summary(trace, config, engine, run)
+        summary, recorder = fleet_summary(trace, config, engine, run)
     on_end(recorder)
     return summary
 
 
-def _describe(trace: Trace, engine: Engine, config: RunConfig, own: Sequence[RunConfig]) -> dict[str, Any]:
+def describe_fleet(trace: Trace, engine: Engine, config: RunConfig, own: Sequence[RunConfig]) -> dict[str, Any]:
     """The content of run.json. engine: of the first replica. own: the settings of each replica."""
     description = describe(trace, engine, own[0])
     fleet = config.of_one_replica()
@@ -397,7 +397,9 @@ class _FleetRecorder(SummaryRecorder):
         self.lost.append(encode(line))
 
 
-def _summary(trace: Trace, config: RunConfig, engine: Engine, run: FleetRun) -> tuple[dict[str, Any], _FleetRecorder]:
+def fleet_summary(
+    trace: Trace, config: RunConfig, engine: Engine, run: FleetRun
+) -> tuple[dict[str, Any], _FleetRecorder]:
     """The summary of all requests of all replicas: percentiles over all of them, rates over the time from the first
     arrival to the last end; and its recorder.
 

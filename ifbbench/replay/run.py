@@ -42,6 +42,7 @@ def run_trace(
     on_recorded: when it has ended, also that of a run that ended early. Raises InputError before anything is written
     if the input or the settings are bad, and RunFailed if the run ends early; its directory is then marked partial."""
     _check_outputs(config)
+    _check_retries(config)
     if config.is_disaggregated:
         from ifbbench.replay.disaggregated import run_disaggregated
 
@@ -75,6 +76,7 @@ def summarise_run(
     """Replay `source` with `config` like `run_trace`, without a run directory; returns the same summary.
 
     on_end: takes the recorder that made the summary. InputError and RunFailed as there."""
+    _check_retries(config)
     if config.is_disaggregated:
         from ifbbench.replay.disaggregated import summarise_disaggregated
 
@@ -94,6 +96,15 @@ def summarise_run(
         summary: dict[str, Any] = run_in_ranks(run, config, progress)
         return summary
     return summarise_loaded(load_trace(source, config, progress), config, progress, owns_process, on_end)
+
+
+def _check_retries(config: RunConfig) -> None:
+    """InputError for retries where no replica can fail."""
+    if config.replica_events is None and config.request_retries != RunConfig().request_retries:
+        raise InputError(
+            "--request_retries: no replica fails; add --replica_events with a `fail`, or leave it out. It does not "
+            "change how often a request to an --endpoint is repeated: that is --endpoint_retries."
+        )
 
 
 def _run_endpoint(

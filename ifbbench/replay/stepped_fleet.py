@@ -15,8 +15,9 @@ from ifbbench.engine.responses import Response
 from ifbbench.engine.stepped_loop import SteppedLoop
 from ifbbench.errors import RunFailed
 from ifbbench.fleet.events import FAIL
+from ifbbench.fleet.front import Front, offers, read_at_ns
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex, prompt_pieces
-from ifbbench.fleet.router import PREFILLS, PREFIXES, REQUESTS, STATE, Replica, ReplicaState, RoutedRequest, Router
+from ifbbench.fleet.router import Replica, ReplicaState, RoutedRequest, Router
 from ifbbench.progress import Progress
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.replay.first_tokens import FirstTokens
@@ -182,25 +183,23 @@ class SteppedFleet:
         changes: Changes,
         progress: Progress,
     ) -> None:
-        self._columns, self._router, self._progress = columns_of(trace.requests), router, progress
+        self._columns, self._progress = columns_of(trace.requests), progress
+        self._front = Front(router)
         self.replicas = replicas
         self._clock = VirtualClock()
         # Only when requests arrive matters of this client.
         self.front = make_client(config, trace, self._clock, arriving)
         self._age_ns, self._read_ns = round(config.router_state_age * NANOSECONDS), -1
-        looks_at = router.looks_at
-        self._has_state, self._has_prefixes = STATE in looks_at, PREFIXES in looks_at
-        self._has_requests, self._has_prefills = REQUESTS in looks_at, PREFILLS in looks_at
         self._sessions = session_numbers(self._columns)
         self._beginnings: dict[object, int] = {}
         self.replica_of, self._position = array("i", [-1]) * len(trace), array("q", [-1]) * len(trace)
         self._offers: dict[str, array[Any]] = {
-            name: array(SECONDS if name == "kv_use" else ID) for name in self._looked_at()
+            name: array(SECONDS if name == "kv_use" else ID) for name in self._front.names
         }
         # How many replicas there were when each request was routed.
         self._width = array("i", [0]) * len(trace)
         # What routers see of the replicas that take requests; requests while there is none, and attempts so far.
-        self._routed, self.views = 0, [one.view for one in replicas]
+        self.views = [one.view for one in replicas]
         self.waiting: list[int] = []
         self._earlier: dict[int, EarlierAttempts] = {}
         self.lost: dict[int, tuple[float, str]] = {}
@@ -229,8 +228,8 @@ class SteppedFleet:
             for request in front.get_requests(NO_LIMIT):
                 arrival_s, held_until_s = front.arrival_s(request), front.held_until_s(request)
                 self._route(request, max(arrival_s, held_until_s), is_later=held_until_s > arrival_s)
-            if self._routed >= shown + SHOWN_EVERY:
-                shown = self._routed
+            if self._front.routed >= shown + SHOWN_EVERY:
+                shown = self._front.routed
                 self._progress.update(front.answered, total, f"{len(self.replicas)} replicas")
         for one in self.replicas:
             one.client.horizon_s = inf
@@ -244,8 +243,7 @@ class SteppedFleet:
         first, count = self._position[index], self._width[index]
         if not self._offers or first < 0:
             return None
-        seen = {name: values[first : first + count].tolist() for name, values in self._offers.items()}
-        return {name: [None if value < 0 else value for value in values] for name, values in seen.items()}
+        return offers({name: values[first : first + count].tolist() for name, values in self._offers.items()})
 
     def fail(self, one: SteppedReplica, time_s: float) -> dict[str, int]:
         """The replica is lost: its requests are sent to others, or have failed if that was done too often. Returns how
@@ -311,14 +309,9 @@ class SteppedFleet:
         """When the request arrived first."""
         return self.front.arrival_s(arriving(index))
 
-    def _looked_at(self) -> list[str]:
-        names = {"requests": self._has_requests, "tokens": self._has_requests, "hit_tokens": self._has_prefixes}
-        names |= {"prefill_tokens": self._has_prefills, "queued": self._has_state, "kv_use": self._has_state}
-        return [name for name, is_there in names.items() if is_there]
-
     def _advance_until(self, time_s: float) -> bool:
         """Run all replicas until `time_s`, a time of the front's client; False if an earlier request has appeared."""
-        if self._has_state and time_s < inf and not self._read_states(time_s):
+        if self._front.sees_state and time_s < inf and not self._read_states(time_s):
             return False
         return self._run_all(time_s)
 
@@ -334,8 +327,7 @@ class SteppedFleet:
 
     def _read_states(self, time_s: float) -> bool:
         """Read the state of the replicas as late as a multiple of the age allows; False as `_advance_until`."""
-        time_ns = round(time_s * NANOSECONDS)
-        read_ns = time_ns - time_ns % self._age_ns if self._age_ns else time_ns
+        read_ns = read_at_ns(time_s, self._age_ns)
         if read_ns == self._read_ns:
             return True
         if not self._run_all(read_ns / NANOSECONDS):
@@ -390,51 +382,29 @@ class SteppedFleet:
             self.waiting.append(index)
             return
         pieces: Pieces = ()
-        if self._has_prefixes:
+        if self._front.sees_prefixes:
             pieces = prompt_pieces(columns[index], self._beginnings)
         prompt_len = columns.prompt_len[index]
         routed = RoutedRequest(
-            self._routed, columns.request_id[index], arrival_s, prompt_len, int(self._sessions[index]), pieces
+            self._front.routed, columns.request_id[index], arrival_s, prompt_len, int(self._sessions[index]), pieces
         )
-        if self._has_prefills:
+        if self._front.sees_prefills:
             for one in self.replicas:
                 one.take_first_tokens(arrival_s)
-        self._note(index, routed)
-        chosen = self._router.choose(routed, self.views)
-        one = self.replicas[chosen.number]
-        self.replica_of[index] = chosen.number
-        chosen.requests += 1
-        chosen.tokens += prompt_len
-        if self._has_prefills:
-            one.prefills[len(one.members)] = expected = prompt_len - chosen.expected_hit(routed)
-            chosen.prefill_tokens += expected
-        if pieces:
-            chosen.prefixes.add(pieces)
+        count = len(self.replicas)
+        sent = self._front.route(routed, self.views, count)
+        if self._offers:
+            self._position[index], self._width[index] = len(next(iter(self._offers.values()))), count
+            for name, values in sent.seen.items():
+                self._offers[name].extend(values)
+        one = self.replicas[sent.replica.number]
+        self.replica_of[index] = sent.replica.number
+        if self._front.sees_prefills:
+            one.prefills[len(one.members)] = sent.prefill_tokens
         earlier = self._earlier.get(index)
         if is_later and earlier is None:
             earlier = EarlierAttempts(0, self._arrival_s(index), 0)
         one.offer(columns, index, arrival_s, earlier)
-        self._routed += 1
-
-    def _note(self, index: int, routed: RoutedRequest) -> None:
-        """Keep what the router sees."""
-        offers, count = self._offers, len(self.replicas)
-        if not offers:
-            return
-        self._position[index], self._width[index] = len(next(iter(offers.values()))), count
-        seen: dict[str, list[float]] = {name: [-1] * count for name in offers}
-        for one in self.views:
-            number = one.number
-            if self._has_requests:
-                seen["requests"][number], seen["tokens"][number] = one.requests, one.tokens
-            if self._has_prefixes:
-                seen["hit_tokens"][number] = one.expected_hit(routed)
-            if self._has_prefills:
-                seen["prefill_tokens"][number] = one.prefill_tokens
-            if self._has_state:
-                seen["queued"][number], seen["kv_use"][number] = one.state.queued, one.state.kv_use
-        for name, values in seen.items():
-            offers[name].extend(values)
 
 
 def computed_tokens(request: Request) -> int:

@@ -1,7 +1,7 @@
 """The charts of a run, as PNG, SVG or PDF."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.token_times import output_tokens
 from ifbbench.analysis.words import BINDING, window_name, words_of
 from ifbbench.errors import InputError
+from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.report.cells import draw_cells, tint
 from ifbbench.report.chart_files import Output
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
@@ -50,6 +51,8 @@ from ifbbench.rundir.run_directory import METRICS, find_lines
 NEAR = 10
 # The colours of several attention windows: that of KV blocks, darker or lighter.
 WINDOW_TINTS = (0.0, -0.55, 0.45, -0.3)
+# Charts of runs with so many iterations are drawn in several processes: of others, to fork takes as long as it gains.
+MIN_SHARED = 100_000
 # Columns of iterations that no chart shows.
 NOT_DRAWN = frozenset(
     {
@@ -76,6 +79,8 @@ NOT_DRAWN = frozenset(
 ENDPOINT_CHARTS = ("timeline", "throughput", "latency", "ttft", "itl", "server")
 # The charts that need neither iterations nor spans.
 SUMMARY_CHARTS = ("latency", "ttft")
+# The charts of a log that was imported and that has no requests.
+LOG_CHARTS = ("bound", "budget", "kv_cache", "throughput")
 # The charts of a fleet; others are of a replica.
 FLEET_CHARTS = ("replicas", *SUMMARY_CHARTS)
 # Charts that most runs do not have: of an endpoint, of a fleet.
@@ -96,7 +101,8 @@ def plot_run(
 
     exact: the timeline with a cell for each request and iteration. There is no chart of blocks of a contiguous cache.
     A run that was killed before its first iteration has no charts, and a warning says so; InputError for a complete run
-    without iterations. Of a run with `--recording summary`, SUMMARY_CHARTS are drawn, and a warning says so.
+    without iterations. Of a run with `--recording summary`, SUMMARY_CHARTS are drawn, of an imported log without
+    requests LOG_CHARTS, and a warning says so.
     """
     if run.endpoint:
         if unknown := [name for name in only if name not in ENDPOINT_CHARTS]:
@@ -127,6 +133,13 @@ def plot_run(
             _log.warning("%s: no iterations, so there is nothing to draw.", run.path)
             return []
         raise nothing_to_draw(run)
+    if run.lacks_requests:
+        needs = "was imported from a log without requests, which"
+        if unknown := [name for name in only if name not in LOG_CHARTS]:
+            raise InputError(f"--only {unknown[0]}: {run.path} {needs} it shows; expected {', '.join(LOG_CHARTS)}.")
+        if not only:
+            only = LOG_CHARTS
+            _log.warning("%s: %s the charts other than %s need.", run.path, needs, ", ".join(only))
     output = output or Output(directory)
     charts = {name: chart.draw for name, chart in CHARTS.items() if name in (only or set(CHARTS) - NOT_OF_A_RUN)}
     if run.endpoint and "throughput" in charts:
@@ -135,8 +148,27 @@ def plot_run(
         charts.pop("kv_cache", None)
     if exact and "timeline" in charts:
         charts["timeline"] = partial(draw_cells, exact=True)
-    with styled():
-        return [path for name, draw in sorted(charts.items()) for path in save_chart(draw(run), run, name, output)]
+    return _draw_all(run, sorted(charts.items()), output)
+
+
+def _draw_all(run: RunData, charts: Sequence[tuple[str, Callable[[RunData], Figure]]], output: Output) -> list[Path]:
+    """Draw each of `charts` and write it; returns the files. Charts of a long run are drawn in several processes."""
+
+    def draw(number: int, _report: Callable[[int], None]) -> list[Path]:
+        name, make = charts[number]
+        with styled():
+            return save_chart(make(run), run, name, output)
+
+    processes = min(usable_cores(), len(charts))
+    if run.has_only_summary or run.endpoint or run.is_fleet or len(run.iterations) < MIN_SHARED or processes < 2:
+        return [path for number in range(len(charts)) for path in draw(number, lambda _: None)]
+    # Read before the fork, and not by each process.
+    _ = run.requests, run.spans, TimeBins.of(run)
+    results = dict(run_in_processes(draw, len(charts), processes))
+    for number in range(len(charts)):
+        if isinstance(results[number], BaseException):
+            raise results[number]
+    return [path for number in range(len(charts)) for path in results[number]]
 
 
 def save_chart(figure: Figure, run: RunData, name: str, output: Output) -> list[Path]:
@@ -153,7 +185,10 @@ def draw_throughput(run: RunData) -> Figure:
     panels = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [1.6, 2, 1.4, 2]})
     waiting, output, context, batch = panels
     bins, iterations = TimeBins.of(run), run.iterations
-    _rate(output, bins, output_tokens(run), "generation", "output tokens/s")
+    tokens = output_tokens(run)
+    if run.lacks_requests:  # each generation request got one
+        tokens = (iterations["scheduled_requests"] - iterations["context_requests"]).to_numpy(dtype=float)
+    _rate(output, bins, tokens, "generation", "output tokens/s")
     _rate(context, bins, iterations["total_context_tokens"].to_numpy(dtype=float), "context", "context tokens/s")
     total = bins.means(iterations["scheduled_requests"].to_numpy(dtype=float))
     generation = np.maximum(total - bins.means(iterations["context_requests"].to_numpy(dtype=float)), 0.0)

@@ -50,8 +50,9 @@ def client_warnings(run: RunData, known: dict[str, Any]) -> list[str]:
     is_closed = run.config.get("concurrency") is not None
     if late_s is not None and late_s > LATE_S and not is_closed:
         unit, scale = time_unit([late_s])
+        who = "router" if "backends" in seen else "client"
         found.append(
-            f"The client sent 1 % of the requests {significant(late_s, scale)} {unit} or more after their "
+            f"The {who} sent 1 % of the requests {significant(late_s, scale)} {unit} or more after their "
             "arrival, which is part of their latencies."
         )
     uncertain = {
@@ -95,6 +96,17 @@ def client_sentences(known: dict[str, Any]) -> list[str]:
             f"The client took {significant(seen['client_cpu_s_per_request'] * 1e6)} µs of processor time for "
             f"each request, {percent(seen['client_cpu_share'])} of a core.{late} on "
             f"{count(seen['connections'])} connections."
+        )
+    if backends := seen.get("backends"):
+        parts = [
+            f"{one['url']} answered {count(one['completed'])}"
+            + (f" ({count(one['failed'])} attempts failed)" if one["failed"] else "")
+            for one in backends
+        ]
+        lag = known["delivery_lag_s"]
+        found.append(
+            f"{len(backends)} backends behind {seen['router']}: {', '.join(parts)}. The router passed chunks on "
+            f"{significant(lag['mean'] * 1e3)} ms (mean) and {significant(lag['max'] * 1e3)} ms (max) after they came."
         )
     found.append(
         "Unknown, because the server is not ours: iterations, batches, limits, pauses, KV blocks, and how "

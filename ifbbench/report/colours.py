@@ -26,6 +26,7 @@ LIMIT_COLOURS = {
     "paused": "#F0C000",
     "static_batch": "#A67C52",
     "reuse_delay": "#E8998D",
+    "attention_dp": "#3E8E7E",
     "lora_pages": "#5C4033",
     "beam_width": "#5B7F95",
 }

@@ -44,7 +44,8 @@ def draw_replicas(run: RunData) -> Figure:
             axes, _at(edges_s, times, used), edges_s * scale, fill=True, color=KV_COLOUR, alpha=0.35, linewidth=0,
             label="KV cache in use",
         )  # fmt: skip
-        axes.set(ylim=(0, 1.05), ylabel=names[number])
+        axes.set(ylim=(0, 1.05))
+        name_lane(axes, names[number])
         if changes is not None:
             _shade_absence(axes, changes.replicas[number], float(edges_s[-1]), scale)
         queue = axes.twinx()
@@ -73,10 +74,15 @@ def draw_replicas(run: RunData) -> Figure:
     return figure
 
 
+def name_lane(axes: Axes, name: str) -> None:
+    """Name a lane beside its axis, in a line that can be read."""
+    axes.set_ylabel(name, rotation=0, horizontalalignment="right", verticalalignment="center")
+
+
 def _names(run: RunData, count: int) -> list[str]:
     """The name of each lane."""
     if not run.is_disaggregated:
-        return list(map(str, range(count)))
+        return [f"replica {number}" for number in range(count)]
     return [f"{'prefill' if number < run.config['prefill_replicas'] else 'decode'} {number}" for number in range(count)]
 
 
@@ -92,7 +98,8 @@ def _draw_transfers(axes: Axes, run: RunData, edges_s: Floats, scale: float) -> 
     under_way = np.cumsum(np.repeat([1.0, -1.0], len(starts))[order])
     found = _at(edges_s, times[order], under_way)
     steps(axes, found, edges_s * scale, fill=True, color=TRANSFER_COLOUR, alpha=0.6, linewidth=0)
-    axes.set(ylim=(0, max(1.0, float(found.max())) * 1.05), ylabel="transfers")
+    axes.set(ylim=(0, max(1.0, float(found.max())) * 1.05))
+    name_lane(axes, "transfers")
     round_ticks(axes.yaxis, 2, whole=True)
 
 
@@ -116,7 +123,8 @@ def _draw_sizes(axes: Axes, changes: FleetChanges, edges_s: Floats, scale: float
     where = np.searchsorted(times, edges_s[:-1], side="right") - 1
     steps(axes, np.where(where < 0, 0.0, sizes[where]), edges_s * scale, fill=True, color=GREY, alpha=0.6, linewidth=0)
     most = max(int(sizes.max()), 1)
-    axes.set(ylim=(0, most * 1.1), ylabel="replicas", yticks=(0, most))
+    axes.set(ylim=(0, most * 1.1), yticks=(0, most))
+    name_lane(axes, "replicas")
 
 
 def _lane(run: RunData) -> tuple[Floats, Floats, Floats]:

@@ -125,6 +125,8 @@ def _unrecorded_gaps(shape: Axes, shares: Axes, run: RunData) -> None:
     why = f"not drawn: only one of {run.recorded_every}\niterations has its time recorded"
     if run.has_only_summary:
         why = "not drawn: --recording summary\nhas no times of iterations"
+    if run.is_fleet:
+        why = "not drawn: the times of iterations\nare those of each replica"
     shape.text(0.5, 0.5, why, transform=shape.transAxes, ha="center", va="center", color=MUTED)
     known = {mark: ((run.summary or {}).get("itl_s") or {}).get(f"p{mark}") for mark in MARKS}
     unit, scale = time_unit(known.values())

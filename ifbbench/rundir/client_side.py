@@ -95,7 +95,7 @@ class ClientRequestLine(Struct, kw_only=True):
     Fields are those of RequestLine; None is what only the server knows. prompt_len: as the server counts it, if it
     reports that. max_new_tokens: as asked for. sent_s: when the last attempt was written to a connection. chunks: of
     the answer, and chunk_tokens, a ChunkTokens. kind: of the error. retries: kinds of the errors of earlier attempts.
-    warnings: what is wrong with a complete answer.
+    warnings: what is wrong with a complete answer. replica, offers: of a router in front of servers.
     """
 
     request_id: int
@@ -126,6 +126,8 @@ class ClientRequestLine(Struct, kw_only=True):
     request_class: str | UnsetType = field(default=UNSET, name="class")
     priority: float | UnsetType = UNSET
     slo_met: bool | UnsetType = UNSET
+    replica: int | UnsetType = UNSET
+    offers: dict[str, list[float | None]] | UnsetType = UNSET
 
 
 class ChunkGaps(TokenGaps):

@@ -157,6 +157,20 @@ class RequestMetrics:
         populations = {key: population.parts() for key, population in self._populations.items()}
         return self.total, self._completed, times_s, self._waited_s, populations
 
+    def take_parts(self) -> tuple[Any, ...]:
+        """`parts` of all requests so far, which it then no longer knows; `add_server(parts, 0)` gives them back."""
+        parts = self.total, self._completed, (self.first_arrival_s, self.last_end_s), dict(self._waited_s)
+        populations = {key: population.parts() for key, population in self._populations.items()}
+        self.total = self._completed = 0
+        self._populations.clear()
+        for name in self._waited_s:
+            self._waited_s[name] = 0.0
+        return *parts, populations
+
+    @property
+    def num_completed(self) -> int:
+        return self._completed
+
     def add_server(self, parts: tuple[Any, ...], iterations: int) -> None:
         """Take in the requests of another server, its `parts`. iterations: those so far, which its own follow."""
         total, completed, times_s, waited_s, populations = parts

@@ -14,6 +14,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.json import format as format_json
+
 from ifbbench.errors import InputError
 from ifbbench.files import (
     TakenError,
@@ -239,7 +241,8 @@ def write_begun(directory: Path, description: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file in one step."""
-    replace_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    # With `indent`, json encodes in Python, which takes several times as long as both steps.
+    replace_file(path, format_json(json.dumps(content, allow_nan=False), indent=2) + "\n")
 
 
 def trace_identity(trace: "Trace") -> dict[str, Any]:

@@ -86,11 +86,14 @@ class RankFacts(Struct):
 
 
 class Endpoint(Struct):
-    """The server of a run against an endpoint. model: the name that it has there."""
+    """The server of a run against an endpoint. model: the name that it has there. router, backends: of a router in
+    front of several, and their addresses by number."""
 
     url: str
     type: str
     model: str
+    router: str | UnsetType
+    backends: list[str] | UnsetType
 
 
 class KvCacheCapacity(Struct):

@@ -184,9 +184,22 @@ class Energy(Struct):
     joules_per_request: float | None
 
 
+class BackendFigures(Struct):
+    """What a router saw of one of its servers. sent: attempts. failed: of these, without an answer. completed: requests
+    that it answered. is_up: whether it took requests at the end."""
+
+    replica: int
+    url: str
+    sent: int
+    failed: int
+    completed: int
+    is_up: bool
+
+
 class EndpointFigures(Struct):
     """What a client saw of a server that is not ours, and what it took itself. errors, retries, warnings: by kind.
-    chunk_tokens: answers by how the tokens of their chunks are known. send_delay_s: from arrival to sending."""
+    chunk_tokens: answers by how the tokens of their chunks are known. send_delay_s: from arrival to sending. router,
+    backends: of a router in front of several."""
 
     errors: dict[str, int]
     retries: dict[str, int]
@@ -203,6 +216,8 @@ class EndpointFigures(Struct):
     client_cpu_s_per_request: float | UnsetType | None
     metrics_samples: int | UnsetType
     metrics_errors: int | UnsetType
+    router: str | UnsetType
+    backends: list[BackendFigures] | UnsetType
 
 
 class ReplayDiffers(Struct):

@@ -41,8 +41,9 @@ class BatchingConfig:
     tuning_window: see DynamicLimits. lora: the adapters; None if requests with LoRA tasks run the base model.
     engine: whose scheduler decides, by name. vllm, sglang: the rules of those two. reads_block_tables: whether the
     executor does; else blocks have no ids where nothing else needs them. attention_dp_size: parts of the devices with
-    requests of their own. num_sending: further sequence slots, of requests that are not active while their keys and
-    values are sent to another engine.
+    requests of their own. balances_parts, attention_dp_time_out_iters, attention_dp_batching_wait_iters: see
+    PartsBalance. num_sending: further sequence slots, of requests that are not active while their keys and values are
+    sent to another engine.
     """
 
     policy: str
@@ -76,6 +77,9 @@ class BatchingConfig:
     sglang: SglangRules | None = None
     reads_block_tables: bool = True
     attention_dp_size: int = 1
+    balances_parts: bool = False
+    attention_dp_time_out_iters: int = 50
+    attention_dp_batching_wait_iters: int = 10
 
     def __post_init__(self) -> None:
         if self.overlap is not None and self.max_beam_width > 1:
@@ -116,6 +120,11 @@ class BatchingConfig:
     def has_dynamic_limits(self) -> bool:
         """Whether batch size or token budget change during a run."""
         return self.tunes_batch_size or self.tunes_num_tokens
+
+    @property
+    def prompt_budget(self) -> int:
+        """Maximum number of tokens that the requests of one part have in an iteration, if parts have shares."""
+        return self.token_budget // (self.attention_dp_size if self.balances_parts else 1)
 
     @property
     def token_budget(self) -> int:

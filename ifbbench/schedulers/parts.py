@@ -7,6 +7,9 @@ Only read, not compared: `DefaultADPRouter` of TensorRT-LLM (tensorrt_llm/_torch
 
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.settings.config import SGLANG, VLLM
@@ -25,21 +28,27 @@ class Parts:
 
     def take(self, request: Request) -> int:
         """A free row of the part that `request` goes to, removed from the free rows. IndexError if there is none."""
-        by_part: dict[int, int] = {}
-        for row in reversed(self._table.free_rows):
-            by_part.setdefault(row % self._number, row)
+        free_rows = self._table.free_rows
+        by_part: dict[int, int] = {}  # the index of the last free row of each part
+        for index in range(len(free_rows) - 1, -1, -1):
+            by_part.setdefault(free_rows[index] % self._number, index)
+            if len(by_part) == self._number:
+                break
         if not by_part:
             raise IndexError("no row is free")
-        row = by_part[self._rule(sorted(by_part))]
-        self._table.free_rows.remove(row)
-        return row
+        return free_rows.pop(by_part[self._rule(sorted(by_part))])
 
     def _requests(self) -> list[int]:
         """Requests of each part."""
-        counts = [0] * self._number
-        for row in self._table.requests:
-            counts[row % self._number] += 1
-        return counts
+        return self._sums(None)
+
+    def _sums(self, values: NDArray[np.int64] | None) -> list[int]:
+        """The sums of `values`, [rows], over the requests of each part; their number without values."""
+        requests = self._table.requests
+        rows = np.fromiter(requests, np.int64, len(requests))
+        sums = np.bincount(rows % self._number, None if values is None else values[rows], self._number)
+        found: list[int] = sums.astype(np.int64).tolist()
+        return found
 
     def _fewest_requests(self, parts: list[int]) -> int:
         """vLLM: requests that wait count fourfold, but none waits for a part here."""
@@ -55,9 +64,7 @@ class Parts:
     def _fewest_tokens(self, parts: list[int]) -> int:
         """TensorRT-LLM: the fewest prompt tokens, among parts with fewer requests than each may have if they are
         divided evenly. It sorts several requests that arrive together by length first; here they come in order."""
-        running, tokens = self._requests(), [0] * self._number
-        for row, request in self._table.requests.items():
-            tokens[row % self._number] += request.original_prompt_len
+        running, tokens = self._requests(), self._sums(self._table.original_prompt_len)
         expected = max(ceil_div(sum(running) + 1, self._number), max(running))
         open_parts = [part for part in parts if running[part] < expected] or parts
         return min(open_parts, key=lambda part: (tokens[part], running[part]))

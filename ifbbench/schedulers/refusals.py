@@ -54,7 +54,7 @@ class AdmissionLimits:
         request.clamp_new_tokens(self._max_seq_len - request.prompt_len)
         if request.num_draft_tokens:  # as many as the request can use, and an iteration can run
             last_chunk = min(request.prompt_len, self._config.chunk_unit or request.prompt_len)
-            room = min(request.max_new_tokens - 1, self._config.token_budget - last_chunk)
+            room = min(request.max_new_tokens - 1, self._config.prompt_budget - last_chunk)
             request.set_draft_tokens(max(0, min(request.num_draft_tokens, room)))
         return None
 

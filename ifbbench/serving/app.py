@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 from ifbbench import __version__
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
-from ifbbench.rundir.lines import IterationLines
 from ifbbench.serving.answers import Answer, Choice, GenerationFailed, encode, error_object
 from ifbbench.serving.config import ServerConfig
+from ifbbench.serving.fleet import AnyService, FleetMetrics
 from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.serving.metrics import CONTENT_TYPE, ServerMetrics
 from ifbbench.serving.openapi import openapi
@@ -37,7 +37,8 @@ from ifbbench.serving.protocol import (
     engine_requests,
 )
 from ifbbench.serving.reading import BodyReader, Prompts, ReadingFailed, ReadingProcess, UnknownModel
-from ifbbench.serving.service import QueueFull, Service, ServiceEnded
+from ifbbench.serving.service import QueueFull, ServiceEnded
+from ifbbench.serving.sessions import session_key
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
 
@@ -72,11 +73,11 @@ class Endpoints:
     them; key: what clients must send, None if they need not; created: when it started, in seconds since the Unix
     epoch."""
 
-    service: Service
+    service: AnyService
     reader: BodyReader
     process: ReadingProcess
     config: ServerConfig
-    metrics: ServerMetrics
+    metrics: ServerMetrics | FleetMetrics
     model: str
     adapters: dict[str, int]
     key: str | None
@@ -156,9 +157,7 @@ class Endpoints:
 
     async def iterations(self, _request: Request) -> Response:
         """The statistics of the latest iterations, oldest first, in the form of TensorRT-LLM's executor."""
-        limits = self.service.engine.limits
-        lines = IterationLines(limits.batching_type, limits.max_batch_size, as_executor=True)
-        return _json([lines.record(record, limit) for record, limit in list(self.service.statistics.latest)])
+        return _json(self.service.latest_iterations())
 
     async def description(self, _request: Request) -> Response:
         return _json(openapi(self.service.engine.limits.vocab_size))
@@ -202,9 +201,8 @@ class Endpoints:
         if not REQUEST_ID.fullmatch(request_id):
             request_id = body.request_id or uuid.uuid4().hex
         try:
-            answer = self._submit(read, requests, request_id)
+            answer = self._submit(read, requests, request_id, request.headers)
         except QueueFull as error:
-            self.service.statistics.refused += 1
             raise BadRequest(429, str(error), "rate_limit_error") from None
         except ServiceEnded as error:
             raise BadRequest(503, str(error), "server_error") from None
@@ -289,11 +287,17 @@ class Endpoints:
         return requests
 
     def _submit(
-        self, read: "ReadBody[Generating, Prompts]", requests: list[InferenceRequest], request_id: str
+        self,
+        read: "ReadBody[Generating, Prompts]",
+        requests: list[InferenceRequest],
+        request_id: str,
+        headers: Mapping[str, str],
     ) -> Answer:
         engine, tokenizer, body = self.service.engine, self.reader.texts.tokenizer, read.body
         choices, index = [], 0
-        for generation in self.service.submit(requests, received_s=read.received_s):
+        session = session_key(headers, getattr(body, "messages", None))
+        generations = self.service.submit(requests, received_s=read.received_s, session=session)
+        for generation in generations:
             one = generation.request
             longest = min(one.max_new_tokens, engine.limits.max_seq_len - len(one.input_ids))
             if body.max_new_tokens == 0:
@@ -309,7 +313,7 @@ class Endpoints:
             sum(map(len, read.used.token_ids)),
             read.used.echoes,
             self.service.cancel,
-            self.service.statistics.answered,
+            self.service.statistics_of(generations[0]).answered,
         )
 
 
@@ -326,7 +330,7 @@ class ReadBody(Generic[Body, Result]):
 class EventStream(Response):
     """The answer as server-sent events, until it is complete or the client goes away."""
 
-    def __init__(self, answer: Answer, service: Service, headers: dict[str, str]) -> None:
+    def __init__(self, answer: Answer, service: AnyService, headers: dict[str, str]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._answer = answer

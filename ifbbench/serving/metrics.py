@@ -139,9 +139,9 @@ class ServerMetrics(Collector):
         yield failure
         yield _gauge("nv_inference_pending_request_count", "Requests that wait.", labels, values["Waiting Requests"])
         for name, tokens in (("input", statistics.prompt_len), ("output", statistics.output_len)):
-            yield _histogram(f"nv_llm_{name}_token_len", f"Lengths of {name}s in tokens.", labels, tokens)
+            yield histogram_family(f"nv_llm_{name}_token_len", f"Lengths of {name}s in tokens.", labels, tokens)
         first = "nv_inference_first_response_histogram_ms"
-        yield _histogram(first, "Times to the first token in ms.", labels, statistics.ttft_s, scale=1000.0)
+        yield histogram_family(first, "Times to the first token in ms.", labels, statistics.ttft_s, scale=1000.0)
 
     # The names of vLLM.
 
@@ -203,7 +203,7 @@ class ServerMetrics(Collector):
             "request_prefill_kv_computed_tokens": statistics.computed_prompt_len,
         }
         for name, histogram in histograms.items():
-            yield _histogram(f"vllm:{name}", _in_words(name), labels, histogram)
+            yield histogram_family(f"vllm:{name}", _in_words(name), labels, histogram)
         limits = self._engine.limits
         cache = {
             "block_size": str(limits.tokens_per_block),
@@ -244,7 +244,7 @@ def _by_label(
     return family
 
 
-def _histogram(
+def histogram_family(
     name: str, help_text: str, labels: Mapping[str, str], histogram: Histogram, scale: float = 1.0
 ) -> Metric:
     """scale: of the values, for another unit."""

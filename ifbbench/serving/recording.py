@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
@@ -13,23 +13,26 @@ from ifbbench.engine.stretch import Stretch
 from ifbbench.replay.single import describe
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
+from ifbbench.rundir.servers import parts_of
 from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.rundir.traffic_trace import TrafficTrace
 from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.workload.trace import Trace, TraceRequest
 
 SOURCE = "live traffic"
+Ended: TypeAlias = tuple[dict[str, Any], tuple[Any, ...]]
 
 
 class TrafficRecording(Observer):
     """Writes the run directory of a server: an Observer.
 
-    lengths_only: rows of the trace have no tokens.
+    lengths_only: rows of the trace have no tokens. ended: once it is closed, the summary and the parts of its recorder.
 
     All is called in the batch manager's thread, `close` after its end.
     """
 
     def __init__(self, directory: Path, engine: Engine, *, overwrite: bool, lengths_only: bool) -> None:
+        self.ended: Ended | None = None
         self._lengths_only = lengths_only
         self._num_arrived = self._stopped_before_output = 0
         self._engine_clock = engine.clock
@@ -99,6 +102,7 @@ class TrafficRecording(Observer):
             }
         with self._open:
             summary = self._recorder.close(partial, lambda _: more)
+        self.ended = summary, parts_of(self._recorder)
         if self._logged in run_directory.SERVER_LOGS:
             from ifbbench.report.outputs import write_server_log
             from ifbbench.rundir.reader import load_run

@@ -6,9 +6,10 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ from ifbbench.clock import PacedClock, WallClock
 from ifbbench.endpoint.loop import allow_many_connections, new_event_loop
 from ifbbench.endpoint.server import first_key
 from ifbbench.errors import InputError
+from ifbbench.processes import usable_cores
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_processes import run_in_ranks
 from ifbbench.replay.rank_runs import WRITING, leading, starts_ranks
 from ifbbench.rundir import run_directory
+from ifbbench.rundir.fleet import replica_directory
 from ifbbench.serving.app import DRAINED, Endpoints
 from ifbbench.serving.config import FrontDoorConfig, ServerConfig
 from ifbbench.serving.connections import BoundedRate, LimitedConnection
+from ifbbench.serving.fleet import AnyService, FleetMetrics, FleetRecording, FleetService, served_router
 from ifbbench.serving.metrics import ServerMetrics
 from ifbbench.serving.reading import BodyReader, ReadingProcess, ReadingRules
 from ifbbench.serving.recording import TrafficRecording
@@ -56,13 +60,15 @@ def serve(
     on_started: Callable[[str], None] = lambda url: None,
     on_recording: Callable[[Path], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Serve until SIGTERM or SIGINT, then drain; returns the summary of the recording, None without one. In several
-    processes if `config` needs them, of which rank 0 serves. To be called in the main thread.
+    """Serve one engine, or a fleet, until SIGTERM or SIGINT, then drain; returns the summary of the recording, None
+    without one. In several processes if `config` needs them, of which rank 0 serves. To be called in the main thread.
 
     on_started: is called with the address when requests are taken. on_recording: with the run directory when the
     recording begins. InputError before anything is written if the settings are bad or the port is taken; RunFailed if a
     rank has failed, BatchManagerFailed if the engine of a single process has.
     """
+    if config.is_fleet:
+        served_router(config)
     if not config.makes_no_tokens and starts_ranks(config):
         callbacks: dict[str, Any] = {"on_started": on_started, "on_recording": on_recording}
         run = partial(serve, config, server)
@@ -70,13 +76,24 @@ def serve(
             run, config, progress, callbacks, subject="the server", passed_on=(signal.SIGTERM, signal.SIGINT)
         )
         return summary
-    with closing(_listen(server)) as listener:
+    with closing(listen(server)) as listener:
         _model_name(config, server)
-        _api_key(server)
+        api_key(server)
         if server.record is not None:
             run_directory.check(Path(server.record), config.overwrite)
-        with serving_engine(config, progress) as engine, asyncio.Runner(loop_factory=new_event_loop) as runner:
-            return runner.run(_serve(engine, config, server, listener, progress, on_started, on_recording))
+        with serving_engines(config, progress) as engines, asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(_serve(engines, config, server, listener, progress, on_started, on_recording))
+
+
+@contextmanager
+def serving_engines(config: RunConfig, progress: Progress = NO_PROGRESS) -> Iterator[list[Engine]]:
+    """The engine of `config`, or those of all replicas, as `serving_engine`. Engines that compute share the cores."""
+    own = config.of_one_replica()
+    if config.replicas > 1 and not config.makes_no_tokens:
+        threads = config.cpu_threads or max(usable_cores() // config.replicas, 1)
+        own = own.with_values(device="cpu", cpu_threads=threads)
+    with ExitStack() as stack:
+        yield [stack.enter_context(serving_engine(own, progress)) for _ in range(config.replicas)]
 
 
 @contextmanager
@@ -98,7 +115,7 @@ def serving_engine(config: RunConfig, progress: Progress = NO_PROGRESS) -> Itera
 
 
 async def _serve(
-    engine: Engine,
+    engines: list[Engine],
     config: RunConfig,
     server: ServerConfig,
     listener: socket.socket,
@@ -106,49 +123,92 @@ async def _serve(
     on_started: Callable[[str], None],
     on_recording: Callable[[Path], None] | None,
 ) -> dict[str, Any] | None:
-    async with running_service(engine, config, server) as service:
+    async with running(engines, config, server) as service:
         if server.record is not None and on_recording is not None:
             on_recording(Path(server.record))
         endpoints = endpoints_of(service, config, server)
-        # uvicorn takes a class here; what it calls is its constructor.
-        connection: Any = partial(LimitedConnection, limits=server)
-        settings = uvicorn.Config(
-            endpoints.app(),
-            http=connection,
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=ceil(server.receive_timeout),
-            timeout_graceful_shutdown=ceil(server.drain_timeout + FLUSH_S),
-            server_header=False,
-        )
-        logging.getLogger("uvicorn.error").addFilter(BoundedRate(WallClock().now))
-        allow_many_connections()
-        application = _Server(settings, service, server.drain_timeout)
+        application = application_server(endpoints.app(), service.end_all, server)
         watching = asyncio.create_task(_end_with_engine(application, service, progress))
         listener.listen(BACKLOG)
-        on_started(_address(listener))
+        on_started(address_of(listener))
         with closing(endpoints):
             await application.serve([listener])
         watching.cancel()
     return service.summary
 
 
+def application_server(app: Any, end_all: Callable[[str], None], server: ServerConfig) -> uvicorn.Server:
+    """What serves the ASGI application `app` until a signal. end_all(problem): ends what has not ended then."""
+    # uvicorn takes a class here; what it calls is its constructor.
+    connection: Any = partial(LimitedConnection, limits=server)
+    settings = uvicorn.Config(
+        app,
+        http=connection,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=ceil(server.receive_timeout),
+        timeout_graceful_shutdown=ceil(server.drain_timeout + FLUSH_S),
+        server_header=False,
+    )
+    logging.getLogger("uvicorn.error").addFilter(BoundedRate(WallClock().now))
+    allow_many_connections()
+    return _Server(settings, end_all, server.drain_timeout)
+
+
 @asynccontextmanager
-async def running_service(engine: Engine, config: RunConfig, door: FrontDoorConfig) -> AsyncIterator[Service]:
+async def running(engines: list[Engine], config: RunConfig, door: FrontDoorConfig) -> AsyncIterator[AnyService]:
+    """A service of one engine, or of a fleet: see `running_service`."""
+    if not config.is_fleet:
+        async with running_service(engines[0], config, door) as service:
+            yield service
+        return
+    recording, ids, recorded = None, count(), list[TrafficRecording]()
+    with ExitStack() as kept:
+        if door.record is not None:
+            recording = FleetRecording(Path(door.record), engines, config)
+            kept.enter_context(run_directory.begun([recording.directory], config.overwrite, recording.write_begin))
+        fleet = None
+        try:
+            async with AsyncExitStack() as stack:
+                services = []
+                for number, engine in enumerate(engines):
+                    own = door
+                    if recording is not None:
+                        own = replace(door, record=str(replica_directory(recording.directory, number)))
+                    services.append(
+                        await stack.enter_async_context(running_service(engine, config, own, ids, recorded.append))
+                    )
+                fleet = FleetService(services, served_router(config), config.router_state_age)
+                yield fleet
+        finally:
+            ended = [one.ended for one in recorded if one.ended is not None]
+            if recording is not None and fleet is not None and len(ended) == len(engines):
+                fleet.summary = recording.close(ended, fleet)
+
+
+@asynccontextmanager
+async def running_service(
+    engine: Engine,
+    config: RunConfig,
+    door: FrontDoorConfig,
+    ids: Iterator[int] | None = None,
+    on_recording: Callable[[TrafficRecording], None] = lambda recording: None,
+) -> AsyncIterator[Service]:
     """A service of `engine`, which ends with the block; then it has the summary of the recording that `door` asks
-    for."""
+    for. ids: see Service. on_recording: takes the recording."""
     recording = None
     if door.record is not None:
         recording = TrafficRecording(
             Path(door.record), engine, overwrite=config.overwrite, lengths_only=door.record_lengths_only
         )
+        on_recording(recording)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     max_queue_size = DEFAULT_MAX_QUEUE_SIZE if config.max_queue_size is None else config.max_queue_size
-    service = Service(engine, LiveStatistics(recording), max_queue_size, recording)
+    service = Service(engine, LiveStatistics(recording), max_queue_size, recording, ids)
     watching = asyncio.create_task(_watch(service))
     is_partial = True
     try:
@@ -173,7 +233,7 @@ async def _watch(service: Service) -> None:
         service.fail_queued()
 
 
-async def _end_with_engine(application: uvicorn.Server, service: Service, progress: Progress) -> None:
+async def _end_with_engine(application: uvicorn.Server, service: AnyService, progress: Progress) -> None:
     """End the server when its engine has failed, which has answered what it had."""
     while not service.has_failed:
         await asyncio.sleep(WATCH_INTERVAL_S)
@@ -182,13 +242,11 @@ async def _end_with_engine(application: uvicorn.Server, service: Service, progre
     application.should_exit = True
 
 
-def endpoints_of(service: Service, config: RunConfig, server: ServerConfig) -> Endpoints:
+def endpoints_of(service: AnyService, config: RunConfig, server: ServerConfig) -> Endpoints:
     """The HTTP endpoints of `service`. InputError if the served name of the model is also one of an adapter."""
     engine = service.engine
     name = _model_name(config, server)
-    metrics = ServerMetrics(
-        engine, service.statistics, name, server.metrics_names, lambda: service.num_live, lambda: service.num_queued
-    )
+    metrics = _metrics_of(service, name, server.metrics_names)
     adapters = adapter_names(config)
     rules = ReadingRules(
         config.model,
@@ -207,8 +265,18 @@ def endpoints_of(service: Service, config: RunConfig, server: ServerConfig) -> E
         metrics,
         name,
         adapters,
-        _api_key(server),
+        api_key(server),
         int(WallClock().timestamp()),
+    )
+
+
+def _metrics_of(service: AnyService, model: str, names: str) -> ServerMetrics | FleetMetrics:
+    if isinstance(service, FleetService):
+        of_replicas = [_metrics_of(one, model, names) for one in service.services]
+        own = [one for one in of_replicas if isinstance(one, ServerMetrics)]
+        return FleetMetrics(service, own, "engine" if names == "vllm" else "replica")
+    return ServerMetrics(
+        service.engine, service.statistics, model, names, lambda: service.num_live, lambda: service.num_queued
     )
 
 
@@ -220,7 +288,7 @@ def _model_name(config: RunConfig, server: ServerConfig) -> str:
     return name
 
 
-def _api_key(server: ServerConfig) -> str | None:
+def api_key(server: ServerConfig) -> str | None:
     """What clients must send; None if they need not. InputError if no client could."""
     return first_key("--api_key", server.api_key, (API_KEY_VARIABLE,))
 
@@ -229,16 +297,16 @@ class _Server(uvicorn.Server):
     """A uvicorn server that does not raise the signal again that has ended it, so that the recording is completed, and
     that answers what has not ended `drain_s` after it with an error."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, end_all: Callable[[str], None], drain_s: float) -> None:
         super().__init__(config)
-        self._service, self._drain_s = service, drain_s
+        self._end_all, self._drain_s = end_all, drain_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        ending = loop.call_later(self._drain_s, self._service.end_all, DRAINED)
+        ending = loop.call_later(self._drain_s, self._end_all, DRAINED)
         await super().shutdown(sockets)
         ending.cancel()
-        self._service.end_all(DRAINED)  # after a second Ctrl-C
+        self._end_all(DRAINED)  # after a second Ctrl-C
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=FLUSH_S)
 
@@ -257,7 +325,7 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(one)
 
 
-def _listen(server: ServerConfig) -> socket.socket:
+def listen(server: ServerConfig) -> socket.socket:
     """A socket on the address of `server`. InputError if it cannot be had."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -274,6 +342,6 @@ def _listen(server: ServerConfig) -> socket.socket:
     return listener
 
 
-def _address(listener: socket.socket) -> str:
+def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -17,6 +17,7 @@ from ifbbench.engine.arrays import FloatArray
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.rundir.lines import IterationLines
 from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.serving.library.batch_manager import BatchManager
 from ifbbench.serving.library.client import Tensors
@@ -160,13 +161,18 @@ class Service:
 
     Requests are handed out by priority, then in order of arrival, each at the first iteration that starts after it.
     max_queue_size: of requests that wait for a batch slot. recording: takes in the traffic. max_requests: the most that
-    `submit` takes at a time.
+    `submit` takes at a time. ids: of its requests, which several services have in common.
 
     To be made in the event loop. `submit` and `cancel` are called in it.
     """
 
     def __init__(
-        self, engine: Engine, statistics: LiveStatistics, max_queue_size: int, recording: Recording | None = None
+        self,
+        engine: Engine,
+        statistics: LiveStatistics,
+        max_queue_size: int,
+        recording: Recording | None = None,
+        ids: Iterator[int] | None = None,
     ) -> None:
         self.engine = engine
         self.statistics = statistics
@@ -180,7 +186,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         assert isinstance(engine.clock, WallClock | PacedClock)
         self._clock = engine.clock
-        self._ids = count()
+        self._ids, self._numbers = ids or count(), count()
         self._live: dict[int, Generation] = {}
         self._is_closing = False
         # Shared with the batch manager's thread: requests that it has not fetched, the highest priority first, under a
@@ -229,6 +235,26 @@ class Service:
         """Requests that wait for a batch slot."""
         return len(self._queue) + self.statistics.num_waiting
 
+    def align(self, other: "Service") -> None:
+        """Have the time of `other`. Called before the first request."""
+        mine, theirs = self._clock, other._clock
+        if isinstance(mine, PacedClock):
+            assert isinstance(theirs, PacedClock)
+            mine.align(theirs)
+        else:
+            assert isinstance(theirs, WallClock)
+            mine.align(theirs)
+
+    def statistics_of(self, generation: Generation) -> LiveStatistics:
+        """The statistics of the engine that has `generation`."""
+        return self.statistics
+
+    def latest_iterations(self) -> list[Any]:
+        """The statistics of the latest iterations, oldest first, in the form of TensorRT-LLM's executor."""
+        limits = self.engine.limits
+        lines = IterationLines(limits.batching_type, limits.max_batch_size, as_executor=True)
+        return [lines.record(record, limit) for record, limit in list(self.statistics.latest)]
+
     def check_length(self, prompt_len: int) -> None:
         """InputError if the engine would refuse a prompt of so many tokens, whatever else is asked for."""
         refusal = self._limits.refusal_by_size(prompt_len, max_new_tokens=1)
@@ -250,20 +276,22 @@ class Service:
         requests: Sequence[InferenceRequest],
         make: Callable[..., Generation] = Generation,
         received_s: float | None = None,
+        session: bytes | None = None,
     ) -> list[Generation]:
         """Hand over `requests`, which `check` has passed, with new ids. QueueFull if not all of them have room in the
         queue, ServiceEnded if the batch manager has ended. make: a generation, of the arguments of `Generation`.
-        received_s: when they were received, by `real_now`; None for now."""
+        received_s: when they were received, by `real_now`; None for now. session: for routers."""
         if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engine has failed")
         if len(requests) > max(self.max_requests - self.num_queued, 0):
+            self.statistics.refused += 1
             raise QueueFull(
                 f"{self.num_queued} requests wait, and --max_queue_size is {self._max_queue_size}; try again later."
             )
         if received_s is None:
             received_s = self.real_now()
         changed = asyncio.Event()
-        numbered = [replace(request, request_id=next(self._ids)) for request in requests]
+        numbered = [replace(request, request_id=next(self._ids), index=next(self._numbers)) for request in requests]
         with self._lock:
             # A whole number of nanoseconds, as all times of a simulated device.
             self._earliest_ns = max(round(received_s * NANOSECONDS), self._earliest_ns)

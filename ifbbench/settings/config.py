@@ -1059,6 +1059,28 @@ class RunConfig:
         unit="parts",
         elsewhere="enable_attention_dp enable_dp_attention",
     )
+    attention_dp_enable_balance: bool = _scheduling(
+        False,
+        "With --attention_dp_size: prompts wait until each part has one to run, and each part has its share of "
+        "--max_num_tokens.",
+        elsewhere="attention_dp_config enable_balance",
+    )
+    attention_dp_time_out_iters: int = _scheduling(
+        50,
+        "With --attention_dp_enable_balance: prompts run after so many iterations in which some part had none.",
+        minimum=0,
+        maximum=MAX_BATCH,
+        unit="iterations",
+        aliases=("attention_dp_timeout_iters",),
+    )
+    attention_dp_batching_wait_iters: int = _scheduling(
+        10,
+        "With --attention_dp_enable_balance: iterations in which prompts wait for more of them, once each part has "
+        "one.",
+        minimum=0,
+        maximum=MAX_BATCH,
+        unit="iterations",
+    )
     expert_load: str | None = _execution(
         None,
         "Shares of the tokens that experts get: the exponent of a power law (0 is equal shares), or a .json file with "
@@ -1229,10 +1251,10 @@ class RunConfig:
     quiet: bool = _recording(False, "No progress on standard error; tables are printed.")
 
     def __post_init__(self) -> None:
-        for setting in settings():
-            if (value := getattr(self, setting.name)) is not setting.default:
-                object.__setattr__(self, setting.name, setting.check(value))
-        for setting in settings():
+        given = [setting for setting in settings() if getattr(self, setting.name) is not setting.default]
+        for setting in given:
+            object.__setattr__(self, setting.name, setting.check(getattr(self, setting.name)))
+        for setting in given:
             if getattr(self, setting.name) in (setting.default, setting.command_line_default):
                 continue
             if setting.group in ENGINES and self.engine != setting.group:
@@ -1317,7 +1339,7 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Setting name to value, in the order of definition."""
-        return dataclasses.asdict(self)
+        return {setting.name: getattr(self, setting.name) for setting in settings()}
 
 
 @cache

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from ifbbench.errors import InputError
@@ -18,15 +19,19 @@ def snake_case(name: str) -> str:
 def setting(name: str) -> Setting:
     """The setting called `name`: its own name or an alias, with dashes, underscores or capital letters between words.
     InputError lists near names if there is none."""
-    wanted = snake_case(name)
-    for candidate in settings():
-        if wanted in (candidate.name, *candidate.aliases):
-            return candidate
-    own_name = {name: item.name for item in settings() for name in (item.name, *item.aliases)}
+    known, wanted = _by_name(), snake_case(name)
+    if found := known.get(wanted):
+        return found
     same = same_elsewhere(wanted)
-    near = [same] if same else [own_name[one] for one in get_close_matches(wanted, own_name, n=3, cutoff=0.5)]
+    near = [same] if same else [known[one].name for one in get_close_matches(wanted, known, n=3, cutoff=0.5)]
     hint = f"Did you mean {', '.join(dict.fromkeys(near))}?" if near else "See `ifbbench run --help`."
     raise InputError(f"{name!r} is not a setting. {hint}")
+
+
+@cache
+def _by_name() -> dict[str, Setting]:
+    """The settings by their names and aliases."""
+    return {name: item for item in settings() for name in (item.name, *item.aliases)}
 
 
 def same_elsewhere(name: str) -> str | None:

@@ -12,7 +12,16 @@ def parse_yaml(text: str, as_texts: bool = False) -> Any:
     """The content of a YAML text, None if it is empty. as_texts: each value is a text, as it is written.
 
     InputError, with the line, for a key that is there twice; yaml.YAMLError for what is no YAML."""
-    loader = yaml.BaseLoader(text) if as_texts else yaml.SafeLoader(text)
+    if yaml.__with_libyaml__:
+        try:
+            return _parsed(yaml.CBaseLoader(text) if as_texts else yaml.CSafeLoader(text))
+        except (yaml.YAMLError, ValueError, RecursionError):
+            pass  # the parser in Python words errors better, and libyaml has limits of its own
+    return _parsed(yaml.BaseLoader(text) if as_texts else yaml.SafeLoader(text))
+
+
+def _parsed(loader: Any) -> Any:
+    """The content of the one document of a loader."""
     try:
         node = loader.get_single_node()
         _check_keys(node)

@@ -2,19 +2,20 @@
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import zip_longest
 
 import numpy as np
 from mypy_extensions import mypyc_attr
+from numpy.typing import NDArray
 
 from ifbbench.clock import NANOSECONDS, VirtualClock
-from ifbbench.engine.arrays import NO_ROWS
+from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.interfaces import IterationWork, PredictedTimes
+from ifbbench.engine.plan import ContextChunk
 from ifbbench.engine.stretch import Positions
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.lora_cost import LoraCost
-from ifbbench.simulated.step_work import StepWork, WorkDone, draft_passes, mtp_passes, parts_of
+from ifbbench.simulated.step_work import StepWork, WorkDone, draft_passes, mtp_passes
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -60,9 +61,7 @@ class SimulatedExecutor:
         if self._parts == 1:
             requests, work = len(batch.context) + len(batch.slots), StepWork.of_windows(batch, self.windows)
         else:
-            parts = list(parts_of(batch, self._parts))
-            requests = max([len(part.context) + len(part.slots) for part in parts])
-            work = self.cost_model.of_largest([StepWork.of_windows(part, self.windows) for part in parts])
+            requests, work = self._largest_of_batch(batch)
         host_ns = self.cost_model.host_ns(requests, work.context_tokens)
         if self._hides_host:
             host_ns = max(0, host_ns - self._device_ns)
@@ -86,11 +85,10 @@ class SimulatedExecutor:
 
     def _draft_ns(self, draft_model: CostModel, batch: Batch) -> int:
         """Nanoseconds in which draft tokens are proposed."""
-        if self._draft_mtp:
-            of_parts = [list(mtp_passes(part, self._draft_mtp)) for part in parts_of(batch, self._parts)]
-            passes = [draft_model.of_largest(list(works)) for works in zip_longest(*of_parts, fillvalue=StepWork())]
+        if self._draft_mtp and self._parts > 1:
+            passes = self._largest_mtp_passes(draft_model, batch)
         else:
-            passes = list(draft_passes(batch))
+            passes = list(mtp_passes(batch, self._draft_mtp) if self._draft_mtp else draft_passes(batch))
         for one in passes:
             self.draft_done.add(one)
         return sum(map(draft_model.device_ns, passes))
@@ -208,58 +206,136 @@ class SimulatedExecutor:
         cost, parts, positions = self.cost_model, self._parts, work.positions
         cached = positions.of_each() if positions.count else NO_ROWS
         of_part = positions.slots % parts
-        counts = np.bincount(of_part, minlength=parts)
-        context = [
-            [(chunk.start, chunk.length, chunk.is_last) for chunk in work.context if chunk.request.slot % parts == part]
-            for part in range(parts)
-        ]
-        host_ns = max(
-            cost.host_ns(int(count) + len(chunks), sum([length for _, length, _ in chunks]))
-            for count, chunks in zip(counts, context, strict=True)
-        )
-        # [windows, steps, parts]
-        keys = [
-            np.stack(
-                [
-                    np.bincount(
-                        of_part,
-                        weights=cached + step if window is None else np.minimum(cached + step, window),
-                        minlength=parts,
-                    )
-                    for step in range(1, steps + 1)
-                ]
-            )
-            if window is not None
-            else np.bincount(of_part, weights=cached, minlength=parts) + counts * np.arange(1, steps + 1)[:, None]
-            for window, _ in self.windows
-        ]
-        outputs = max(
-            int(count) + sum([last for *_, last in chunks]) for count, chunks in zip(counts, context, strict=True)
-        )
-        if not work.context and len(keys) == 1:
+        by_part = np.bincount(of_part, minlength=parts)
+        counts: list[int] = by_part.tolist()
+        most, context = max(counts), self._chunks_of_parts(work.context)
+        host_ns, outputs = cost.host_ns(most), most
+        for part, chunks in context.items():
+            of_chunks = cost.host_ns(counts[part] + len(chunks), sum([length for _, length, _ in chunks]))
+            host_ns = max(host_ns, of_chunks)
+            outputs = max(outputs, counts[part] + sum([is_last for _, _, is_last in chunks]))
+        if not context and len(self.windows) == 1:
+            window = self.windows[0][0]
             if within_ns is not None and steps > 1:
-                shortest_ns = host_ns + cost.generation_ns(int(counts.max()), [int(keys[0][0].max())])[0]
+                first = self._keys_of_parts(window, of_part, cached, by_part, 1)
+                shortest_ns = host_ns + cost.generation_ns(most, [int(first.max())])[0]
                 steps = min(steps, max(within_ns, 0) // max(shortest_ns, 1) + 1)
-            largest: list[int] = keys[0][:steps].max(axis=1).astype(np.int64).tolist()
-            return host_ns, cost.generation_ns(int(counts.max()), largest), outputs, False, largest, []
+            of_steps = self._keys_of_parts(window, of_part, cached, by_part, steps)
+            largest: list[int] = of_steps.max(axis=1).astype(np.int64).tolist()
+            return host_ns, cost.generation_ns(most, largest), outputs, False, largest, []
+        # [windows, steps, parts]
+        keys = [self._keys_of_parts(window, of_part, cached, by_part, steps) for window, _ in self.windows]
         device_ns, passed_ns, largest_works = list[int](), 0, list[StepWork]()
         for step in range(steps):
             if within_ns is not None and passed_ns > within_ns:
                 break
-            works = [
-                StepWork.mean(
-                    [
-                        (StepWork.of_sums(chunks, int(counts[part]), int(of_window[step, part]), window), share)
-                        for of_window, (window, share) in zip(keys, self.windows, strict=True)
-                    ]
-                )
-                for part, chunks in enumerate(context)
-            ]
-            largest_works.append(cost.of_largest(works))
+            of_windows: list[list[float]] = [of_window[step].tolist() for of_window in keys]
+            largest_works.append(self._largest_work(context, counts, of_windows))
             device_ns.append(cost.device_ns(largest_works[-1]))
             passed_ns += host_ns + device_ns[-1]
-            context = [[(start + length, length, last) for start, length, last in chunks] for chunks in context]
+            for chunks in context.values():
+                chunks[:] = [(start + length, length, is_last) for start, length, is_last in chunks]
         return host_ns, device_ns, outputs, False, (), largest_works
+
+    def _keys_of_parts(
+        self, window: int | None, of_part: Rows, cached: Rows, by_part: Rows, steps: int
+    ) -> NDArray[np.float64]:
+        """The keys that generation reads in each of the next `steps` iterations, [steps, parts], in a layer with this
+        window. of_part, cached: the part of each request, and its tokens in the cache. by_part: requests."""
+        if window is None:
+            in_cache = np.bincount(of_part, weights=cached, minlength=self._parts)
+            growing: NDArray[np.float64] = in_cache + by_part * np.arange(1, steps + 1)[:, None]
+            return growing
+        return np.stack(
+            [
+                np.bincount(of_part, weights=np.minimum(cached + step, window), minlength=self._parts)
+                for step in range(1, steps + 1)
+            ]
+        )
+
+    def _chunks_of_parts(self, context: Sequence[ContextChunk]) -> dict[int, list[tuple[int, int, bool]]]:
+        """Start, length and whether it is the last of its prompt, for each chunk, by part."""
+        found: dict[int, list[tuple[int, int, bool]]] = {}
+        for chunk in context:
+            part = chunk.request.slot % self._parts
+            found.setdefault(part, []).append((chunk.start, chunk.length, chunk.is_last))
+        return found
+
+    def _largest_of_batch(self, batch: Batch) -> tuple[int, StepWork]:
+        """The most requests that a part has in `batch`, and `of_largest` of the parts."""
+        parts, context = self._parts, self._chunks_of_parts(batch.context)
+        of_part = batch.slots % parts
+        by_part = np.bincount(of_part, minlength=parts)
+        requests: list[int] = by_part.tolist()
+        most = max(requests)
+        for part, chunks in context.items():
+            most = max(most, requests[part] + len(chunks))
+        if batch.drafts is not None:  # each one is a token whose key is read, and has logits
+            of_generation = batch.drafts.counts[len(batch.drafts.counts) - len(batch.slots) :]
+            by_part = by_part + np.bincount(of_part, weights=of_generation, minlength=parts).astype(np.int64)
+        keys = list[list[float]]()
+        for window, _ in self.windows:
+            cached = batch.positions if window is None else np.minimum(batch.positions, window - 1)
+            keys.append((np.bincount(of_part, weights=cached, minlength=parts) + by_part).tolist())
+        return most, self._largest_work(context, by_part.tolist(), keys)
+
+    def _largest_mtp_passes(self, draft_model: CostModel, batch: Batch) -> list[StepWork]:
+        """`mtp_passes` of the parts, `of_largest` of each pass."""
+        parts, of_part = self._parts, batch.slots % self._parts
+        requests = np.bincount(of_part, minlength=parts)
+        keys = np.bincount(of_part, weights=batch.positions, minlength=parts).astype(np.int64)
+        verified: list[int] = ((self._draft_mtp + 1) * requests).tolist()
+        first_keys: list[list[float]] = [(keys + requests).tolist()]
+        context, counts = self._chunks_of_parts(batch.context), requests.tolist()
+        passes, most = [self._largest_work(context, counts, first_keys, verified, draft_model)], max(counts)
+        for step in range(1, self._draft_mtp if most else 1):
+            most_keys = int((keys + requests * (step + 1)).max())
+            passes.append(StepWork(generation_tokens=most, generation_kv_tokens=most_keys, outputs=most))
+        return passes
+
+    def _largest_work(
+        self,
+        context: dict[int, list[tuple[int, int, bool]]],
+        outputs: list[int],
+        keys: list[list[float]],
+        tokens: list[int] | None = None,
+        draft_model: CostModel | None = None,
+    ) -> StepWork:
+        """`of_largest` of the parts. context: chunks by part. outputs: rows of generation that need logits, by part.
+        keys: that generation reads, by window and part; of `draft_model` without windows. tokens: of generation, if
+        they are not `outputs`.
+
+        Of the parts without chunks, the one with the most keys stands for all."""
+        alone, most_keys, most_tokens, most_outputs = -1, -1, 0, 0
+        listed = list[tuple[int, StepWork]]()
+        windows = self.windows if draft_model is None else ((None, 1.0),)
+        for part, of_part in enumerate(outputs):
+            of_windows = [of_window[part] for of_window in keys]
+            chunks = context.get(part)
+            if chunks is None:
+                most_outputs = max(most_outputs, of_part)
+                most_tokens = max(most_tokens, of_part if tokens is None else tokens[part])
+                of_keys = self._mean_keys(of_windows)
+                if of_keys > most_keys:
+                    alone, most_keys = part, of_keys
+                continue
+            means = [
+                (StepWork.of_sums(chunks, of_part, int(of_window), window), share)
+                for of_window, (window, share) in zip(of_windows, windows, strict=True)
+            ]
+            work = StepWork.mean(means)
+            listed.append((part, work if tokens is None else work._replace(generation_tokens=tokens[part])))
+        works = [work for part, work in listed if part < alone]
+        if alone >= 0:
+            works.append(StepWork(generation_tokens=most_tokens, generation_kv_tokens=most_keys, outputs=most_outputs))
+        works += [work for part, work in listed if part > alone]
+        return (draft_model or self.cost_model).of_largest(works)
+
+    def _mean_keys(self, of_windows: list[float]) -> int:
+        """The keys of a mean layer from those of each window, as `StepWork.mean` has them."""
+        if len(of_windows) == 1:
+            return int(of_windows[0])
+        return round(sum([int(keys) * share for keys, (_, share) in zip(of_windows, self.windows, strict=True)]))
 
     def _generation_keys(self, positions: Positions, steps: int) -> list[Sequence[int]]:
         """The keys that generation reads in each of the next `steps` iterations, for each window of the layers."""

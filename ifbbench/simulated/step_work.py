@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftInputs
 from ifbbench.models.layers import Mlp
 from ifbbench.simulated.shard import Shard
 
@@ -150,28 +149,6 @@ class WorkDone:
         """Take in `count` iterations but for their attention."""
         self.iterations_by_tokens[tokens] = self.iterations_by_tokens.get(tokens, 0) + count
         self.iterations_by_outputs[outputs] = self.iterations_by_outputs.get(outputs, 0) + count
-
-
-def parts_of(batch: Batch, num_parts: int) -> Iterator[Batch]:
-    """The requests of `batch` in each part of the devices that has requests of its own: those whose slot, divided by
-    the number of parts, leaves the part's number."""
-    if num_parts == 1:
-        yield batch
-        return
-    of_slot = batch.slots % num_parts
-    drafts = None if batch.drafts is None else batch.drafts.counts[len(batch.drafts.counts) - len(batch.slots) :]
-    for part in range(num_parts):
-        rows = np.flatnonzero(of_slot == part)
-        of_part = None
-        if drafts is not None:
-            counts = drafts[rows]
-            of_part = DraftInputs(counts, np.full(int(counts.sum()), UNKNOWN_TOKEN, np.int32))
-        yield batch._replace(
-            context=tuple([chunk for chunk in batch.context if chunk.request.slot % num_parts == part]),
-            slots=batch.slots[rows],
-            positions=batch.positions[rows],
-            drafts=of_part,
-        )
 
 
 def mtp_passes(batch: Batch, draft_len: int) -> Iterator[StepWork]:

@@ -29,7 +29,7 @@ OF_ENGINE = {"kvCacheStats": ("maxNumBlocks", "tokensPerBlock"), "": ("maxNumAct
 BETWEEN_OBJECTS = re.compile(r"[\s,\[\]]*")
 
 VLLM_ITERATION = re.compile(
-    r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
+    r"Iteration\((\d+)\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
     r"(\d+) generation tokens, .*?iteration elapsed time: ([\d.]+) ms(?:, \w+ KV cache usage: ([\d.]+)%)?(.*)"
 )
 VLLM_SUMMARY = re.compile(
@@ -59,10 +59,12 @@ class VllmSummary(NamedTuple):
 
 
 class VllmIteration(NamedTuple):
-    """What vLLM logs of an iteration. line: its number. usage: share of the KV cache in use, None if it is not there.
-    has_drafts: whether generation requests may have several tokens because of draft tokens."""
+    """What vLLM logs of an iteration. line: where it stands. number: since the server started. usage: share of the KV
+    cache in use, None if it is not there. has_drafts: whether generation requests may have several tokens because of
+    draft tokens."""
 
     line: int
+    number: int
     contexts: int
     context_tokens: int
     generating: int
@@ -314,23 +316,23 @@ def vllm_lines(log: Log, text: str) -> Iterator[tuple[str, str, VllmIteration | 
                 f"{log.path}, line {line_number}: an iteration of another version of vLLM, {line[-100:]!r}; expected "
                 "`Iteration(N): … context requests, … generation tokens, iteration elapsed time: … ms`."
             )
-        contexts, tokens, generating, generated = map(int, match.groups()[:4])
-        if "(dummy)" in match[7] or not contexts + generating:
+        number, contexts, tokens, generating, generated = map(int, match.groups()[:5])
+        if "(dummy)" in match[8] or not contexts + generating:
             continue
         if generated > generating and not has_drafts:
             contexts, tokens = contexts + 1, tokens + generated - generating + 1
             generating = generated = generating - 1
-        in_use = float(match[6]) / 100 if match[6] else None
-        seconds = float(match[5]) / MILLISECONDS
+        in_use = float(match[7]) / 100 if match[7] else None
+        seconds = float(match[6]) / MILLISECONDS
         yield (
             engine,
             line,
-            VllmIteration(line_number, contexts, tokens, generating, generated, seconds, in_use, has_drafts),
+            VllmIteration(line_number, number, contexts, tokens, generating, generated, seconds, in_use, has_drafts),
         )
 
 
 def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None:
-    budget = max((int(found[2]) + int(found[4]) for found in VLLM_ITERATION.finditer(text)), default=0)
+    budget = max((int(found[3]) + int(found[5]) for found in VLLM_ITERATION.finditer(text)), default=0)
     trackers: dict[str, BatchTracker] = {}
     for engine, _, one in vllm_lines(log, text):
         tracker = trackers.setdefault(engine, BatchTracker(budget))

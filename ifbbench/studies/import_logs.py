@@ -3,12 +3,11 @@
 import math
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ifbbench.compressed import DamagedFile, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.settings.config import ENGINES, SGLANG, VLLM
 from ifbbench.settings.fields import integer, located, shown
@@ -27,7 +26,7 @@ from ifbbench.studies.imported import UNDATED, Imported, LoggedIteration, Writte
 from ifbbench.studies.log import Log
 from ifbbench.studies.request_stats import NOT_LOGGED, by_id
 from ifbbench.studies.sglang_logs import FACTS as SGLANG_FACTS
-from ifbbench.studies.sglang_logs import Decode, Prefill, interval_of, is_sglang, sglang_batches
+from ifbbench.studies.sglang_logs import Decode, Prefill, interval_of, is_sglang, sglang_batches, sglang_starts
 
 EXPECTED = (
     "the log of vLLM with --enable-logging-iteration-details, that of SGLang, or TensorRT-LLM's iteration statistics "
@@ -47,6 +46,7 @@ SGLANG_SETTINGS = {
     "tokens_per_block": re.compile(r"\bpage_size=(\d+)"),
 }
 SGLANG_CACHE = re.compile(r"\bmax_total_num_tokens=(\d+)")
+HALF_A_YEAR = timedelta(days=183)
 DEFAULT_BLOCK_SIZE = {VLLM: 16, SGLANG: 1}
 NO_REQUESTS = (
     "Requests: when each came, what it waited for, its latencies. The log has counts only.",
@@ -63,13 +63,9 @@ WHOLE_SECONDS = (
 def import_log(path: Path, output: Path, overwrite: bool) -> tuple[Path, Imported]:
     """Write the run directory of the log at `path`; returns its path, and what was read. InputError for what is no log,
     for one of another version, and if the directory may not be written."""
-    try:
-        with open_to_read(path, accept_cut=True) as file:
-            content = file.read()
-    except (OSError, DamagedFile) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{path}: cannot be read ({reason}); expected {EXPECTED}.") from None
-    log, text = Log(path), content.decode("utf-8", errors="replace").removeprefix("\ufeff")
+    log = Log(path)
+    content = log.content(EXPECTED)
+    text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
     if is_vllm(text) and is_sglang(text):
         raise InputError(f"{path}: has lines of vLLM and of SGLang; give the log of one server.")
     if is_tensorrt_llm(text):
@@ -113,6 +109,7 @@ def _of_vllm(log: Log, text: str) -> Imported:
     num_blocks = max(tokens) // size if tokens else None
     rows, waiting, has_summary = list[tuple[float, LoggedIteration]](), 0, False
     begun: datetime | None = None
+    numbers, times_s = list[tuple[int, int]](), list[tuple[int, float]]()
     for _, line, one in lines:
         if isinstance(one, VllmSummary):
             waiting, has_summary = one.waiting, True
@@ -120,6 +117,8 @@ def _of_vllm(log: Log, text: str) -> Imported:
         date = _vllm_date(line, begun)
         begun = begun or date
         second = (date - begun).total_seconds() if date and begun else 0.0
+        numbers.append((one.line, one.number))
+        times_s.append((one.line, second))
         used = None if one.usage is None or num_blocks is None else round(one.usage * num_blocks)
         logged = LoggedIteration(
             0.0,
@@ -134,6 +133,8 @@ def _of_vllm(log: Log, text: str) -> Imported:
             used_blocks=used,
         )
         rows.append((second, logged))
+    log.note_restarts(numbers)
+    log.note_clock(times_s)
     _place_in_time([second for second, _ in rows] if begun else [], [one for _, one in rows])
     lost = [*NO_REQUESTS, QUEUE_OF_SUMMARIES if has_summary else NO_QUEUE, WHOLE_SECONDS]
     lost.append("The host's time: vLLM logs how long it waited for the outputs, without its scheduler.")
@@ -166,7 +167,7 @@ def _vllm_date(line: str, begun: datetime | None) -> datetime | None:
         date = datetime((begun or UNDATED).year, month, day, hour, minute, second, tzinfo=UTC)
     except ValueError:
         return None
-    return date.replace(year=date.year + 1) if begun and date < begun else date
+    return date.replace(year=date.year + 1) if begun and begun - date > HALF_A_YEAR else date
 
 
 def _place_in_time(seconds: list[float], iterations: list[LoggedIteration]) -> None:
@@ -199,7 +200,8 @@ def _of_sglang(log: Log, text: str) -> Imported:
     size = settings.get("tokens_per_block") or DEFAULT_BLOCK_SIZE[SGLANG]
     tokens = [int(found) for found in SGLANG_CACHE.findall(text)]
     num_blocks, max_requests = max(tokens) // size if tokens else None, settings.get("max_batch_size")
-    begun, written = _sglang_times(batches, interval)
+    log.note_restarts(sglang_starts(text))
+    begun, written = _sglang_times(log, batches, interval)
     iterations, reused, missed, before_s = list[LoggedIteration](), 0, 0, None
     for one, end_s in zip(batches, ends_within(written), strict=True):
         if isinstance(one, Prefill):
@@ -229,20 +231,23 @@ def _of_sglang(log: Log, text: str) -> Imported:
     return Imported(SGLANG, "SGLang log", settings, iterations, lost, begun or UNDATED, num_blocks, size, max_requests)
 
 
-def _sglang_times(batches: list[Prefill | Decode], interval: int) -> tuple[datetime | None, list[Written]]:
+def _sglang_times(log: Log, batches: list[Prefill | Decode], interval: int) -> tuple[datetime | None, list[Written]]:
     """The time stamp of the first line that has one, and when each was written: lines of either kind say how many
     tokens a second there were since the line of the same kind before."""
     begun: datetime | None = None
     written, latest, second = list[Written](), dict[type[Any], int](), 0.0
+    times_s = list[tuple[int, float]]()
     for number, one in enumerate(batches):
         if one.stamp is not None:
             date = datetime.fromisoformat(one.stamp).replace(tzinfo=UTC)
             begun = begun or date
-            second = max((date - begun).total_seconds(), second)
+            times_s.append((one.line, (date - begun).total_seconds()))
+            second = max(times_s[-1][1], second)
         tokens = one.tokens if isinstance(one, Prefill) else interval * one.running
         since = latest.get(type(one)) if one.rate > 0 else None
         written.append(Written(second, since, tokens / one.rate if one.rate > 0 else 0.0))
         latest[type(one)] = number
+    log.note_clock(times_s)
     return begun, written
 
 
@@ -251,6 +256,7 @@ def _sglang_times(batches: list[Prefill | Decode], interval: int) -> tuple[datet
 
 def _of_tensorrt_llm(log: Log, text: str) -> Imported:
     rows = tensorrt_llm_rows(log, text)
+    log.note_restarts([(line, row["iter"]) for line, row in rows if isinstance(row.get("iter"), int)])
     dates = [date for _, row in rows if (date := _trtllm_date(row)) is not None]
     begun = dates[0] if dates and len(dates) == len(rows) else None
     iterations, cache, end_s = list[LoggedIteration](), dict[str, Any](), 0.0

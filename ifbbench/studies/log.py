@@ -1,12 +1,15 @@
 """A log as calibration uses it: measured iterations and load tests, and the work of a batch from its counts."""
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from ifbbench.compressed import DamagedFile, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.studies.fit import Observation
@@ -18,6 +21,9 @@ SLACK = 64
 OVERLAPPING = 0.75
 # Running requests of successive summaries that differ by less count as constant load.
 CONSTANT_LOAD = 0.05
+CUT = "the file is cut off: it goes on to where its last complete part ends."
+CLOCK_STEP_S = 1.0  # lines of one second may be written in another order
+MAX_LINES = 5
 
 
 @dataclass(slots=True)
@@ -38,6 +44,39 @@ class Log:
     overlaps: bool | None = None
     notes: list[str] = field(default_factory=list)
 
+    def content(self, expected: str, name: str = "") -> bytes:
+        """The content of the file or pipe, unpacked if it is compressed; of one that was cut off what is left, and a
+        note says so. InputError, with `name` before the path, if it cannot be read."""
+        try:
+            with open_to_read(self.path, accept_cut=True, on_cut=lambda: self.notes.append(CUT)) as file:
+                return file.read()
+        except (OSError, DamagedFile) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InputError(f"{name}{self.path}: cannot be read ({reason}); expected {expected}.") from None
+
+    def note_restarts(self, numbers: Iterable[tuple[int, int]]) -> None:
+        """Say where the server was started again. numbers: the line and the number of each iteration: numbers begin
+        anew with a server."""
+        lines = [line for (_, before), (line, one) in pairwise(numbers) if one < before]
+        if lines:
+            self.notes.append(
+                f"the server was started again in {_lines(lines)}: what ran before has no end in the log, and the time "
+                "until then is a wait between two iterations."
+            )
+
+    def note_clock(self, times_s: Iterable[tuple[int, float]]) -> None:
+        """Say where the clock of the log goes back. times_s: the line and the time of each iteration."""
+        lines, latest_s = list[int](), -math.inf
+        for line, time_s in times_s:
+            if time_s < latest_s - CLOCK_STEP_S:
+                lines.append(line)
+            latest_s = time_s
+        if lines:
+            self.notes.append(
+                f"its clock goes back in {_lines(lines)}: from there on, iterations follow the latest one before at "
+                "once until the clock has caught up."
+            )
+
     def add_facts(self, patterns: Mapping[str, re.Pattern[str]], text: str) -> None:
         """Add what the pattern of each fact finds in `text`. InputError if one finds several values."""
         for name, pattern in patterns.items():
@@ -48,6 +87,13 @@ class Log:
                     "Give the log of one."
                 )
             self.facts |= dict.fromkeys([name], found.pop()) if found else {}
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    """Lines by number, at most a few of them."""
+    shown = ", ".join(f"{number:,}" for number in numbers[:MAX_LINES])
+    more = f" and {len(numbers) - MAX_LINES:,} more" if len(numbers) > MAX_LINES else ""
+    return f"line{'s' * (len(numbers) > 1)} {shown}{more}"
 
 
 def overlap_of_periods(periods: Iterable[tuple[float, float]]) -> bool | None:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ifbbench.compressed import DamagedFile, open_to_read
 from ifbbench.errors import InputError
 from ifbbench.rundir.checking import as_object, check_line
 from ifbbench.rundir.run_directory import find_iterations
@@ -36,9 +35,9 @@ def read_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log
         if is_run(log.path):
             log.format = RUN
             read_run(log)  # first: it refuses a pipe, which a run directory does not have
-            log.sha256 = hashlib.sha256(_content(find_iterations(log.path))).hexdigest()
+            log.sha256 = hashlib.sha256(Log(find_iterations(log.path)).content(FORMATS, "--from ")).hexdigest()
             continue
-        content = _content(path)
+        content = log.content(FORMATS, "--from ")
         log.sha256 = hashlib.sha256(content).hexdigest()
         text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
         if not text.strip():
@@ -65,16 +64,6 @@ def read_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log
         if not (log.samples or log.observations or tests):
             raise InputError(f"{path}: has no iteration that ran a request under constant load; give a longer log.")
     return logs, tests
-
-
-def _content(path: Path) -> bytes:
-    """The content of a file or a pipe, unpacked if it is compressed; of one that was cut off, what is left."""
-    try:
-        with open_to_read(path, accept_cut=True) as file:
-            return file.read()
-    except (OSError, DamagedFile) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"--from {path}: cannot be read ({reason}); expected {FORMATS}.") from None
 
 
 def _json_lines(log: Log, text: str) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ prefill line before; if the prompt of that one was cut, nothing ran in between.
 """
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ FACTS = {
     "pp_size": re.compile(r"\bpp_size=(\d+)"),
 }
 DEFAULT_INTERVAL = 40
+SETTINGS = "server_args="
 
 
 class Prefill(NamedTuple):
@@ -47,6 +49,7 @@ class Prefill(NamedTuple):
     rate: float
     usage: float = 0.0
     stamp: str | None = None
+    line: int = 0
 
     def work(self, computed: int = 0) -> StepWork:
         """Its work, prompts taken as equally long. computed: tokens of the prompt that was cut."""
@@ -66,6 +69,7 @@ class Decode(NamedTuple):
     queued: int = 0
     usage: float = 0.0
     stamp: str | None = None
+    line: int = 0
 
 
 def is_sglang(text: str) -> bool:
@@ -89,6 +93,20 @@ def interval_of(text: str) -> int:
     return int(logged[1]) if logged else DEFAULT_INTERVAL
 
 
+def sglang_starts(text: str) -> Iterator[tuple[int, int]]:
+    """The line of each batch and of the settings with which a server starts, and how many of the batches there were
+    since the start."""
+    count = 0
+    for number, line in enumerate(text.split("\n"), start=1):
+        if SETTINGS in line:
+            count = 0
+        elif "Prefill batch" in line or "Decode batch" in line:
+            count += 1
+        else:
+            continue
+        yield number, count
+
+
 def sglang_batches(log: Log, text: str) -> list[Prefill | Decode]:
     """The lines of batches in `text`. InputError for drafts, and for another version of SGLang."""
     found: list[Prefill | Decode] = []
@@ -97,7 +115,7 @@ def sglang_batches(log: Log, text: str) -> list[Prefill | Decode]:
         if "accept len" in line:
             raise InputError(f"{log.path}, line {number}: speculative decoding is not simulated.")
         usage, stamp = USAGE.search(line), STAMP.search(line)
-        more = (float(usage[1]) if usage else 0.0, stamp[1] if stamp else None)
+        more = (float(usage[1]) if usage else 0.0, stamp[1] if stamp else None, number)
         if match := PREFILL.search(line):
             requests, tokens, cached, running, queued = map(int, match.groups()[:5])
             found.append(Prefill(requests, tokens, cached, running, queued, float(match[6]), *more))

@@ -12,7 +12,7 @@ import yaml
 
 from ifbbench.cli.main import COMMANDS
 from ifbbench.cli.options import SettingOption
-from ifbbench.serving.config import server_settings
+from ifbbench.serving.routing.config import serve_settings
 from ifbbench.serving.triton_repository import triton_settings
 from ifbbench.settings.config import settings
 from tests.attack import hostile
@@ -141,7 +141,7 @@ def _names(option: click.Option) -> set[str]:
 
 def _value(option: click.Option, draw: random.Random) -> str:
     if isinstance(option, SettingOption):
-        declared = (*settings(), *server_settings(), *triton_settings())
+        declared = (*settings(), *serve_settings(), *triton_settings())
         return setting_value(next(one for one in declared if one.name == option.name), draw)
     kind = option.type
     if isinstance(kind, click.Choice) and draw.random() < 0.7:

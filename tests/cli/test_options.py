@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from ifbbench.cli.options import SettingsCommand, given_config
-from ifbbench.serving.config import server_settings
+from ifbbench.serving.routing.config import serve_settings
 from ifbbench.settings.config import RunConfig, settings
 from ifbbench.settings.names import from_mapping
 
@@ -299,7 +299,7 @@ def test_every_number_of_bytes_takes_units_in_files_and_options(config_of, tmp_p
 
 
 def test_other_numbers_of_bytes_take_units():
-    server = {one.name: one for one in server_settings()}
+    server = {one.name: one for one in serve_settings()}
     assert server["max_body_bytes"].check("2MiB") == 2 * 2**20
     arguments = ["capacity", "tiny", "--json", "--memory-bytes"]
     texts = [CliRunner().invoke(main, [*arguments, size]).stdout for size in ("1GiB", str(2**30))]

@@ -15,10 +15,11 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure
 
 from ifbbench.cli.main import main
-from ifbbench.report import charts, sweep_charts
+from ifbbench.report import charts, overlay, sweep_charts
 from ifbbench.report.chart_files import FORMATS
-from ifbbench.report.style import save
+from ifbbench.report.style import STYLE, save
 from tests.live.test_recording import CASES, events_of, write_events
+from tests.live.test_sglang_recording import CASES as CASES_OF_SGLANG
 from tests.serving.clients import server_process
 from tests.serving.triton_clients import triton as triton_process
 
@@ -39,7 +40,7 @@ STAND_INS = {
     ),
 }
 # Directories that a page's server would have written.
-RECORDINGS = ("vllm-recording",)
+RECORDINGS = {"vllm-recording": CASES[1], "sglang-recording": CASES_OF_SGLANG[0]}
 # Requests of commands that compute on this machine's processor, a second's work with a small model.
 REAL_REQUESTS = {"run": ("--max_num_samples", "5"), "sweep": ("--max_num_samples", "1")}
 # Simulated runs whose output no page shows.
@@ -119,7 +120,8 @@ def module_is_there(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def drawn_once() -> Iterator[None]:
-    """Each chart is laid out and written the first time that a page draws it; later its files are empty."""
+    """Each chart is laid out and written, in a low resolution, the first time that a page draws it; later its files are
+    empty."""
     drawn = set[str]()
 
     def save_once(figure: Figure, directory: Path, name: str, formats: Sequence[str] = FORMATS, *more: Any) -> Any:
@@ -133,12 +135,13 @@ def drawn_once() -> Iterator[None]:
         return paths
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "save", save_once)
-        patch.setattr(sweep_charts, "save", save_once)
+        for module in (charts, overlay, sweep_charts):
+            patch.setattr(module, "save", save_once)
+        patch.setitem(STYLE, "savefig.dpi", 40)
         yield
 
 
-@pytest.mark.usefixtures("drawn_once", "small_model", "without_layout", "one_process")
+@pytest.mark.usefixtures("drawn_once", "small_model", "without_layout", "one_process", "small_pools")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(one, marks=[pytest.mark.slow] if one.name == SLOW_PAGE else [], id=one.name) for one in PAGES],
@@ -147,8 +150,8 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     for name, content in STAND_INS.items():
         Path(name).write_text(content)
-    for name in RECORDINGS:
-        write_events(events_of(CASES[1]), Path(name))
+    for name, case in RECORDINGS.items():
+        write_events(events_of(case), Path(name))
     monkeypatch.setenv("COLUMNS", "120")
     served: list[str] = []
     samples = samples_of(page)

@@ -657,9 +657,18 @@ def test_tokens_of_a_replay_against_our_server_are_those_of_the_engine(tmp_path:
     path = trace(tmp_path, 6, output_len=9)
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
     common: dict[str, Any] = {"time_scale": 0.0, "seed": 3}
-    config = RunConfig(device="cpu", cpu_threads=1, output=str(tmp_path / "a"), responses_json=str(ours), **common)
+    room = 4096  # tokens: the pool of the default takes longer to make than all tokens
+    config = RunConfig(
+        device="cpu",
+        cpu_threads=1,
+        max_tokens_in_paged_kvcache=room,
+        output=str(tmp_path / "a"),
+        responses_json=str(ours),
+        **common,
+    )
     run_trace(path, config)
-    with server_process("--device", "cpu", "--model", "tiny", "--cpu_threads", "1", "--seed", "3") as server:
+    pool = ("--max_tokens_in_paged_kvcache", str(room))
+    with server_process("--device", "cpu", "--model", "tiny", "--cpu_threads", "1", "--seed", "3", *pool) as server:
         vocabulary = 4096  # of tiny, so that the same prompts are drawn
         config = RunConfig(
             endpoint=server.url,

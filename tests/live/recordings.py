@@ -3,13 +3,18 @@
 import json
 import random
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from click.testing import CliRunner
 
 from ifbbench.analysis.explain import iteration_facts, request_life
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
+from ifbbench.cli.main import main
+from ifbbench.live.events import Begin, End, Event, write
 
 # The limits that `allocate_slots` of vLLM may fail for, of which its answer does not say which.
 BLOCKS = ("kv_blocks", "watermark", "full_prompt")
@@ -91,3 +96,43 @@ def holders_of(
         why = "blocks" if why in BLOCKS else str(why)
         found.append(Holder(number, name, (None if name == first else first, limit), (behind, why)))
     return found
+
+
+def first_difference(expected: Iterable[Any], found: Iterable[Any]) -> str | None:
+    """The first iteration in which `found` is not what is expected, or None."""
+    expected, found = list(expected), list(found)
+    for number, (one, other) in enumerate(zip(expected, found, strict=False)):
+        if one != other:
+            return f"iteration {number}: {other}, expected {one}"
+    return None if len(expected) == len(found) else f"{len(found)} iterations, expected {len(expected)}"
+
+
+def difference_of_replay(directory: Path, replayed: Path, engine: str) -> str | None:
+    """The first iteration in which the replay of a recording decides something else, or None."""
+    arguments = ["run", str(directory), "--engine", engine, "--output", str(replayed), "--quiet"]
+    result = CliRunner().invoke(main, arguments)
+    if result.exit_code:
+        return f"the replay failed: {result.output}"
+    # What was in flight when a client stopped its request is in the lines, and not in the spans of a replay.
+    stopped = {row["request_id"] for row in lines(directory, "trace") if "stopped_in" in row}
+    one, other = (zip(decisions(path), batches(path, stopped), strict=True) for path in (directory, replayed))
+    return first_difference(one, other)
+
+
+class Kept:
+    """A `Channel` to memory."""
+
+    latest: "Kept"
+    is_open = True
+
+    def __init__(self, directory: Path, begin: Begin) -> None:
+        self.frames = BytesIO()
+        Kept.latest = self
+        self.put(begin)
+
+    def put(self, event: Event) -> bool:
+        write(self.frames, event)
+        return True
+
+    def close(self, end: End) -> None:
+        self.put(end)

@@ -175,6 +175,17 @@ def test_a_large_recording_goes_on_in_the_next_directory(tmp_path: Path, monkeyp
     assert CliRunner().invoke(main, ["report", str(directories[1])]).exit_code == 0
 
 
+def test_figures_that_were_kept_in_a_file_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_events(events_of(CASES[4]), tmp_path / "at-once")
+    monkeypatch.setattr(writer, "MAX_IN_MEMORY", 3)
+    write_events(events_of(CASES[4]), tmp_path / "in-parts")
+    assert summary(tmp_path / "at-once")["requests"]["completed"] > 6
+    files = [path.name for path in (tmp_path / "in-parts").iterdir()]
+    assert sorted(files) == sorted(path.name for path in (tmp_path / "at-once").iterdir())
+    at_once, in_parts = summary(tmp_path / "at-once"), summary(tmp_path / "in-parts")
+    assert in_parts == at_once
+
+
 def _number(path: Path) -> int:
     return int(path.name.partition("-")[2] or 1)
 

@@ -202,8 +202,18 @@ DRAWS: dict[str, Draw] = {
     "pp_size": sometimes(0.06, 2, 4),
     # Models with experts are tested in tests/simulated/.
     **dict.fromkeys(
-        ("ep_size", "attention_dp_size", "expert_load", "redundant_experts", "enable_two_batch_overlap"), sometimes(0.0)
+        (
+            "ep_size",
+            "attention_dp_size",
+            "attention_dp_enable_balance",
+            "expert_load",
+            "redundant_experts",
+            "enable_two_batch_overlap",
+        ),
+        sometimes(0.0),
     ),
+    "attention_dp_time_out_iters": sometimes(0.02, 0, 9),
+    "attention_dp_batching_wait_iters": sometimes(0.02, 0, 4),
     "check_ranks": sometimes(0.02, 1, 7),
     "rank_timeout": sometimes(0.02, 60.0),
     "engine_overhead": sometimes(0.3, "vllm", "sglang", "tensorrt-llm"),

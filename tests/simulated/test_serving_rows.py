@@ -13,7 +13,7 @@ import pytest
 from benchmarks.fit_rows import KEYS, TABLE, part_of
 from benchmarks.inferencex_rows import standard_row
 from benchmarks.serving import errors, fastest_degree
-from benchmarks.serving_bands import MADE_FOR, band, bands, coverage
+from benchmarks.serving_bands import band, bands, chosen_share, curve_of, held_out
 from benchmarks.serving_rows import (
     AICONFIGURATOR,
     LATER_ROUNDS,
@@ -30,7 +30,8 @@ from benchmarks.serving_rows import (
     requests_of,
     rows_of,
 )
-from ifbbench.simulated.expected_error import LOADS
+from benchmarks.serving_runs import NOT_RUN, predictions
+from ifbbench.simulated.expected_error import COVERAGE, LOADS
 
 ROW: dict[str, Any] = {
     "source": "made-up",
@@ -216,7 +217,8 @@ def deepseek(**changes):
         ({"engine": "tensorrt-llm", "drafts": "mtp", "output": 8192}, {"draft_mtp": 3, "acceptance_rate": "0.79"}),
         (
             {"engine": "tensorrt-llm", "drafts": "mtp", "decode": {"tp": 8, "ep": 8, "dp_attention": True}},
-            {"draft_mtp": 1, "max_batch_size": 8, "max_num_tokens": 8 * 8320, "attention_dp_size": 8},
+            {"draft_mtp": 1, "max_batch_size": 8, "max_num_tokens": 8 * 8320, "attention_dp_size": 8}
+            | {"attention_dp_enable_balance": True, "attention_dp_time_out_iters": 60},
         ),
     ],
 )
@@ -274,7 +276,7 @@ def test_medians_are_compared_with_medians():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (INFERENCEX | {"disaggregated": True}, "different GPUs"),
+        (ROW | {"disaggregated": True}, "different GPUs"),
         (ROW | {"input": None}, "does not say the lengths"),
         (ROW | {"model": None, "gpu": ""}, "does not say gpu, model"),
         (ROW | {"concurrency": None, "num_requests": None}, "neither clients nor a rate"),
@@ -283,6 +285,31 @@ def test_medians_are_compared_with_medians():
 def test_a_row_that_cannot_be_replayed_says_why(row, reason):
     with pytest.raises(NotReplayable, match=reason):
         check(standard_row(row) if "decode" in row else row)
+
+
+def test_a_disaggregated_row_has_two_sides():
+    sides = {
+        "prefill": {"workers": 1, "tp": 4, "ep": 4, "dp_attention": True, "gpus": 4},
+        "decode": {"workers": 2, "tp": 1, "ep": 1, "dp_attention": True, "gpus": 16},
+    }
+    changes = {"disaggregated": True, "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 4}
+    row, config = deepseek(**changes, **sides)
+    assert row["num_gpus"] == 20
+    assert row["output_tokens_per_s"] == pytest.approx(20 * INFERENCEX["output_tokens_per_s_per_gpu"])
+    assert part_of(row) == "judged"
+    assert (config.prefill_replicas, config.decode_replicas) == (1, 2)
+    assert config.prefill == "tp_size=4,ep_size=4,attention_dp_size=4"
+    assert config.decode == "tp_size=8,ep_size=8,attention_dp_size=8"
+
+
+def test_a_disaggregated_row_is_replayed_where_the_engine_has_sides():
+    apart = {"workers": 1, "tp_size": 1}
+    row = ROW | {"disaggregated": True, "sides": {"prefill": apart, "decode": apart}, "num_gpus": 2}
+    alone = predict(ROW, {})
+    found = predict(row, {})
+
+    assert found["ttft"] > alone["ttft"]  # keys and values are sent
+    assert found["itl"] == pytest.approx(alone["itl"], rel=0.3)
 
 
 def test_an_unknown_model_is_a_reason():
@@ -327,31 +354,73 @@ def test_the_fastest_degree_is_found_where_several_were_measured():
     assert fastest_degree(right[:1])["groups"] == 0
 
 
-def test_a_band_has_its_share_of_the_values():
-    values = [index / 100 for index in range(100)]
-    low, high = band(values)
+def test_a_band_has_its_share_of_the_curves():
+    ratios = [(str(index), 1 + index / 100) for index in range(100)]
+    low, high = band(ratios, 0.9)
+    inside = sum(low <= ratio - 1 <= high for _, ratio in ratios)
 
-    inside = sum(low <= value <= high for value in values) / len(values)
-    assert MADE_FOR <= inside < MADE_FOR + 0.05
-    assert band([0.1, 0.5, 0.3]) == (0.1, 0.5)
+    assert 90 <= inside <= 92
+    assert band([("a", 1.1), ("b", 1.5), ("c", 1.3)], 0.9) == (0.1, 0.5)
+    # A curve with many rows counts as much as one with a single row.
+    many = [("many", 2.0)] * 1000 + [(str(index), 1 + index / 100) for index in range(9)]
+    assert band(many, 0.9) == (0.0, 1.0)
+    assert band(many, 0.6) == (0.02, 0.07)
 
 
-def test_bands_are_by_engine_and_load_where_there_are_rows_enough():
-    comparisons = [
-        Comparison(ROW | {"input": length, "concurrency": clients}, "itl", 1.0, 1.0 + length / 1000)
-        for clients, count in ((4, 40), (64, 5))
-        for length in range(1, count + 1)
+def test_rows_of_a_curve_differ_in_load_and_date():
+    first, _ = deepseek()
+    assert curve_of(first) == curve_of(deepseek(concurrency=64, date="2026-04-01")[0])
+    for changes in ({"drafts": "mtp"}, {"input": 1024}, {"gpu": "b300"}, {"decode": first | {"tp": 4}}):
+        assert curve_of(first) != curve_of(
+            deepseek(**{"decode": {"tp": 8, "ep": 8, "dp_attention": False}} | changes)[0]
+        )
+
+
+def comparisons_of(curves: int, clients: int, **changes) -> list[Comparison]:
+    """Curves with an error of their own each, from 1 to 2 times, with two rows."""
+    return [
+        Comparison(ROW | {"input": 100 + curve, "concurrency": clients} | changes, "itl", 1 + curve / curves, 1.0)
+        for curve in range(curves)
+        for _ in range(2)
     ]
-    (setup,) = bands(comparisons)
+
+
+def test_bands_are_by_engine_and_load_where_there_are_curves_enough():
+    (setup,) = bands(comparisons_of(20, 4) + comparisons_of(2, 64), 0.9)
 
     assert (setup["engine"], setup["hardware"], setup["tp_sizes"]) == ("vllm", "h100-sxm", [1])
-    assert [part["up_to"] for part in setup["loads"]] == [LOADS[0]]
-    assert setup["all_loads"]["rows"] == 45
-    assert bands(comparisons[:5]) == []
-    listed = {"source": "aiconfigurator-gap"}
-    fitted = [Comparison({**one.row, **listed}, "itl", one.measured, one.predicted) for one in comparisons]
-    assert coverage(comparisons) == coverage(fitted) == {}
-    assert 0.5 < coverage([*fitted, *comparisons])["itl"]["inside"] <= 1
+    assert [(part["up_to"], part["curves"]) for part in setup["loads"]] == [(LOADS[0], 20)]
+    assert setup["all_loads"]["curves"] == 20  # the two of the other load have the lengths of others
+    assert bands(comparisons_of(3, 4), 0.9) == []
+
+
+def test_the_share_of_a_band_is_chosen_so_that_it_covers_curves_that_are_left_out():
+    listed = {"source": "aiconfigurator-gap", "version": "0.12.0"}
+    fit, judged = comparisons_of(12, 4, **listed), comparisons_of(12, 4)
+    assert part_of(fit[0].row) == "fit"
+    share = chosen_share([*fit, *judged])
+    assert share == chosen_share(fit)
+    assert share == pytest.approx(0.82)  # the range of the eleven others; with 0.8 one at each end is outside
+    for part in ("fit", "judged"):
+        found = held_out([*fit, *judged], part)
+        assert found["made_for"] == share
+        assert COVERAGE <= found["all"]["all"]["inside"] < COVERAGE + 0.1
+        assert found["by_regime"].keys() == {"vllm h100-sxm up to 8"}
+    # A judged row that is far from all others is in no band.
+    far = Comparison(ROW | {"input": 999, "concurrency": 4}, "itl", 9.0, 1.0)
+    assert held_out([*fit, *judged, far])["all"]["all"]["rows"] == 25
+
+
+def test_predictions_that_were_interrupted_go_on(tmp_path, capsys):
+    cache, other = tmp_path / "kept.jsonl", ROW | {"concurrency": 2}
+    (first,) = predictions([ROW], {}, 1, cache)
+    assert "1 of 1 predictions" in capsys.readouterr().err
+    with cache.open("a") as file:
+        file.write('{"key": "cut')
+    # No further row begins: what is there was kept.
+    found = predictions([ROW, other, ROW | {"id": 9}], {}, 1, cache, minutes=0.0)
+    assert found[0] == found[2] == first
+    assert found[1] == {"error": NOT_RUN}
 
 
 def test_the_command_ends_with_one_json_object(tmp_path):

@@ -4,6 +4,7 @@ The logs are those that `--iteration_stats_format` writes, whose runs are known;
 run, with the state of each request. `benchmarks.vllm_server` imports the log of a real vLLM server.
 """
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ifbbench.cli.main import main
+from ifbbench.report.charts import LOG_CHARTS
 from ifbbench.rundir.reader import load_run
 from tests.live.recordings import lines
 from tests.report.test_schema import check
@@ -75,6 +77,12 @@ def test_other_commands_read_it(of_vllm: tuple[Path, Path], command: str) -> Non
         assert "Imported from vllm.log (vLLM log). Not in it:\n- Requests" in result.output
         assert "The log names no limit" in result.output
         assert "[BENCHMARK]" not in result.output
+    if command == "plot":
+        drawn = {path.stem for path in (of_vllm[1] / "charts").iterdir()}
+        assert drawn == set(LOG_CHARTS)
+        only = call("plot", str(of_vllm[1]), "--only", "ttft")
+        assert only.exit_code == 2
+        assert "without requests, which it shows; expected bound, budget" in only.output
     if command == "why":
         assert "vllm.log (vLLM log) has no requests" in result.output
         assert "--request" not in result.output
@@ -196,6 +204,7 @@ def test_the_output_of_trtllm_bench(tmp_path: Path) -> None:
 
 ITERATION = "Iteration(1): 1 context requests, 5 context tokens, 0 generation requests, 0 generation tokens, "
 ITERATION += "iteration elapsed time: 5.00 ms"
+DAYS = (7, 1), (8, 2), (7, 3), (8, 4)  # of November, and seconds
 
 
 @pytest.mark.parametrize(
@@ -236,3 +245,46 @@ def test_an_existing_run_is_kept(of_vllm: tuple[Path, Path], tmp_path: Path) -> 
     assert "add --overwrite" in call("import", log, "--output", directory).output
     assert call("import", log, "--output", directory, "--overwrite").exit_code == 0
     assert call("import", str(tmp_path / "nothing.log")).exit_code == 2
+
+
+def test_a_log_that_is_cut_and_one_of_two_servers(of_vllm: tuple[Path, Path], tmp_path: Path) -> None:
+    """What is there is imported, and the rest is said."""
+    text = (of_vllm[0] / "vllm.log").read_text()
+    packed = gzip.compress(text.encode())
+    (tmp_path / "cut.log.gz").write_bytes(packed[: len(packed) * 2 // 3])
+    cut = call("import", str(tmp_path / "cut.log.gz"), "--output", str(tmp_path / "cut"))
+    assert cut.exit_code == 0, cut.output
+    assert "- The file is cut off" in cut.output
+    whole = lines(of_vllm[1], "iterations")
+    assert 0 < len(lines(tmp_path / "cut", "iterations")) < len(whole)
+    (tmp_path / "again.log").write_text(text + text)
+    again = call("import", str(tmp_path / "again.log"), "--output", str(tmp_path / "again"))
+    assert again.exit_code == 0, again.output
+    first = next(number for number, line in enumerate(text.split("\n"), start=1) if "Iteration(" in line)
+    line = first + text.count("\n")
+    assert f"- The server was started again in line {line:,}: what ran before has no end" in again.output
+    assert len(lines(tmp_path / "again", "iterations")) == 2 * len(whole)
+    assert "started again" not in call("import", str(of_vllm[0] / "vllm.log"), "-o", str(tmp_path / "one")).output
+
+
+def test_a_clock_that_goes_back(tmp_path: Path) -> None:
+    rows = [
+        f"INFO 11-2{day} 10:00:0{second} Iteration({second}): {ITERATION.split(': ', 1)[1]}" for day, second in DAYS
+    ]
+    (tmp_path / "a.log").write_text("\n".join(rows))
+    result = call("import", str(tmp_path / "a.log"), "--output", str(tmp_path / "a"))
+    assert result.exit_code == 0, result.output
+    assert "- Its clock goes back in line 3:" in result.output
+    starts = [row["ifbbench"]["start_s"] for row in lines(tmp_path / "a", "iterations")]
+    assert starts == sorted(starts)
+    assert starts[-1] < 2 * 86_400
+
+
+def test_sglang_that_was_started_again(tmp_path: Path) -> None:
+    original = run(f"{SGLANG} --iteration_stats_format sglang", tmp_path / "run")
+    text = (original / "sglang.log").read_text()
+    start = "[2026-11-28 10:00:00] server_args=ServerArgs(chunked_prefill_size=1024)\n"
+    (tmp_path / "again.log").write_text(text + start + text)
+    result = call("import", str(tmp_path / "again.log"), "--output", str(tmp_path / "again"))
+    assert result.exit_code == 0, result.output
+    assert f"started again in line {text.count(chr(10)) + 1:,}:" in result.output

@@ -1,14 +1,16 @@
-"""A run as a trace for ui.perfetto.dev: iterations, a track for each request, flows of pauses, and counters.
+"""A run as a trace for ui.perfetto.dev: iterations, a track for each request, flows of pauses, and counters; of a fleet
+that of each replica as a process, with the decisions of the router and the transfers.
 
 The file has Perfetto's own format, a sequence of protobuf TracePackets. Field numbers are those of
 protos/perfetto/trace in Perfetto's repository.
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,8 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.words import Words, window_name, words_of
 from ifbbench.files import new_file
 from ifbbench.rundir.client_figures import load_gauges
-from ifbbench.rundir.reader import covering
+from ifbbench.rundir.fleet import replica_directories
+from ifbbench.rundir.reader import covering, load_run
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.timeline import NO_REQUEST, Floats, Integers
 
@@ -47,11 +50,40 @@ NAMES = (
     "not sent yet",
     "until the first token",
     "failed",
+    "routed",
+    "transfer",
 )
 CLIENT_NAMES = {"waiting": "not sent yet", "context": "until the first token", "generation": "generation"}
-NOTES = ("iteration", "last iteration", "tokens", "for", "bound by", "first left out", "prompt tokens", "output tokens")
+NOTES = (
+    "iteration",
+    "last iteration",
+    "tokens",
+    "for",
+    "bound by",
+    "first left out",
+    "prompt tokens",
+    "output tokens",
+    "replica",
+    "requests seen",
+    "tokens seen",
+    "hit tokens seen",
+    "prefill tokens seen",
+    "queued seen",
+    "KV use seen",
+)
 NAME_IDS = {name: number for number, name in enumerate(NAMES, start=1)}
 NOTE_IDS = {name: number for number, name in enumerate(NOTES, start=1)}
+# What a router saw of the replica that it chose, by the name in `offers`.
+SEEN = {
+    "requests": "requests seen",
+    "tokens": "tokens seen",
+    "hit_tokens": "hit tokens seen",
+    "prefill_tokens": "prefill tokens seen",
+    "queued": "queued seen",
+    "kv_use": "KV use seen",
+}
+# Tracks of a fleet: its router and its transfers, and from FLEET_STRIDE on those of each replica in turn.
+ROUTER, DECISIONS, TRANSFERS, FLEET_STRIDE = 1, 2, 10, 1 << 40
 # Sequence flags: the interned names begin, and are used.
 CLEARED, NEEDED = 1, 2
 PACKETS_AT_ONCE = 1 << 16
@@ -61,7 +93,10 @@ def write_trace(run: RecordedRun, into: Path) -> Path:
     """Write the trace into a directory; returns the file. InputError if it cannot be written."""
     path = into / FILE
     with new_file(path, overwrite=True) as file:
-        packets = _client_packets(run) if run.data.endpoint else _packets(run)
+        if run.data.is_fleet:
+            packets = _fleet_packets(run)
+        else:
+            packets = _client_packets(run) if run.data.endpoint else _packets(run)
         while gathered := b"".join(islice(packets, PACKETS_AT_ONCE)):
             file.write(gathered)
     return path
@@ -69,16 +104,68 @@ def write_trace(run: RecordedRun, into: Path) -> Path:
 
 def _packets(run: RecordedRun) -> Iterator[bytes]:
     yield _names(words_of(run.config))
-    engine, requests = _number(1, 1) + _text(6, "engine"), _number(1, 2) + _text(6, "requests")
-    yield _track(ENGINE, "", _part(3, engine))
-    yield _track(REQUESTS, "", _part(3, requests) + _number(11, 3))  # children in the order of their rank
-    yield _track(ITERATIONS, "iterations", _number(5, ENGINE))
+    yield from _engine(run, ("engine", "requests"))
+
+
+def _engine(run: RecordedRun, processes: tuple[str, str], number: int = 0) -> Iterator[bytes]:
+    """The tracks of an engine, which are two processes. number: of its replica in a fleet, from 1 on."""
+    base = number * FLEET_STRIDE
+    engine, requests = (
+        _number(1, 2 * number + place) + _text(6, name) for place, name in enumerate(processes, start=1)
+    )
+    yield _track(base + ENGINE, "", _part(3, engine))
+    yield _track(base + REQUESTS, "", _part(3, requests) + _number(11, 3))  # children in the order of their rank
+    yield _track(base + ITERATIONS, "iterations", _number(5, base + ENGINE))
     windows = [f"KV blocks used, {window_name(size)}" for size in run.iterations.blocks_of_window]
     for index, name in enumerate((*COUNTERS, *windows)):
-        yield _track(FIRST_COUNTER + index, name, _number(5, ENGINE) + _part(8, _number(3, 2)))  # unit: a count
-    yield from _iterations(run)
-    yield from _counters(run)
-    yield from _requests(run)
+        unit = _part(8, _number(3, 2))  # a count
+        yield _track(base + FIRST_COUNTER + index, name, _number(5, base + ENGINE) + unit)
+    yield from _iterations(run, base)
+    yield from _counters(run, base)
+    yield from _requests(run, base)
+
+
+def _fleet_packets(fleet: RecordedRun) -> Iterator[bytes]:
+    """The decisions of the router, transfers, and the tracks of each replica that ran something."""
+    data = fleet.data
+    yield _names(words_of(data.config))
+    router = _number(1, 1) + _text(6, f"router {data.config.get('router')}")
+    yield _track(ROUTER, "", _part(3, router))
+    yield _track(DECISIONS, "decisions", _number(5, ROUTER))
+    rows = sorted(fleet.row_of.values(), key=lambda row: float(row["arrival_s"]))
+    for row in rows:
+        if (replica := row.get("replica", row.get("prefill_replica"))) is None:
+            continue
+        content = _number(10, NAME_IDS["routed"]) + _note("for", f"request {row['request_id']}")
+        content += _note("replica", int(replica)) + _note("prompt tokens", int(row["prompt_len"]))
+        for name, values in (row.get("offers") or {}).items():
+            if name in SEEN and replica < len(values) and values[replica] is not None:
+                seen = values[replica]
+                content += _note(SEEN[name], f"{seen:.3f}" if name == "kv_use" else int(seen))
+        yield _event(_nanoseconds(np.array([row["arrival_s"]]))[0], INSTANT, DECISIONS, content)
+    yield from _transfers(rows)
+    for number, path in enumerate(replica_directories(data.path)):
+        replica_run = RecordedRun(load_run(path))
+        if not replica_run.nothing_ran:
+            name = f"replica {number}"
+            yield from _engine(replica_run, (name, f"{name}: requests"), number + 1)
+
+
+def _transfers(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+    """Transfers of keys and values, those at the same time on tracks of their own."""
+    ends_s = list[float]()
+    sent = [row for row in rows if row.get("transfer_end_s") is not None]
+    for row in sorted(sent, key=lambda row: float(row["transfer_start_s"])):
+        start_s, end_s = float(row["transfer_start_s"]), float(row["transfer_end_s"])
+        lane = next((lane for lane, until_s in enumerate(ends_s) if until_s <= start_s), len(ends_s))
+        if lane == len(ends_s):
+            ends_s.append(end_s)
+            yield _track(TRANSFERS + lane, "transfers", _number(5, ROUTER))
+        ends_s[lane] = end_s
+        content = _number(10, NAME_IDS["transfer"]) + _note("for", f"request {row['request_id']}")
+        first, last = _nanoseconds(np.array([start_s, end_s]))
+        yield _event(first, BEGIN, TRANSFERS + lane, content)
+        yield _event(last, END, TRANSFERS + lane)
 
 
 def _client_packets(run: RecordedRun) -> Iterator[bytes]:
@@ -192,7 +279,7 @@ def _nanoseconds(seconds: Floats) -> list[int]:
     return times
 
 
-def _iterations(run: RecordedRun) -> Iterator[bytes]:
+def _iterations(run: RecordedRun, base: int) -> Iterator[bytes]:
     iterations, name = run.iterations, _number(10, NAME_IDS["iteration"])
     bound = [_note("bound by", words_of(run.config).limit_name(limit)) for limit in iterations.limits]
     left_out = [_note("first left out", str(request)) for request, _ in iterations.left_out_pairs]
@@ -206,11 +293,11 @@ def _iterations(run: RecordedRun) -> Iterator[bytes]:
     )
     for start, end, number, limit, first, tokens in zip(*columns, strict=True):
         content = name + _note("iteration", number) + _note("tokens", tokens) + bound[limit]
-        yield _event(start, BEGIN, ITERATIONS, content + (left_out[first] if first != NO_REQUEST else b""))
-        yield _event(end, END, ITERATIONS)
+        yield _event(start, BEGIN, base + ITERATIONS, content + (left_out[first] if first != NO_REQUEST else b""))
+        yield _event(end, END, base + ITERATIONS)
 
 
-def _counters(run: RecordedRun) -> Iterator[bytes]:
+def _counters(run: RecordedRun, base: int) -> Iterator[bytes]:
     """A value where a counter changes."""
     iterations = run.iterations
     context, generation = batch_composition(run)
@@ -221,8 +308,8 @@ def _counters(run: RecordedRun) -> Iterator[bytes]:
     for index, values in enumerate(series):
         changes = np.flatnonzero(np.diff(values, prepend=NO_REQUEST))
         for time_ns, value in zip(times[changes].tolist(), values[changes].tolist(), strict=True):
-            yield _event(time_ns, COUNTER, FIRST_COUNTER + index, _number(30, value))
-        yield _event(_nanoseconds(iterations.end_s[-1:])[0], COUNTER, FIRST_COUNTER + index, _number(30, 0))
+            yield _event(time_ns, COUNTER, base + FIRST_COUNTER + index, _number(30, value))
+        yield _event(_nanoseconds(iterations.end_s[-1:])[0], COUNTER, base + FIRST_COUNTER + index, _number(30, 0))
 
 
 def batch_composition(run: RecordedRun) -> tuple[Integers, Integers]:
@@ -242,14 +329,14 @@ def _integers(values: Iterable[int]) -> NDArray[np.int64]:
     return np.fromiter(values, np.int64)
 
 
-def _requests(run: RecordedRun) -> Iterator[bytes]:
+def _requests(run: RecordedRun, base: int) -> Iterator[bytes]:
     ids = list(dict.fromkeys([*run.trace, *run.spans]))
-    track = {request_id: FIRST_REQUEST + index for index, request_id in enumerate(ids)}
+    track = {request_id: base + FIRST_REQUEST + index for index, request_id in enumerate(ids)}
     words, pause_number = words_of(run.config), 0
     begins_s = _begins(run)
     for index, request_id in enumerate(ids):
         spans, row = run.spans.get(request_id, []), run.row_of.get(request_id, {})
-        yield _track(track[request_id], f"request {request_id}", _number(5, REQUESTS) + _number(12, index))
+        yield _track(track[request_id], f"request {request_id}", _number(5, base + REQUESTS) + _number(12, index))
         if not spans:
             continue
         bounds = _bounds(run, begins_s[request_id], spans[-1], row.get("end_s"))
@@ -266,7 +353,7 @@ def _requests(run: RecordedRun) -> Iterator[bytes]:
             flow = b""
             if span.phase == "paused" and span.cause in track:
                 pause_number += 1
-                flow = _fixed(47, pause_number)
+                flow = _fixed(47, base + pause_number)
             yield _event(start, BEGIN, track[request_id], content + flow)
             yield _event(end, END, track[request_id])
             if flow and span.cause is not None:
@@ -276,7 +363,7 @@ def _requests(run: RecordedRun) -> Iterator[bytes]:
                     track[span.cause],
                     _number(10, NAME_IDS["gets the blocks"])
                     + _note("for", f"request {request_id} is {words.paused}")
-                    + _fixed(48, pause_number),
+                    + _fixed(48, base + pause_number),
                 )
 
 

@@ -19,11 +19,16 @@ SCRIPTS = ("common.js", "data.js", "draw.js", "view.js", "panels.js", "main.js")
 
 
 def write_page(directories: Sequence[Path], into: Path) -> Path:
-    """Write the page of one run, or of two on one axis of time with their first divergence, as `run.html` into a
-    directory; of a run without iterations it has a sentence. InputError if one of two runs has none or is against an
-    endpoint, or the file cannot be written."""
+    """Write the page of one run, of a fleet, or of two runs on one axis of time with their first divergence, as
+    `run.html` into a directory; of a run without iterations it has a sentence. InputError if one of two runs has none
+    or is against an endpoint, or the file cannot be written."""
     is_alone = len(directories) == 1
-    runs = [RecordedRun.load(path, or_endpoint=is_alone, or_empty=is_alone) for path in directories]
+    runs = [RecordedRun.load(path, or_endpoint=is_alone, or_empty=is_alone, or_fleet=is_alone) for path in directories]
+    if runs[0].data.is_fleet:
+        from ifbbench.report.pages import fleet_page  # as below
+
+        data = fleet_page.fleet_page_data(runs[0])
+        return write_html(into / FILE, fleet_page.TEMPLATE, fleet_page.SCRIPTS, runs[0].data.name, data)
     if runs[0].data.endpoint:
         from ifbbench.report.pages import client_page  # its charts need matplotlib, which takes long to import
 

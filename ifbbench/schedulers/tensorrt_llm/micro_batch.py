@@ -4,9 +4,12 @@ from collections.abc import Iterable
 from itertools import chain, zip_longest
 from operator import attrgetter
 
+import numpy as np
+
+from ifbbench.engine.arrays import Rows
 from ifbbench.engine.plan import LeftOut, Limit
 from ifbbench.engine.request import Request
-from ifbbench.kv.attention_window import ceil_div
+from ifbbench.kv.attention_window import UNLIMITED, ceil_div
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, size_chunks
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
@@ -20,6 +23,7 @@ class MicroBatchScheduler:
 
     max_num_tokens: token budget of an iteration; None is no limit. chunking_policy: None is no chunked context.
     num_micro_batches: with several, each has at most its share of the active requests, so that all are equally full.
+    num_parts: parts of the devices, each of which has its share of the token budget; without chunked context.
     """
 
     def __init__(
@@ -29,7 +33,9 @@ class MicroBatchScheduler:
         chunking_policy: str | None = None,
         chunk_limits: ChunkLimits | None = None,
         num_micro_batches: int = 1,
+        num_parts: int = 1,
     ) -> None:
+        self.num_parts = num_parts
         self.max_batch_size = max_batch_size
         self.num_micro_batches = num_micro_batches
         self.max_num_tokens = max_num_tokens
@@ -55,11 +61,18 @@ class MicroBatchScheduler:
                 if not self.chunking_policy:
                     needed += sum(request.prompt_len + request.num_draft_tokens for request in admitted)
             takes_all = count <= max_requests and (self.max_num_tokens is None or needed <= self.max_num_tokens)
+            if takes_all and self.num_parts > 1:
+                of_parts = self._tokens_of_parts(active, generation)
+                for request in admitted:
+                    of_parts[request.slot % self.num_parts] += request.prompt_len + request.num_draft_tokens
+                takes_all = max(of_parts) <= self.share
         if takes_all and not admitted:
             return self._nothing
         selection = MicroBatch(self, max_requests)
         if takes_all:
             selection.count, selection.tokens = len(generation), tokens
+            if self.num_parts > 1:
+                selection.tokens_of_parts = self._tokens_of_parts(active, generation)
             selection.add_contexts(admitted)
         else:
             removed = {request.slot for request in fitting.held}
@@ -68,6 +81,17 @@ class MicroBatchScheduler:
             requests = chain([active.by_slot[row] for row in rows], admitted)
             selection.add(requests if fitting.generation_first else sorted(requests, key=attrgetter("order")))
         return selection.finish()
+
+    @property
+    def share(self) -> int:
+        """The token budget of each part."""
+        return (UNLIMITED if self.max_num_tokens is None else self.max_num_tokens) // self.num_parts
+
+    def _tokens_of_parts(self, active: ActiveRequests, generation: Rows) -> list[int]:
+        """The tokens of generation requests in each part."""
+        steps = active.table.step_tokens[generation]
+        tokens: list[int] = np.bincount(generation % self.num_parts, steps, self.num_parts).astype(np.int64).tolist()
+        return tokens
 
 
 class MicroBatch:
@@ -86,6 +110,7 @@ class MicroBatch:
         self.held: list[Request] = []
         self.left_out: LeftOut | None = None
         self.count = self.tokens = 0
+        self.tokens_of_parts = [0] * scheduler.num_parts
         self.beam_width: int | None = None
         self.all_fit = True
 
@@ -97,7 +122,10 @@ class MicroBatch:
             if limit is None:
                 continue
             self._leave_out(request, limit)
-            if limit in (Limit.BATCH_SIZE, Limit.NUM_TOKENS):
+            if limit is Limit.NUM_TOKENS and self.scheduler.num_parts > 1:
+                # This part is full: whatever is behind this request in it, too.
+                self.tokens_of_parts[request.slot % self.scheduler.num_parts] = self.scheduler.share
+            elif limit in (Limit.BATCH_SIZE, Limit.NUM_TOKENS):
                 break
         self.held.extend(request for request in rest if not request.in_context)
 
@@ -122,6 +150,9 @@ class MicroBatch:
         budget = self.scheduler.max_num_tokens
         if budget is not None and self.tokens + cost > budget:
             return Limit.NUM_TOKENS
+        part, parts = request.slot % self.scheduler.num_parts, self.tokens_of_parts
+        if self.scheduler.num_parts > 1 and parts[part] + cost > self.scheduler.share:
+            return Limit.NUM_TOKENS
         if request.in_context:
             request.set_chunk(request.remaining_context)
             self.context.append(request)
@@ -130,6 +161,7 @@ class MicroBatch:
         else:
             return Limit.BEAM_WIDTH
         self.tokens += cost
+        parts[part] += cost
         self.count += 1
         return None
 

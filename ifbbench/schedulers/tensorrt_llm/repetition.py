@@ -18,6 +18,7 @@ from ifbbench.kv.paged import PagedCache
 from ifbbench.schedulers.ends import NEVER, End, Ends
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
+from ifbbench.schedulers.tensorrt_llm.balance import PartsBalance
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
 from ifbbench.settings.modes import BatchingType
 
@@ -45,10 +46,13 @@ class Repetition:
         kv_cache: KvCache,
         pauses: bool,
         dynamic_limits: DynamicLimits | None = None,
+        balance: PartsBalance | None = None,
     ) -> None:
-        """pauses: whether the policy may pause requests. dynamic_limits: of batch size and tokens, where tuned."""
+        """pauses: whether the policy may pause requests. dynamic_limits: of batch size and tokens, where tuned.
+        balance: of the parts of the devices."""
         self._active, self._kv_cache = active, kv_cache
         self._config, self._pauses, self._dynamic_limits = config, pauses, dynamic_limits
+        self._balance = balance
         self._windows = [window for window in kv_cache.of_windows() if isinstance(window, PagedCache)]
         self._reuses_blocks = config.reuse.enabled
         # Context has a pass of its own, or is padded.
@@ -114,7 +118,9 @@ class Repetition:
         if limits is not None and not limits.is_settled and (active.context or len(plan.rows) > limits.least):
             return 1
         if not plan.context:
-            return UNLIMITED
+            if self._balance is None or not self._balance.holds:
+                return UNLIMITED
+            return 1 if self._pauses else self._balance.certain
         request, size = plan.context[0], plan.context[0].chunk
         # The first chunk may begin after tokens to reuse.
         may_differ = self._reuses_blocks and request.is_first_chunk

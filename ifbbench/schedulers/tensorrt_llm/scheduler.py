@@ -26,6 +26,7 @@ from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.admission import Admission
+from ifbbench.schedulers.tensorrt_llm.balance import PartsBalance
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
 from ifbbench.schedulers.tensorrt_llm.decision_log import log, log_decisions
 from ifbbench.schedulers.tensorrt_llm.drafts import Drafts
@@ -76,7 +77,9 @@ class TensorRtLlmScheduler:
             config.chunking_policy if is_chunked else None,
             ChunkLimits(config.chunk_unit or 1, config.max_num_tokens if is_chunked else None),
             config.num_micro_batches,
+            config.attention_dp_size if config.balances_parts else 1,
         )
+        self._balance = PartsBalance(config) if config.balances_parts else None
         self._dynamic_limits = DynamicLimits(config, self._micro_batch) if config.has_dynamic_limits else None
         self._drafts = Drafts(config.drafts, self.active, cache)
         self._reuses_blocks = config.reuse.enabled
@@ -90,7 +93,9 @@ class TensorRtLlmScheduler:
         self._latest: tuple[Plan, int, int] | None = None
         self._repetition: Repetition | None = None
         if repeats:
-            self._repetition = Repetition(config, self.active, cache, self._may_pause, self._dynamic_limits)
+            self._repetition = Repetition(
+                config, self.active, cache, self._may_pause, self._dynamic_limits, self._balance
+            )
         self._iteration, self._admits = 0, False
         self._transfers = transfers = Transfers(self.active, cache, self._repetition)
         self.keep, self.receive = transfers.keep, transfers.receive
@@ -164,6 +169,10 @@ class TensorRtLlmScheduler:
         self._admits = len(fitting.admitted) > 0
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
         blocked = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
+        context, generation = selected.context, self._rows_without(held + paused)
+        if self._balance is not None and not self._balance.lets_run(context, generation) and context:
+            blocked.append(LeftOut(context[0], Limit.ATTENTION_DP))
+            context = []
         if fitting.left_out is not None:
             blocked.append(fitting.left_out)
         if selected.left_out is not None:
@@ -174,8 +183,8 @@ class TensorRtLlmScheduler:
             held = [request for request in held if not in_flight(request.slot)]
             blocked = [one for one in blocked if one.request in paused or not in_flight(one.request.slot)]
         plan = Plan(
-            selected.context,
-            self._rows_without(held + paused),
+            context,
+            generation,
             held=held,
             paused=fitting.paused,
             blocked=tuple(blocked),
@@ -195,11 +204,17 @@ class TensorRtLlmScheduler:
         if not self._may_repeat or self._latest is None or self._latest[1] != active.num_changes:
             return None
         plan = self._latest[0]
+        if self._balance is not None and self._balance.holds:
+            return None
         if plan.context or plan.held or plan.paused or plan.receiving or plan.continued or self.table.any_wide_steps:
             return None
         if active.context and (self._may_pause or self._latest[2] != cache.num_reuse_changes):
             return None
-        return None if self._may_pause and not cache.has_blocks_for(len(plan.rows)) else plan
+        if self._may_pause and not cache.has_blocks_for(len(plan.rows)):
+            return None
+        if self._balance is not None:
+            self._balance.skip(1)
+        return plan
 
     def _next_static_step(self) -> Plan:
         """A static batch that has started runs to its end; until then there is nothing to decide."""
@@ -392,6 +407,8 @@ class TensorRtLlmScheduler:
         assert self._repetition is not None
         if self._dynamic_limits is not None:
             self._dynamic_limits.skip(self.active, count - 1)
+        if self._balance is not None:
+            self._balance.skip(count - 1)
         if self.adapters is not None and self.active.num_with_lora and count > 1:
             self._use_adapters(self.adapters, plan, count - 1)
         return self._repetition.repeat(plan, count)

@@ -52,6 +52,7 @@ class InferenceRequest:
     lora_weights, lora_config: the adapter `lora_task_id`, [modules and layers, values] and [modules and layers, 3] as
         in TensorRT-LLM's documentation.
     draft_input_ids: [draft tokens], to be verified. draft_logits: [draft tokens, vocabulary].
+    index: in the trace that is recorded; None means request_id.
     """
 
     request_id: int
@@ -79,6 +80,7 @@ class InferenceRequest:
     lora_config: NDArray[Any] | None = None
     draft_input_ids: Sequence[int] | IntArray | None = None
     draft_logits: NDArray[Any] | None = None
+    index: int | None = None
 
     def __post_init__(self) -> None:
         for name in FLAGS:
@@ -109,7 +111,7 @@ def engine_request(request: InferenceRequest, vocab_size: int | None = None) -> 
         len(tokens),
         integer(request.max_new_tokens, "max_new_tokens"),
         prompt_tokens=tokens,
-        index=request.request_id,
+        index=request.request_id if request.index is None else request.index,
         priority=number(request.priority, "priority"),
         beam_width=integer(request.beam_width, "beam_width"),
         lora_task_id=None if request.lora_task_id is None else integer(request.lora_task_id, "lora_task_id"),

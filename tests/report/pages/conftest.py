@@ -10,6 +10,8 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
 # Long enough for a busy machine.
 PATIENCE_MS = 300_000
+# All pages are drawn by one process, and none by a GPU's.
+OPTIONS = ("--no-sandbox", "--disable-gpu", "--renderer-process-limit=1")
 
 
 # Playwright keeps an event loop in this thread while it is open, with which tests of other files cannot start theirs.
@@ -19,7 +21,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("no Chromium is installed, in which the page would be opened")
     playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
     with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE_MS)
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=OPTIONS, timeout=PATIENCE_MS)
         yield opened
         opened.close()
 
@@ -28,9 +30,11 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any) -> Iterator[Any]:
     """A function that opens a page and returns it; at the end, no error and no request may have been seen."""
     problems: list[str] = []
+    pages: list[Any] = []
 
     def open_page(path: Path, fragment: str = "") -> Any:
         page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        pages.append(page)
         page.set_default_timeout(PATIENCE_MS)
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -41,4 +45,6 @@ def opened(browser: Any) -> Iterator[Any]:
         return page
 
     yield open_page
+    for page in pages:
+        page.close()
     assert problems == []
