@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.words import words_of
-from ifbbench.rundir.disaggregated import DECODE_BLOCKS, TRANSFER
+from ifbbench.rundir.disaggregated import DECODE_BLOCKS, TRANSFER, reserves_first
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
 from ifbbench.rundir.reader import RunData
+from ifbbench.settings.config import BY_WHOLE
 from ifbbench.settings.fields import memory_size
 
 if TYPE_CHECKING:
@@ -42,10 +43,14 @@ class SidesFindings:
     def times(self) -> SideTimes:
         done = self.run.completed
         prefilled = done[done["prefill_replica"].notna()]
+        queued_s, decode_wait_s = float(prefilled["queue_time_s"].sum()), _seconds(done, DECODE_BLOCKS)
+        config = self.run.config
+        if reserves_first(config["engine"], config.get("transfer_by", BY_WHOLE)):  # they wait before the prefill
+            queued_s -= decode_wait_s
         return SideTimes(
-            float(prefilled["queue_time_s"].sum()),
+            queued_s,
             _seconds(done, TRANSFER),
-            _seconds(done, DECODE_BLOCKS),
+            decode_wait_s,
             float(done["e2e_s"].sum()),
             float(done["ttft_s"].sum()),
         )

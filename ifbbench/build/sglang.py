@@ -158,6 +158,7 @@ def sglang_rules(config: RunConfig) -> SglangRules:
         preempts=config.enable_priority_scheduling and not config.disable_priority_preemption,
         preemption_threshold=config.priority_scheduling_preemption_threshold,
         receive_interval=config.scheduler_recv_interval,
+        reserved_tokens=config.num_reserved_decode_tokens,
         ignores_eos=config.ignore_eos and not config.stop_at_end_token,
         seed=config.seed,
     )

@@ -146,7 +146,8 @@ class KvScheduler(Protocol):
         ...
 
     def receive(self, requests: Sequence[Request]) -> None:
-        """The keys and values that these requests of `Plan.receiving` waited for are in their blocks."""
+        """The keys and values that these requests of `Plan.receiving` waited for are in their blocks. The engine
+        computes the last token of the prompt again (vLLM), or got the first output with them (`Plan.continued`)."""
         ...
 
 
@@ -154,8 +155,8 @@ class KvTransfers(Protocol):
     """Where an engine sends the keys and values of prompts, and where they come from: the other engines of a fleet with
     prefill and decode apart."""
 
-    def keeps(self, request: Request) -> bool:
-        """Whether the blocks of `request`, which is complete, are kept until they are sent."""
+    def kept(self, request: Request, now_s: float) -> None:
+        """`request` (`Request.is_sent_on`) is complete, and its blocks are kept until they are sent."""
         ...
 
     def reserved(self, requests: Sequence[Request], now_s: float) -> None:

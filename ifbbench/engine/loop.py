@@ -79,7 +79,10 @@ class TokenGenerationLoop:
         self._queued, self._poll_stop_signals, self._next_change = queued, poll_stop_signals, next_change
         self._send_response, self._observer = send_response, (observed := observer or Unobserved())
 
+        refused = self._refused = [0]  # how many requests
+
         def refuse(request: Request, error: str) -> None:  # no method: a cycle would keep all blocks after the last use
+            refused[0] += 1
             observed.left(request, error)
             send_response(Response(request, is_final=True, error=error))
 
@@ -107,6 +110,8 @@ class TokenGenerationLoop:
         if start_s >= self._quiet_until_s:
             self._activated += self._admit(start_s)
             start_s = self._clock.now()  # in real time, requests may have arrived since the step began
+            if self._admits_again():
+                return True
         if not self._has_work:
             # Turns of micro batches without requests since the last one ended did not happen.
             self.iteration -= forget_empty_turns(in_flight)
@@ -174,6 +179,10 @@ class TokenGenerationLoop:
             self._quiet_until_s = math.inf if change_s is None else change_s
             self._known_queued = self._queued()
         return activated
+
+    def _admits_again(self) -> bool:
+        """Whether no iteration begins before more requests are admitted: see `SteppedLoop`."""
+        return False
 
     @property
     def _num_queued(self) -> int:
@@ -254,6 +263,7 @@ class TokenGenerationLoop:
             padding=padding,
             num_micro_batches=self._num_micro_batches,
             in_flight=plan.in_flight,
+            continued=plan.continued,
         )
 
     def _complete_all_but(self, count: int) -> None:

@@ -76,6 +76,7 @@ class Plan:
     batches, which are in flight. num_ending: requests that do not run because their last token is in flight.
     awaits_in_flight: iterations in flight change the KV cache once the first one of this plan was submitted.
     receiving: requests that got blocks for the keys and values that another engine sends.
+    continued: requests that generate from now on without a chunk: what they have came; and how many outputs they have.
     loaded_tokens: tokens of which keys and values are copied from host memory for the chunks.
     """
 
@@ -92,6 +93,7 @@ class Plan:
     num_ending: int = 0
     awaits_in_flight: bool = False
     receiving: Sequence[Request] = ()
+    continued: Sequence[tuple[Request, int]] = ()
     loaded_tokens: int = 0
 
     @property

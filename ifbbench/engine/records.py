@@ -83,7 +83,7 @@ class IterationRecord:
     num_micro_batches: parts that the requests are divided into. Those of this one can run again so many iterations
         later, and `in_flight` requests are in the others.
     loads: LoRA adapters that it copied to the device.
-    drafts: of an iteration that verified draft tokens, which are among num_generation_tokens.
+    drafts: of an iteration that verified draft tokens, which are among num_generation_tokens. continued: see Plan.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class IterationRecord:
         steps: tuple[int, int] | None = None,
         loads: tuple[AdapterLoad, ...] = (),
         drafts: DraftCounts | None = None,
+        continued: Sequence[tuple[Request, int]] = (),
     ) -> None:
         self.iteration, self.micro_batch, self.num_micro_batches = iteration, micro_batch, num_micro_batches
         self.start_s, self.submit_s, self.context_end_s, self.end_s = start_s, submit_s, context_end_s, end_s
@@ -125,7 +126,7 @@ class IterationRecord:
         self.num_generation, self.num_generation_tokens = num_generation, num_generation_tokens
         self.held, self.paused, self.left_out, self.blocked = held, paused, left_out, blocked
         self.cache, self.idle, self.padding, self.steps = cache, idle, padding, steps
-        self.loads, self.drafts = loads, drafts
+        self.loads, self.drafts, self.continued = loads, drafts, continued
 
     @property
     def bound_by(self) -> str:
@@ -135,7 +136,7 @@ class IterationRecord:
     @property
     def only_generates(self) -> bool:
         """Whether no request entered, was computed in part, paused, held or left out, or had draft tokens."""
-        changed = self.activated or self.context or self.paused or self.held or self.blocked
+        changed = self.activated or self.context or self.paused or self.held or self.blocked or self.continued
         return not changed and self.drafts is None
 
     @property
@@ -222,6 +223,8 @@ class ScheduleDigest:
             self._leaving.append(set())
         turn = record.iteration % record.num_micro_batches
         entering, leaving = self._entering[turn], self._leaving[turn]
+        if record.continued:
+            entering = entering | {request.index for request, _ in record.continued}
         joined, left, paused, held = entering, _NO_REQUESTS, _NO_REQUESTS, _NO_REQUESTS
         if leaving or self._held or record.paused or record.held:
             paused = {pause.victim.index for pause in record.paused}

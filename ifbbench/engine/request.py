@@ -90,16 +90,17 @@ class Request:
     size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
     brings, until they are verified with the prompt's last chunk; those of generation steps are in the table. `name` is
     what a recorded engine calls the request. `remote_len`: tokens of the prompt of which the keys and values come from
-    another engine, or a store; 0 for a request that is computed here. `loads`: from stores, so far. `earlier`: of one
-    that a router sends again, or later than it arrived.
+    another engine, or a store; 0 for a request that is computed here. `is_sent_on`: its own are sent to another engine
+    once its prompt is complete. `loads`: from stores, so far. `earlier`: of one that a router sends again, or later
+    than it arrived.
     """
 
     __slots__ = (
         "_known", "accepted_drafts", "beam_width", "cached_before_pause", "chunk", "earlier", "host_reused_tokens",
-        "index", "loads", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted", "num_sent",
-        "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position", "prepopulated",
-        "priority", "prompt_len", "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention",
-        "reuse",
+        "index", "is_sent_on", "loads", "lora_task_id", "max_new_tokens", "name", "num_draft_tokens", "num_drafted",
+        "num_sent", "numbers", "options", "order", "original_prompt_len", "output_len", "pauses", "position",
+        "prepopulated", "priority",
+        "prompt_len", "prompt_tokens", "recomputed_tokens", "remote_len", "request_id", "retention", "reuse",
         "reused_tokens",
         "sampling", "search", "slot", "state", "stop", "table",
     )  # fmt: skip
@@ -143,6 +144,7 @@ class Request:
         self.retention = retention
         self.remote_len = 0
         self.loads: tuple[KvLoad, ...] = ()
+        self.is_sent_on = False
         self.search: BeamSearch | None = None
         self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
         self.num_sent = 0

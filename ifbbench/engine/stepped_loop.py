@@ -10,11 +10,13 @@ from ifbbench.engine.transferring_loop import TransferringLoop
 
 class SteppedLoop(TransferringLoop):
     """A loop whose `step` leaves the clock at the end of its iterations and holds their outputs; `take_in` takes them
-    in before the next step. In between, the caller of several loops learns what arrives until then."""
+    in before the next step. In between, the caller of several loops learns what arrives until then. For the same
+    reason, a step that refuses requests runs no iteration."""
 
     _held: Callable[[], None] | None = None
     _held_together: RanTogether | None = None
     _did_nothing: bool = False
+    _known_refused: int = 0
 
     def step(self) -> bool:
         """See TokenGenerationLoop."""
@@ -27,6 +29,12 @@ class SteppedLoop(TransferringLoop):
         if self._in_flight or self._held is not None:
             return False
         return self._did_nothing or not self._has_work
+
+    @property
+    def waits_for_transfers(self) -> bool:
+        """Whether its latest step did nothing because all that it has taken waits for keys and values. Requests that
+        have arrived may wait until those leave."""
+        return self._did_nothing and self._has_work
 
     @property
     def is_held(self) -> bool:
@@ -63,6 +71,13 @@ class SteppedLoop(TransferringLoop):
             self._complete_at(times.collect_ns[:collected])
 
     # What a step does in another way.
+
+    def _admits_again(self) -> bool:
+        """What the answers to refused requests let arrive at this very time is admitted, too."""
+        if self._refused[0] == self._known_refused:
+            return False
+        self._known_refused, self._quiet_until_s = self._refused[0], -math.inf
+        return True
 
     def _complete_all_but(self, count: int) -> None:
         """Collect the oldest iteration in flight, and hold it; end the step if only so many are left."""

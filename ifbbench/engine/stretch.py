@@ -139,6 +139,7 @@ def copied(record: IterationRecord) -> IterationRecord:
         record.steps,
         record.loads,
         record.drafts,
+        record.continued,
     )
 
 
@@ -158,6 +159,7 @@ def later_record(
     record.cache = growth.cache(index)
     if index:
         record.activated, record.loads, record.active = [], (), turn.active - growth.num_leaving
+        record.continued = ()
     record.context = tuple(
         [ContextChunk(one.request, one.start + index * one.length, one.length) for one in turn.context]
     )

@@ -37,12 +37,13 @@ class TransferringLoop(PredictedLoop):
 
     def _num_together(self, plan: Plan) -> int:
         count = super()._num_together(plan)
-        return min(count, 1) if plan.receiving else count
+        return min(count, 1) if plan.receiving or plan.continued else count
 
     def _remove_complete(self, request: Request) -> None:
-        if self.transfers is not None and self.transfers.keeps(request):
+        if self.transfers is not None and request.is_sent_on:
             self._leave_in_flight(request)
             self._kv_scheduler.keep(request)
+            self.transfers.kept(request, self._clock.now())
         else:
             self._remove(request)
 

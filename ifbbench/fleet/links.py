@@ -28,6 +28,10 @@ class Links:
         self._flows: dict[int, _Flow] = {}
         self._arriving: list[tuple[float, int]] = []  # those that have left, in order of arrival
 
+    def rate(self, source: int, target: int) -> float:
+        """Tokens per second between two replicas that share their links with no other transfer."""
+        return min(self._out_rates[source], self._in_rates[target])
+
     @property
     def next_s(self) -> float:
         """When `take` has something to do next; infinite if nothing is on its way."""
@@ -65,3 +69,11 @@ class Links:
             flow.rate = min(out_rate / self._num_out[flow.source], in_rate / self._num_in[flow.target])
             duration_s = flow.tokens / flow.rate if flow.tokens > 0 else 0.0
             flow.end_s = to_seconds(tick(now_s + duration_s))
+
+
+def left_after_prefill(tokens: int, layers: int, rate: float, computing_s: float) -> float:
+    """How many of `tokens` tokens' keys and values are left when a prefill of `computing_s` seconds ends, of a transfer
+    by layer at `rate` tokens per second: those of the last layer, or more if the link is slower than the prefill.
+
+    A layer leaves once it is computed. The first one is computed after a `layers`-th of the time."""
+    return max(tokens / layers, tokens - rate * computing_s * (layers - 1) / layers)

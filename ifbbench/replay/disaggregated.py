@@ -32,13 +32,14 @@ from ifbbench.replay.single import (
 )
 from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
 from ifbbench.rundir import run_directory
-from ifbbench.rundir.disaggregated import DECODE, PREFILL, transfer_figures, write_lines
+from ifbbench.rundir.disaggregated import DECODE, PREFILL, reserves_first, transfer_figures, write_lines
 from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_directory
 from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.request_metrics import RequestMetrics
 from ifbbench.rundir.servers import add_server
-from ifbbench.settings.config import FLEET_SETTINGS, ROUTERS, TIER_SETTINGS, VLLM, RunConfig
+from ifbbench.settings.config import BY_LAYER, ENGINES, FLEET_SETTINGS, ROUTERS, SGLANG, TIER_SETTINGS, RunConfig
+from ifbbench.settings.modes import BatchingType
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.interconnect import NETWORK_SHARE
@@ -48,6 +49,8 @@ from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.trace import Trace, columns_of
 
 SIDES = (PREFILL, DECODE)
+# Requests of TensorRT-LLM that are sent at a time, at most: so many for each active one, or so many in all.
+SENDING, MIN_SENDING = 2, 64
 NOT_BUILT = {
     "draft_model": "drafts are not sent", "draft_ngram": "drafts are not sent", "draft_mtp": "drafts are not sent",
     "draft_len": "drafts are not sent", "acceptance_rate": "drafts are not sent",
@@ -113,10 +116,10 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
     """The routers and the settings of both sides. InputError for what they cannot have."""
     check_sides(config)
     check_settings(config)
-    if config.engine != VLLM:
+    if config.engine not in ENGINES:
         raise InputError(
-            f"--engine {config.engine}: prefill and decode apart are built for --engine vllm only; add it, or use "
-            "--replicas."
+            f"--engine {config.engine}: prefill and decode apart are built for {', '.join(ENGINES)} only; choose one, "
+            "or use --replicas."
         )
     usual = RunConfig()
     for name, why in (NOT_BUILT | dict.fromkeys(TIER_SETTINGS, "stores are not built")).items():
@@ -134,8 +137,21 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
     if config.router_state_age and not any(STATE in one.looks_at for one in routers):
         raise InputError("--router_state_age: no router reads states of replicas; leave it out.")
     own = config.of_one_replica(concurrency=None, duration=None, output=None, **NO_SIDE_OUTPUTS)
-    prefill, decode = (own.with_values(**side_values(config, side)) for side in SIDES)
+    prefill, decode = (own.with_values(**_own_values(config, side)) for side in SIDES)
+    for one in (prefill, decode):
+        if one.type == BatchingType.V1 or one.kv_cache_type != "paged":
+            raise InputError(
+                "--type v1, --kv_cache_type contiguous: are not built with --prefill_replicas and --decode_replicas; "
+                "leave them out."
+            )
     return routers, (prefill, decode)
+
+
+def _own_values(config: RunConfig, side: str) -> dict[str, Any]:
+    """The settings in which the replicas of a side differ. A decode engine of SGLang keeps no prefixes unless it is
+    told to (`--disaggregation-decode-enable-radix-cache`)."""
+    keeps_none = side == DECODE and config.engine == SGLANG
+    return ({"enable_kv_cache_reuse": False} if keeps_none else {}) | side_values(config, side)
 
 
 def _engines(
@@ -151,6 +167,7 @@ def _engines(
             else:
                 engine = stack.enter_context(engine_for(trace, side, progress))
             # The null device takes no time on the one clock of a fleet.
+            engine = with_slots_to_send(engine)
             is_real_time = not isinstance(engine.clock, VirtualClock)
             engines.append(replace(engine, clock=VirtualClock()) if is_real_time else engine)
     kinds = {engine.config.kv_cache_dtype or engine.config.weight_dtype for engine in engines}
@@ -160,6 +177,16 @@ def _engines(
             "Give --kv_cache_dtype."
         )
     return engines
+
+
+def with_slots_to_send(engine: Engine) -> Engine:
+    """The engine with slots for requests that are not active while they are sent: TensorRT-LLM gives their own to
+    others, so that blocks limit how many they are."""
+    limits = engine.limits
+    if limits.has_one_policy:
+        return engine
+    num_sending = min(limits.num_blocks, max(SENDING * limits.max_active, MIN_SENDING))
+    return replace(engine, limits=replace(limits, num_sending=num_sending))
 
 
 def _description(trace: Trace, config: RunConfig, engine: Engine, own: RunConfig) -> dict[str, Any]:
@@ -219,11 +246,23 @@ def _running(
             return recorder_of(share, engine, client, path, description)
 
         count = config.prefill_replicas
+        is_by_layer = config.transfer_by == BY_LAYER
+        is_reserved = reserves_first(config.engine, config.transfer_by)
         replicas = [
-            SideReplica(number, engine, trace, make_recorder, number < count) for number, engine in enumerate(engines)
+            SideReplica(number, engine, trace, make_recorder, number < count, is_reserved)
+            for number, engine in enumerate(engines)
         ]
         sides = replicas[:count], replicas[count:]
-        fleet = SteppedSides(trace, config, routers, sides, _links(config, engines), progress)
+        fleet = SteppedSides(
+            trace,
+            config,
+            routers,
+            sides,
+            _links(config, engines),
+            progress,
+            reserves_first=is_reserved,
+            layers=engines[0].model.num_layers if is_by_layer else None,
+        )
         per_token = engines[0].model.kv_bytes_per_token(kv_value_bytes(engines[0].config))
         ran = _Ran(fleet, [], engines, per_token)
         progress.stage(REPLAYING)

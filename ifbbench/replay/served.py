@@ -97,7 +97,11 @@ class ServedClient(ReplayClient):
                 self._submit_until(received_s)
             self._received_s = received_s
             prompt_len = self._trace.requests[self._indices[len(self._ready)]].prompt_len
-            self._ready.append(self._process.accept(received_s, prompt_len))
+            self._ready.append(self._accept_one(received_s, prompt_len))
+
+    def _accept_one(self, received_s: float, prompt_len: int) -> float:
+        """When the process has accepted a request that it receives then."""
+        return self._process.accept(received_s, prompt_len)
 
     def _next_received_s(self) -> float:
         """When the process receives the next request; infinite if that takes a response."""

@@ -5,6 +5,10 @@ A router chooses both replicas of a request when it arrives. The prefill replica
 keeps the blocks; then the request goes to the decode replica, which takes blocks for the prompt as its engine's rules
 say. The transfer begins then, and once it has arrived, the decode replica goes on, and the blocks of the prefill
 replica are released.
+
+Where blocks are reserved first (SGLang, and transfers by layer), the request goes to the decode replica when it
+arrives, and to the prefill replica once the decode replica has blocks for it. The transfer ends after the prompt is
+complete.
 """
 
 from collections.abc import Sequence
@@ -16,7 +20,7 @@ from ifbbench.clock import NANOSECONDS, VirtualClock
 from ifbbench.engine.interfaces import NO_LIMIT
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.errors import RunFailed
-from ifbbench.fleet.links import Links
+from ifbbench.fleet.links import Links, left_after_prefill
 from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
 from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, RoutedRequest, Router
 from ifbbench.progress import Progress
@@ -26,6 +30,7 @@ from ifbbench.replay.served import ServedClient
 from ifbbench.replay.stepped_fleet import SHOWN_EVERY, MakeRecorder, SteppedReplica, arriving, final_response
 from ifbbench.rundir.disaggregated import Passage
 from ifbbench.rundir.line_types import RequestLine
+from ifbbench.rundir.lines import value_of
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import RequestColumns, Trace, columns_of
@@ -34,13 +39,13 @@ from ifbbench.workload.trace import RequestColumns, Trace, columns_of
 class KvMailbox:
     """The `KvTransfers` of a replica. Requests are named by their index in its trace.
 
-    to_send: those whose keys and values are sent when their prompt is complete. kept: those that are complete, while
-    their blocks are kept. reservations: those that have got blocks for what is sent to them, until the fleet takes
+    held: those that are complete, while their blocks are kept. completions: of these, when their prompts were complete,
+    until the fleet takes them. reservations: those that have got blocks for what is sent to them, until the fleet takes
     them, and when."""
 
     def __init__(self) -> None:
-        self.to_send: set[int] = set()
-        self.kept: dict[int, Request] = {}
+        self.held: dict[int, Request] = {}
+        self.completions: list[tuple[float, Request]] = []
         self.reservations: list[tuple[float, Request]] = []
         self._receiving: dict[int, Request] = {}
         self._sent: list[Request] = []
@@ -53,20 +58,21 @@ class KvMailbox:
 
     def sent(self, index: int) -> None:
         """What the prefill replica kept is no longer needed."""
-        self._sent.append(self.kept.pop(index))
+        self._sent.append(self.held.pop(index))
 
     def received(self, index: int) -> None:
         """What the decode replica waited for has come."""
         self._received.append(self._receiving.pop(index))
 
+    def forget(self, index: int) -> None:
+        """Nothing is sent to this request."""
+        self._receiving.pop(index, None)
+
     # Called by the loop.
 
-    def keeps(self, request: Request) -> bool:
-        if request.index not in self.to_send:
-            return False
-        self.to_send.remove(request.index)
-        self.kept[request.index] = request
-        return True
+    def kept(self, request: Request, now_s: float) -> None:
+        self.held[request.index] = request
+        self.completions.append((now_s, request))
 
     def reserved(self, requests: Sequence[Request], now_s: float) -> None:
         for request in requests:
@@ -80,6 +86,39 @@ class KvMailbox:
     def take_received(self) -> Sequence[Request]:
         received, self._received = self._received, []
         return received
+
+
+class _Sending:
+    """What the clients of a prefill replica have in common. to_send: indices of the requests that go on elsewhere."""
+
+    to_send: set[int]
+
+    def prepare(self, share: RequestColumns) -> None:
+        self.to_send = set()
+        super().prepare(share)  # type: ignore[misc]
+
+    def get_requests(self: Any, max_requests: int) -> list[Request]:
+        """See ReplayClient."""
+        requests: list[Request] = super().get_requests(max_requests)  # type: ignore[misc]
+        for request in requests:
+            request.is_sent_on = request.index in self.to_send
+        return requests
+
+
+class _SendingClient(_Sending, RoutedClient):
+    """The client of a prefill replica."""
+
+
+class _SendingServedClient(_Sending, RoutedServedClient):
+    """The client of a prefill replica, behind a serving process."""
+
+
+class _AcceptedClient(_SendingServedClient):
+    """The client of a prefill replica whose serving process accepts a request while that of the decode replica does, so
+    that it is ready when the latter has blocks."""
+
+    def _accept_one(self, received_s: float, prompt_len: int) -> float:
+        return received_s
 
 
 class _Receiving:
@@ -125,13 +164,21 @@ class _ReceivingServedClient(_Receiving, RoutedServedClient):
 
 class SideReplica(SteppedReplica):
     """A replica that computes prompts, or one that generates. lines: of its requests that have ended, by index in its
-    trace."""
+    trace. reserves_first: see SteppedSides."""
 
     def __init__(
-        self, number: int, engine: Engine, trace: Trace, make_recorder: MakeRecorder, is_prefill: bool
+        self,
+        number: int,
+        engine: Engine,
+        trace: Trace,
+        make_recorder: MakeRecorder,
+        is_prefill: bool,
+        reserves_first: bool,
     ) -> None:
         self.is_prefill, self.mail = is_prefill, KvMailbox()
-        clients = (RoutedClient, RoutedServedClient) if is_prefill else (_ReceivingClient, _ReceivingServedClient)
+        clients: tuple[type[RoutedClient], type[RoutedServedClient]] = _ReceivingClient, _ReceivingServedClient
+        if is_prefill:
+            clients = _SendingClient, _AcceptedClient if reserves_first else _SendingServedClient
         super().__init__(number, engine, trace, make_recorder, clients=clients)
         self.loop.transfers = self.mail
         self.lines: dict[int, RequestLine] = {}
@@ -146,22 +193,39 @@ class SideReplica(SteppedReplica):
 
     @property
     def next_time_s(self) -> float:
-        return self.clock.now() if self.mail.has_news else super().next_time_s
+        if self.mail.has_news:
+            return self.clock.now()
+        time_s = super().next_time_s
+        return inf if self.loop.waits_for_transfers and time_s <= self.clock.now() else time_s
+
+    def advance(self) -> bool:
+        """See SteppedReplica. What has arrived may wait for the places of requests that are transferred."""
+        is_waiting = self.loop.waits_for_transfers and not self.mail.has_news
+        if is_waiting and super().next_time_s <= self.clock.now():
+            return False
+        return super().advance()
 
     def offer(
         self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None
     ) -> None:
         super().offer(columns, index, arrival_s, earlier)
+        self._idle_at = None
         self.loop.wake()
 
     def shorten_latest(self) -> None:
         """The request that was offered last ends with its first token."""
         self._columns.max_new_tokens[-1] = self._columns.output_len[-1] = 1
 
+    def stop(self, own: int, error: str) -> None:
+        """The request with this index in its trace fails."""
+        self.mail.forget(own)
+        self.loop.stop(self._columns.request_id[own], error)
+
     def wake(self, now_s: float) -> None:
         """There is something in the mailbox."""
         if self.loop.is_idle:
             self.clock.wait_until(now_s)
+        self._idle_at = None
         self.loop.wake()
 
 
@@ -169,8 +233,10 @@ class SteppedSides:
     """The routers, the replicas of both sides and the client in front of them, which has the whole trace.
 
     Events at the same time are taken in this order: what routers read, arrivals, answers, ends of transfers, and then
-    iterations. prefill, decode: the replicas; the numbers of the latter go on from those of the former. lines: of the
-    requests that have ended, in order of time."""
+    iterations. prefill, decode: the replicas; the numbers of the latter go on from those of the former. reserves_first:
+    a request goes to its prefill replica once it has blocks of its decode replica. layers: of the model, where they are
+    sent one by one; None if transfers begin when prompts are complete. lines: of the requests that have ended, in order
+    of time."""
 
     def __init__(
         self,
@@ -180,9 +246,13 @@ class SteppedSides:
         sides: tuple[Sequence[SideReplica], Sequence[SideReplica]],
         links: Links,
         progress: Progress,
+        *,
+        reserves_first: bool = False,
+        layers: int | None = None,
     ) -> None:
         self._columns, self._routers, self._links, self._progress = columns_of(trace.requests), routers, links, progress
         self.prefill, self.decode = sides
+        self._reserves_first, self._layers = reserves_first, layers
         self.replicas = [*self.prefill, *self.decode]
         self._clock = VirtualClock()
         self.front = make_client(config, trace, self._clock, arriving)
@@ -263,33 +333,46 @@ class SteppedSides:
         if not one.advance():  # a request of its own comes when another replica may have news
             one.client.horizon_s = known_s
             one.advance()
-        reservations, one.mail.reservations = one.mail.reservations, []
+        mail = one.mail
+        reservations, mail.reservations = mail.reservations, []
         for now_s, request in reservations:
-            self._send(self._passages[one.members[request.index]], request, now_s)
+            self._reserve(self._passages[one.members[request.index]], request, now_s)
+        completions, mail.completions = mail.completions, []
+        for now_s, request in completions if self._reserves_first else ():
+            self._send_rest(self._passages[one.members[request.index]], now_s)
 
     # The way of a request.
 
     def _route(self, request: Request, arrival_s: float, submitted_s: float) -> None:
         index, columns = request.index, self._columns
         pieces: Pieces = prompt_pieces(columns[index], self._beginnings) if self._has_prefixes else ()
-        passage = self._passages[index] = Passage(index, arrival_s, submitted_s)
+        passage = self._passages[index] = Passage(index, arrival_s, submitted_s, self._reserves_first)
         routed = self._request_for(1, index, arrival_s, pieces)
         self._note(index, routed)
         decode = self._chosen(self._routers[1], self.decode, routed)
-        is_remote = routed.prompt_len - decode.view.expected_hit(routed) >= self._least_remote
+        held = decode.view.expected_hit(routed) if decode.engine.limits.reuse.enabled else 0
+        is_remote = routed.prompt_len - held >= self._least_remote
+        # What ends with its first token, also because nothing else fits behind the prompt, is not sent.
+        is_sent = min(columns.output_len[index], decode.engine.limits.max_seq_len - routed.prompt_len) != 1
         if is_remote:
             prefill = self._chosen(self._routers[0], self.prefill, self._request_for(0, index, arrival_s, pieces))
-            passage.prefill, passage.of_prefill = prefill.view.number, len(prefill.members)
+            passage.prefill = prefill.view.number
             self._count(prefill.view, 0, routed)
-            prefill.offer(columns, index, submitted_s)
-            prefill.shorten_latest()
-        if not is_remote or columns.output_len[index] > 1:
+        if not is_remote or is_sent:
             passage.decode = decode.view.number
             self._count(decode.view, 1, routed)
-        if not is_remote:
+        if is_remote and not (is_sent and self._reserves_first):
+            self._offer_to_prefill(passage, submitted_s)
+        else:
             self._offer_to_decode(passage, submitted_s)
-        elif passage.decode is not None:
-            self._prefill_of(passage).mail.to_send.add(passage.of_prefill)
+
+    def _offer_to_prefill(self, passage: Passage, arrival_s: float) -> None:
+        prefill = self._prefill_of(passage)
+        passage.of_prefill = len(prefill.members)
+        if passage.decode is not None:
+            prefill.client.to_send.add(passage.of_prefill)  # type: ignore[union-attr]
+        prefill.offer(self._columns, passage.index, arrival_s)
+        prefill.shorten_latest()
 
     def _request_for(self, side: int, index: int, arrival_s: float, pieces: Pieces) -> RoutedRequest:
         columns = self._columns
@@ -305,6 +388,11 @@ class SteppedSides:
     def _chosen(self, router: Router, side: Sequence[SideReplica], routed: RoutedRequest) -> SideReplica:
         number = router.choose(routed, [one.view for one in side]).number
         return self.replicas[number]
+
+    def _uncount(self, view: Replica, index: int) -> None:
+        """The request is no longer at this replica."""
+        view.requests -= 1
+        view.tokens -= self._columns.prompt_len[index]
 
     def _count(self, view: Replica, side: int, routed: RoutedRequest) -> None:
         """The request goes to this replica."""
@@ -329,22 +417,34 @@ class SteppedSides:
     def _take_answer(self, one: SideReplica) -> None:
         answered_s, own = one.client.answers.popleft()
         index = one.members[own]
-        passage = self._passages[index]
-        one.view.requests -= 1
-        one.view.tokens -= self._columns.prompt_len[index]
-        if one.is_prefill and own in one.mail.kept:
-            passage.prefilled_s = answered_s
-            self._offer_to_decode(passage, answered_s)
+        self._uncount(one.view, index)
+        passage = self._passages.get(index)
+        if passage is None:
+            return  # a request whose decode replica has answered
+        if one.is_prefill and passage.decode is not None:
+            if passage.reserved_s >= 0:
+                if passage.prefilled_s < 0:  # it failed
+                    self._decode_of(passage).stop(passage.of_decode, one.lines[own].error or "its prefill failed")
+            elif own in one.mail.held:
+                passage.prefilled_s = answered_s
+                self._offer_to_decode(passage, answered_s)
+            else:  # it failed
+                self._uncount(self._decode_of(passage).view, index)
+                passage.decode = None
+                self._end(passage, answered_s)
             return
-        if one.is_prefill and passage.decode is not None:  # it failed
-            one.mail.to_send.discard(own)
-            view = self.replicas[passage.decode].view
-            view.requests -= 1
-            view.tokens -= self._columns.prompt_len[index]
-            passage.decode = None
-        elif passage.prefill is not None and passage.of_prefill in self._prefill_of(passage).mail.kept:
-            self._release(passage, answered_s)  # the decode replica has refused it
+        if passage.prefill is not None and not one.is_prefill and passage.received_s < 0:
+            self._lose_prefill(passage, answered_s)  # the decode replica has refused it
         self._end(passage, answered_s)
+
+    def _lose_prefill(self, passage: Passage, now_s: float) -> None:
+        """A request ends before its keys and values have come."""
+        prefill = self._prefill_of(passage)
+        if passage.of_prefill in prefill.mail.held:
+            self._release(passage, now_s)
+        elif passage.of_prefill < 0:  # it was not sent there
+            self._uncount(prefill.view, passage.index)
+            passage.prefill = None
 
     def _offer_to_decode(self, passage: Passage, arrival_s: float) -> None:
         decode = self._decode_of(passage)
@@ -353,16 +453,41 @@ class SteppedSides:
             decode.client.remote.add(passage.of_decode)  # type: ignore[union-attr]
         decode.offer(self._columns, passage.index, arrival_s)
 
-    def _send(self, passage: Passage, request: Request, now_s: float) -> None:
+    def _reserve(self, passage: Passage, request: Request, now_s: float) -> None:
         """The decode replica has blocks for the prompt."""
         client = self._decode_of(passage).client
-        own = passage.of_decode
-        passage.accepted_s = client.accepted_s(own) if isinstance(client, ServedClient) else passage.prefilled_s
+        own, offered_s = passage.of_decode, passage.submitted_s if self._reserves_first else passage.prefilled_s
+        passage.accepted_s = client.accepted_s(own) if isinstance(client, ServedClient) else offered_s
         passage.taken_s = client.taken_s[own]  # type: ignore[union-attr]
-        passage.reserved_s = passage.transfer_s = now_s
+        passage.reserved_s = now_s
         passage.tokens = request.prompt_len - request.position
-        source, target = self._prefill_of(passage).view.number, self._decode_of(passage).view.number
-        self._links.send(passage.index, source, target - len(self.prefill), passage.tokens, now_s)
+        if self._reserves_first:
+            self._offer_to_prefill(passage, now_s)
+        else:
+            self._send(passage, passage.tokens, now_s)
+
+    def _send_rest(self, passage: Passage, now_s: float) -> None:
+        """The prompt is complete, and the decode replica has blocks: send what has not been sent during the prefill.
+
+        By layer, the keys and values of a layer leave once it is computed. Layers take equal times of the prefill, and
+        have the link for themselves meanwhile; the last layer is sent after the prefill."""
+        passage.prefilled_s, left = now_s, float(passage.tokens)
+        if self._layers is not None:
+            line = self._prefill_of(passage).lines[passage.of_prefill]
+            rate = self._links.rate(*self._ends_of(passage))
+            computing_s = now_s - value_of(line.first_scheduled_s)
+            left = left_after_prefill(passage.tokens, self._layers, rate, computing_s)
+        self._send(passage, left, now_s)
+
+    def _send(self, passage: Passage, tokens: float, now_s: float) -> None:
+        passage.transfer_s = now_s
+        self._links.send(passage.index, *self._ends_of(passage), tokens, now_s)
+
+    def _ends_of(self, passage: Passage) -> tuple[int, int]:
+        """Both ends of the transfer, as the links number them."""
+        assert passage.prefill is not None
+        assert passage.decode is not None
+        return passage.prefill, passage.decode - len(self.prefill)
 
     def _receive(self, passage: Passage, now_s: float) -> None:
         """Keys and values have arrived."""
@@ -380,7 +505,7 @@ class SteppedSides:
         prefill.wake(now_s)
 
     def _end(self, passage: Passage, answered_s: float) -> None:
-        prefilled = None if passage.prefill is None else self._prefill_of(passage).lines.pop(passage.of_prefill)
+        prefilled = None if passage.of_prefill < 0 else self._prefill_of(passage).lines.pop(passage.of_prefill)
         decoded = None if passage.decode is None else self._decode_of(passage).lines.pop(passage.of_decode)
         line = passage.line(prefilled, decoded, self._columns.max_new_tokens[passage.index])
         if passage.index in self._offers:

@@ -12,10 +12,17 @@ import msgspec
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import JsonLinesWriter, encode, number, value_of
 from ifbbench.rundir.metrics import TRANSFER, WAITING_FOR, WAITING_ITERATION, distribution
+from ifbbench.settings.config import BY_LAYER, SGLANG
 
 ROUTER, DECODE_BLOCKS = "router", f"{WAITING_FOR}decode_blocks"
 CONCURRENCY = f"{WAITING_FOR}concurrency"
 PREFILL, DECODE = "prefill", "decode"
+
+
+def reserves_first(engine: str, transfer_by: str) -> bool:
+    """Whether a decode replica has blocks for a prompt before its prefill begins: keys and values that are sent during
+    the prefill need them then."""
+    return engine == SGLANG or transfer_by == BY_LAYER
 
 
 @dataclass(slots=True)
@@ -27,11 +34,15 @@ class Passage:
     the prompt, decode if the request ends with the first token. of_prefill, of_decode: its indices in the traces of the
     two. prefilled_s: its prompt was computed, and the router has the answer. accepted_s: the decode replica has it;
     taken_s: its scheduler has; reserved_s: it has blocks there. transfer_s, received_s: its keys and values left, and
-    came. tokens: how many tokens' keys and values were sent."""
+    came. tokens: how many tokens' keys and values were sent.
+
+    With `reserves_first`, blocks are reserved before the prefill begins, and prefilled_s is when the prompt was
+    complete on the engine."""
 
     index: int
     arrival_s: float
     submitted_s: float
+    reserves_first: bool = False
     prefill: int | None = None
     decode: int | None = None
     of_prefill: int = -1
@@ -66,6 +77,8 @@ class Passage:
                 line.pauses += first.pauses
                 line.recomputed_tokens += first.recomputed_tokens
                 parts += [self._between(), last.attribution_s]
+                if self.reserves_first:
+                    parts = [held, self._before(), self._until_complete(first), self._transfer(), last.attribution_s]
             line.attribution_s = _added(*parts)
         line.prefill_replica, line.decode_replica = self.prefill, self.decode
         ended_at = self.prefill if self.decode is None else self.decode
@@ -75,12 +88,28 @@ class Passage:
 
     def _between(self) -> dict[str, float]:
         """Seconds between the answer of the prefill replica and the arrival of keys and values, by what for."""
+        return self._reserving(self.prefilled_s) | self._transfer()
+
+    def _before(self) -> dict[str, float]:
+        """Seconds until the request goes to its prefill replica, where blocks are reserved first."""
+        return self._reserving(self.submitted_s)
+
+    def _reserving(self, offered_s: float) -> dict[str, float]:
         return {
-            ROUTER: self.accepted_s - self.prefilled_s,
+            ROUTER: self.accepted_s - offered_s,
             WAITING_ITERATION: self.taken_s - self.accepted_s,
             DECODE_BLOCKS: self.reserved_s - self.taken_s,
-            TRANSFER: self.received_s - self.transfer_s,
         }
+
+    def _until_complete(self, first: RequestLine) -> dict[str, float]:
+        """The attribution of the prefill replica, until the prompt was complete: the answer, which reaches the router
+        later, does not matter."""
+        parts = {name: value_of(seconds) for name, seconds in first.attribution_s.items()}
+        parts["recompute" if first.pauses else "context"] -= value_of(first.end_s) - self.prefilled_s
+        return parts
+
+    def _transfer(self) -> dict[str, float]:
+        return {TRANSFER: self.received_s - self.transfer_s}
 
 
 def _added(*parts: dict[str, float]) -> dict[str, float]:

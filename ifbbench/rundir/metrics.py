@@ -162,6 +162,8 @@ class TokenGaps:
         # First and last iteration whose end ends a gap of one step; before and after the other gaps.
         self._steps = array("i"), array("i")
         self._long = array("i"), array("i")
+        # The gaps after first tokens that another engine computed: seconds, and the iteration of the second token.
+        self._first = array("d"), array("i")
 
     def add(self, stretches: Iterable[tuple[int, int]], every: int = 1) -> None:
         """Take in a request that produced a token in each `every`-th iteration of `stretches`, [first, last] in order
@@ -181,15 +183,20 @@ class TokenGaps:
                 ends.append(last)
             before = last
 
+    def add_first(self, seconds: float, iteration: int) -> None:
+        """Take in a gap of so many seconds that ends with `iteration`, and began with none of this engine."""
+        self._first[0].append(seconds)
+        self._first[1].append(iteration)
+
     def parts(self) -> tuple[Any, ...]:
         """All that it knows, as what another process can be sent."""
-        return self.every, self._steps, self._long
+        return self.every, self._steps, self._long, self._first
 
     @classmethod
     def of_parts(cls, parts: tuple[Any, ...]) -> "TokenGaps":
         """What `parts` was called of."""
         gaps = cls()
-        gaps.every, gaps._steps, gaps._long = parts
+        gaps.every, gaps._steps, gaps._long, gaps._first = parts
         return gaps
 
     def extend(self, other: "TokenGaps", offset: int = 0) -> None:
@@ -197,6 +204,8 @@ class TokenGaps:
         self.every = max(self.every, other.every)
         for mine, others in zip((*self._steps, *self._long), (*other._steps, *other._long), strict=True):
             mine.extend(others if not offset else array("i", (number + offset for number in others)))
+        self._first[0].extend(other._first[0])
+        self._first[1].extend([number + offset for number in other._first[1]])
 
     def counted(self, ends: Sequence[float] | Floats, window: Window | None = None) -> tuple[Floats, Integers]:
         """Gaps in seconds and the number of times that each occurs; both of shape [different gaps], in no order.
@@ -208,12 +217,15 @@ class TokenGaps:
         changes = np.bincount(begin, minlength=size) - np.bincount(last + every, minlength=size)
         counts = changes.reshape(-1, every).cumsum(axis=0).ravel()[: len(seconds)]
         before, after = (np.asarray(column) for column in self._long)
+        firsts, first_ends = (np.asarray(column) for column in self._first)
         if window is not None:
             counts, is_in = counts * window.holds(seconds), window.holds(seconds[after])
             before, after = before[is_in], after[is_in]
+            firsts = firsts[window.holds(seconds[first_ends])]
         (iterations,) = counts.nonzero()
-        gaps = np.concatenate([seconds[iterations] - seconds[iterations - every], seconds[after] - seconds[before]])
-        return gaps, np.concatenate([counts[iterations], np.ones(len(after), np.int64)])
+        steps = seconds[iterations] - seconds[iterations - every]
+        gaps = np.concatenate([steps, seconds[after] - seconds[before], firsts])
+        return gaps, np.concatenate([counts[iterations], np.ones(len(after) + len(firsts), np.int64)])
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

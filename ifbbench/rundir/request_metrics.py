@@ -50,6 +50,9 @@ class RequestMetrics:
             arrival_s = request.earlier.arrival_s
         output_len, first_scheduled_s = timeline.produced, starts[timeline.first_run]
         first_token_s, last_token_s = ends[stretches[0][0]], ends[stretches[-1][1]]
+        second_token_s = first_token_s
+        if timeline.has_first_token:  # it was there before the first iteration
+            first_token_s = first_scheduled_s
         # Later than the last token where a static batch held the request back.
         end_s = ends[timeline.last_iteration]
         queue_time_s, ttft_s, e2e_s = first_scheduled_s - arrival_s, first_token_s - arrival_s, end_s - arrival_s
@@ -60,6 +63,8 @@ class RequestMetrics:
         population.add(arrival_s, queue_time_s, ttft_s, tpot_s, e2e_s, prompt_len, output_len, index)
         self._completed += 1
         population.gaps.add(stretches, timeline.every)
+        if timeline.has_first_token:
+            population.gaps.add_first(second_token_s - first_token_s, stretches[0][0])
         population.reused_tokens += request.reused_tokens
         if arrival_s < self.first_arrival_s:
             self.first_arrival_s = arrival_s

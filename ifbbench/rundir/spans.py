@@ -69,8 +69,9 @@ class RequestTimeline:
     closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
     first_run: the first iteration in which it ran, -1 before.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
-    produced: the number of these tokens. every: the number of micro batches. While the request runs, it runs in each so
-        many iterations. head: of the line, for the attribution. is_written: whether lines are returned.
+    produced: the number of these tokens, and of the first one where another engine computed it (`has_first_token`).
+    every: the number of micro batches. While the request runs, it runs in each so many iterations. head: of the line,
+    for the attribution. is_written: whether lines are returned.
     """
 
     __slots__ = (
@@ -78,6 +79,7 @@ class RequestTimeline:
         "closed",
         "every",
         "first_run",
+        "has_first_token",
         "head",
         "is_written",
         "last_iteration",
@@ -105,7 +107,7 @@ class RequestTimeline:
         self.closed: list[tuple[str, int]] = []
         self.first_run = self.last_iteration = -1
         self.token_iterations: list[tuple[int, int]] = []
-        self.produced = 0
+        self.produced, self.has_first_token = 0, False
 
     def begin(self, span: Span) -> SpanLine | None:
         """Close the open span and open `span`; returns the line of the closed one, None if it lasted no iteration."""
@@ -262,6 +264,8 @@ class SpanTracker:
                 self._activate(request, record.iteration, starts)
         if record.paused:
             self._pause(record)
+        if record.continued:
+            self._continue(record)
         if record.held or self._held:
             self._hold(record)
         if record.drafts is not None:
@@ -345,6 +349,16 @@ class SpanTracker:
             self._begin(self._timelines[victim.request_id], span)
             self._stop_watching(victim.request_id)
 
+    def _continue(self, record: IterationRecord) -> None:
+        """These requests generate without a chunk. The first time, their first token has come with their prompt."""
+        for request, num_outputs in record.continued:
+            if request.has_left:
+                continue
+            timeline = self._timelines[request.request_id]
+            if timeline.first_run < 0:
+                timeline.first_run, timeline.produced, timeline.has_first_token = record.iteration, 1, True
+            self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=num_outputs))
+
     def _hold(self, record: IterationRecord) -> None:
         """Generation requests that do not run are skipped until they run again."""
         ids = [request.request_id for request in record.held if not request.has_left]
@@ -395,8 +409,8 @@ class SpanTracker:
             if left_out.request.has_left:
                 continue
             timeline = self._timelines.get(left_out.request.request_id)
-            if timeline is None:  # it is in the queue
-                self._names_queue_head = True
+            if timeline is None:  # it is in the queue, or waits for blocks for what another engine sends
+                self._names_queue_head |= left_out.request.table is None
             elif self._set_cause(timeline, left_out.limit, record.iteration):
                 blocked[left_out.request.request_id] = timeline
         for request_id, timeline in self._blocked.items():

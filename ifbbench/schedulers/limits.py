@@ -42,7 +42,8 @@ class BatchingConfig:
     engine: whose scheduler decides, by name. vllm, sglang: the rules of those two. reads_block_tables: whether the
     executor does; else blocks have no ids where nothing else needs them. attention_dp_size: parts of the devices with
     requests of their own. balances_parts, attention_dp_time_out_iters, attention_dp_batching_wait_iters: see
-    PartsBalance.
+    PartsBalance. num_sending: further sequence slots, of requests that are not active while their keys and values are
+    sent to another engine.
     """
 
     policy: str
@@ -70,6 +71,7 @@ class BatchingConfig:
     tuning_window: int = 128
     lora: LoraConfig | None = None
     drafts: DraftSettings = NO_DRAFTS
+    num_sending: int = 0
     engine: str = TRTLLM
     vllm: VllmRules | None = None
     sglang: SglangRules | None = None
@@ -169,7 +171,7 @@ class BatchingConfig:
         vLLM and SGLang also requests that were pre-empted or retracted."""
         if self.has_one_policy:
             return max(2 * self.max_active, MIN_SLOTS)
-        return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD)
+        return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD) + self.num_sending
 
     @property
     def attention_window(self) -> AttentionWindow:

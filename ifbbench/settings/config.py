@@ -110,6 +110,8 @@ READ_SETTINGS = (
 # The value of `arrival` with which requests come in the iterations in which a recorded engine got them.
 BY_ITERATION = "iteration"
 ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
+# When keys and values of a prompt are sent.
+TRANSFERS = BY_WHOLE, BY_LAYER = "whole", "layer"
 # Settings that only a fleet with prefill and decode apart has, and those that only a fleet has.
 SIDE_SETTINGS = (
     "prefill_replicas",
@@ -120,6 +122,7 @@ SIDE_SETTINGS = (
     "disaggregate_from",
     "transfer_bandwidth",
     "transfer_latency",
+    "transfer_by",
 )
 FLEET_SETTINGS = (
     "replicas",
@@ -550,6 +553,12 @@ class RunConfig:
         maximum=MAX_SPAN_S,
         unit="s",
     )
+    transfer_by: str = _fleet(
+        TRANSFERS[0],
+        "When keys and values are sent: whole, once the prompt is complete, or layer by layer during the prefill, to "
+        "blocks that the decode replica reserves before it.",
+        choices=TRANSFERS,
+    )
 
     # Endpoint: a server that is not ours runs the requests.
     endpoint: str | None = _endpoint(
@@ -827,6 +836,12 @@ class RunConfig:
     )
     scheduler_recv_interval: int = _sglang(
         1, "Receive requests after so many iterations, and after each one with prompts.", minimum=1, unit="iterations"
+    )
+    num_reserved_decode_tokens: int = _sglang(
+        512,
+        "Tokens of the KV cache that a decode replica (--decode_replicas) keeps free for each of its requests.",
+        minimum=0,
+        unit="tokens",
     )
     disable_radix_cache: bool = _sglang(False, "Keep no prefixes for other requests.")
     radix_eviction_policy: str = _sglang(

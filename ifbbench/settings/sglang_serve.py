@@ -25,6 +25,7 @@ OPTIONS: Mapping[str, str] = {
     "priority_scheduling_preemption_threshold": "priority-scheduling-preemption-threshold",
     "disable_overlap_schedule": "disable-overlap-schedule",
     "scheduler_recv_interval": "scheduler-recv-interval",
+    "num_reserved_decode_tokens": "num-reserved-decode-tokens",
     "disable_radix_cache": "disable-radix-cache",
     "radix_eviction_policy": "radix-eviction-policy",
     "enable_hierarchical_cache": "enable-hierarchical-cache",

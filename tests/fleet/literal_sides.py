@@ -1,5 +1,5 @@
-"""A literal simulation of prefill and decode apart, for a device on which each iteration takes the same time: vLLM's
-rules for prompts that share nothing, its connector's for keys and values that come, and links with equal shares."""
+"""Literal simulations of prefill and decode apart, for a device on which each iteration takes the same time: the rules
+of an engine for prompts that share nothing and for keys and values that come, and links with equal shares."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -55,16 +55,24 @@ class _Replica:
     queue: deque[int] = field(default_factory=deque)
     skipped: list[int] = field(default_factory=list)  # those that wait for keys and values, or have them
     running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)  # those that are sent, or to which is sent
     busy_until: float | None = None
+    began: float = 0.0
 
 
 class LiteralSides:
-    """Requests go to the replicas of each side in turn."""
+    """vLLM. Requests go to the replicas of each side in turn. layers: of the model, of transfers by layer."""
 
     def __init__(
-        self, jobs: Sequence[Job], iteration_s: float, prefill: Sizes, decode: Sizes, latency_s: float
+        self,
+        jobs: Sequence[Job],
+        iteration_s: float,
+        prefill: Sizes,
+        decode: Sizes,
+        latency_s: float,
+        layers: int | None = None,
     ) -> None:
-        self.jobs, self.iteration_s, self.latency_s = jobs, iteration_s, latency_s
+        self.jobs, self.iteration_s, self.latency_s, self.layers = jobs, iteration_s, latency_s, layers
         self.prefill, self.decode = prefill, decode
         self.p = [_Replica(prefill.blocks) for _ in range(prefill.replicas)]
         self.d = [_Replica(decode.blocks) for _ in range(decode.replicas)]
@@ -90,7 +98,7 @@ class LiteralSides:
                 if one.busy_until == now:
                     self._end_decode(one, now)
             while arrived < len(self.jobs) and self.jobs[arrived].arrival_s <= now:
-                self.p[self.p_of[arrived]].queue.append(arrived)
+                self._arrive(arrived)
                 arrived += 1
             self._take_transfers(now)
             for one in self.p:
@@ -99,6 +107,7 @@ class LiteralSides:
             for one in self.d:
                 if one.busy_until is None:
                     self._begin_decode(one, now)
+                    self._begin_reserved(now)
             times = [one.busy_until for one in (*self.p, *self.d) if one.busy_until is not None]
             times += [flow[2] for flow in self.flows.values()] + [time for time, _ in self.arriving]
             if arrived < len(self.jobs):
@@ -109,6 +118,12 @@ class LiteralSides:
             Times(self.first[number], self.end[number], self.reserved.get(number), self.received.get(number))
             for number in range(len(self.jobs))
         ]
+
+    def _arrive(self, number: int) -> None:
+        self.p[self.p_of[number]].queue.append(number)
+
+    def _begin_reserved(self, now: float) -> None:
+        """Begin the prefill of what has blocks since this moment, where blocks are reserved before."""
 
     # Prefill.
 
@@ -164,7 +179,7 @@ class LiteralSides:
             one.skipped.append(one.queue.popleft())
             one.free -= self.jobs[number].blocks
             self.reserved[number] = now
-            self._change_flows(now, add=number)
+            self._change_flows(now, add=number, tokens=float(self.jobs[number].prompt_len))
         if one.running:
             one.busy_until = round(now + self.iteration_s, 9)
 
@@ -184,7 +199,7 @@ class LiteralSides:
 
     # Transfers.
 
-    def _change_flows(self, now: float, add: int | None = None) -> None:
+    def _change_flows(self, now: float, add: int | None = None, tokens: float = 0.0) -> None:
         for number, flow in self.flows.items():
             flow[0] = max(0.0, flow[0] - self._rate(number) * (now - flow[1])) if now > flow[1] else flow[0]
             flow[1] = now
@@ -193,7 +208,7 @@ class LiteralSides:
             del self.flows[number]
             self.arriving.append((nanosecond(end + self.latency_s), number))
         if add is not None:
-            self.flows[add] = [float(self.jobs[add].prompt_len), now, inf]
+            self.flows[add] = [tokens, now, inf]
         for number, flow in self.flows.items():
             rate = self._rate(number)
             flow[2] = nanosecond(now + flow[0] / rate)
@@ -212,3 +227,125 @@ class LiteralSides:
         for number in arrived:
             self.received[number] = now
             self.p[self.p_of[number]].free += self.jobs[number].blocks
+
+
+class LiteralTrtllm(LiteralSides):
+    """TensorRT-LLM: GUARANTEED_NO_EVICT without chunked context. At most as many requests as the batch has are active;
+    on the decode side those that wait for blocks or for keys and values are, too. The first token comes with the keys
+    and values."""
+
+    def _begin_prefill(self, one: _Replica, now: float) -> None:
+        while one.queue and len(one.skipped) < self.prefill.requests:
+            one.skipped.append(one.queue.popleft())  # active
+        left, free = self.prefill.tokens, one.free
+        for number in list(one.skipped):
+            job = self.jobs[number]
+            if job.blocks > free or job.prompt_len > left:
+                break
+            free -= job.blocks
+            left -= job.prompt_len
+            one.skipped.remove(number)
+            one.running.append(number)
+            self.computed[number] = job.prompt_len
+        one.free = free
+        if one.running:
+            one.busy_until = round(now + self.iteration_s, 9)
+
+    def _begin_decode(self, one: _Replica, now: float) -> None:
+        for number in list(one.waiting):
+            if number in self.received:
+                one.waiting.remove(number)
+                one.running.append(number)
+                self.first[number], self.produced[number] = now, 1
+        while one.queue and len(one.skipped) + len(one.waiting) + len(one.running) < self.decode.requests:
+            one.skipped.append(one.queue.popleft())
+        for number in list(one.skipped):
+            if self.jobs[number].blocks > one.free:
+                break
+            one.skipped.remove(number)
+            one.waiting.append(number)
+            one.free -= self.jobs[number].blocks
+            self.reserved[number] = now
+            self._change_flows(now, add=number, tokens=float(self.jobs[number].prompt_len))
+        if one.running:
+            one.busy_until = round(now + self.iteration_s, 9)
+
+
+class LiteralSglang(LiteralSides):
+    """SGLang, without a radix cache: the decode side has pages for a request before its prefill begins. Each side has
+    rows for as many requests as run at a time, and a decode side for few of them twice as many more."""
+
+    reserved_tokens = 0
+
+    def _arrive(self, number: int) -> None:
+        if number in self.d_of:
+            self.d[self.d_of[number]].queue.append(number)
+        else:
+            super()._arrive(number)
+
+    def _begin_reserved(self, now: float) -> None:
+        for one in self.p:
+            if one.busy_until is None:
+                self._begin_prefill(one, now)
+
+    def _begin_prefill(self, one: _Replica, now: float) -> None:
+        while one.queue and len(one.running) + len(one.waiting) < self.prefill.requests:
+            number = one.queue.popleft()
+            one.running.append(number)
+            self.computed[number] = self.jobs[number].prompt_len
+            one.free -= self.jobs[number].blocks
+        if one.running:
+            one.began, one.busy_until = now, round(now + self.iteration_s, 9)
+
+    def _end_prefill(self, replica: int, now: float) -> None:
+        one = self.p[replica]
+        one.busy_until = None
+        for number in one.running:
+            job = self.jobs[number]
+            if number not in self.d_of:
+                self.first[number] = self.end[number] = now
+                one.free += job.blocks
+                continue
+            one.waiting.append(number)
+            left = float(job.prompt_len)
+            if self.layers is not None:  # all layers but the last have had their part of the iteration to be sent
+                rate = min(self.prefill.rate, self.decode.rate)
+                sent = rate * (now - one.began) * (self.layers - 1) / self.layers
+                left = max(left / self.layers, left - sent)
+            self._change_flows(now, add=number, tokens=left)
+        one.running = []
+
+    def _begin_decode(self, one: _Replica, now: float) -> None:
+        while one.queue and self._fits(one, self.jobs[one.queue[0]]):
+            number = one.queue.popleft()
+            one.waiting.append(number)
+            one.free -= self.jobs[number].blocks
+            self.reserved[number] = now
+            self.p[self.p_of[number]].queue.append(number)
+        for number in list(one.waiting):
+            if number in self.received:
+                one.waiting.remove(number)
+                one.skipped.append(number)
+        while one.skipped and len(one.running) < self.decode.requests:
+            number = one.skipped.pop(0)
+            one.running.append(number)
+            self.first[number], self.produced[number] = now, 1
+        if one.running:
+            one.busy_until = round(now + self.iteration_s, 9)
+
+    def _fits(self, one: _Replica, job: Job) -> bool:
+        requests = self.decode.requests
+        held = len(one.running) + len(one.waiting) + len(one.skipped)
+        if held >= (3 * requests if requests <= 32 else requests):
+            return False
+        running = [(self.jobs[number], self.produced[number]) for number in one.running]
+        may_return = sum(other.prompt_len + produced for other, produced in running)
+        longest = [other.prompt_len + other.output_len - may_return for other, _ in running]
+        free = one.free * BLOCK - max([self.reserved_tokens * held, *longest])
+        return max(job.prompt_len + self.reserved_tokens, job.prompt_len + job.output_len - may_return) <= free
+
+    def _take_transfers(self, now: float) -> None:
+        before = set(self.received)
+        super()._take_transfers(now)
+        for number in self.received.keys() - before:
+            self.p[self.p_of[number]].waiting.remove(number)

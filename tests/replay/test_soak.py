@@ -166,6 +166,7 @@ DRAWS: dict[str, Draw] = {
     "enable_mixed_chunk": on_or_off(0.3),
     "disable_overlap_schedule": on_or_off(0.3),
     "scheduler_recv_interval": sometimes(0.3, 3, 10),
+    "num_reserved_decode_tokens": sometimes(0.0),  # of decode replicas: see tests/fleet
     "disable_radix_cache": on_or_off(0.2),
     "radix_eviction_policy": sometimes(0.3, *EVICTION_POLICIES),
     "enable_hierarchical_cache": on_or_off(0.5),

@@ -116,6 +116,10 @@ class SglangCache:
         self.counters.missed += max(0, (request.prompt_len - 1) // self.page_size - pages)
         self.filled_tokens += tokens
 
+    def restart(self, row: int) -> None:
+        """The request in `row`, which has lost its pages, is to get them again."""
+        self._in_tree[row] = _Held(None, 0)
+
     def make_room(self, tokens: int) -> bool:
         """Evict what no request uses until `tokens` tokens fit into free pages; whether they do."""
         if self.tree is not None and tokens > self.free_tokens:

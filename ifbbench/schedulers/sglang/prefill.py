@@ -10,6 +10,7 @@ from ifbbench.schedulers.sglang.decode import mix
 from ifbbench.schedulers.sglang.order import max_outputs
 from ifbbench.schedulers.sglang.preemption import preempt_for
 from ifbbench.schedulers.sglang.radix_tree import Match
+from ifbbench.schedulers.sglang.retraction import is_kept_in_host
 from ifbbench.schedulers.sglang.state import Decision, SglangState
 
 # Fewer tokens that only the host has are computed again (`load_back_threshold`).
@@ -36,7 +37,8 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
     taken = set(decision.chosen)
     state.queue = [request for request in state.queue if request not in taken]
     for pause in decision.paused:
-        state.enqueue(pause.victim)
+        if not is_kept_in_host(pause.victim):
+            state.enqueue(pause.victim)
     if not decision.chosen:
         return False
     _take_pages(state, decision.chosen)
@@ -63,8 +65,8 @@ def _new_pass(state: SglangState) -> PrefillPass:
 
 
 def _num_allocatable(state: SglangState) -> int:
-    """Requests that may join the running ones."""
-    return state.limits.max_batch_size - len(state.running)
+    """Requests that may join the running ones. Those whose pages are being sent have rows, too."""
+    return state.limits.max_batch_size - len(state.running) - len(state.kept)
 
 
 def _continue(state: SglangState, request: Request, batch: PrefillPass) -> None:

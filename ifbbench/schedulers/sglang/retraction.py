@@ -24,7 +24,8 @@ def retract(state: SglangState, decision: Decision) -> None:
     remaining = kept if decision.aborted is None else []
     state.ratio.retracted([(request.num_outputs, max_outputs(request)) for request in remaining])
     for paused in decision.paused:
-        state.enqueue(paused.victim)
+        if not is_kept_in_host(paused.victim):
+            state.enqueue(paused.victim)
 
 
 def _keeping(state: SglangState, request: Request) -> tuple[float, ...]:
@@ -33,9 +34,14 @@ def _keeping(state: SglangState, request: Request) -> tuple[float, ...]:
     return (request.priority, *by_length) if state.rules.retracts_by_priority else by_length
 
 
+def is_kept_in_host(request: Request) -> bool:
+    """Whether host memory takes what a request loses: of one whose prompt another engine has computed."""
+    return request.remote_len > 0
+
+
 def pause(state: SglangState, decision: Decision, victim: Request, remaining: int) -> None:
-    """A running request loses its pages, and will compute its tokens again. Its outputs in flight are ignored.
-    remaining: how many requests run on; room is made for their next tokens."""
+    """A running request loses its pages, and will compute its tokens again, or get them from host memory. Its outputs
+    in flight are ignored. remaining: how many requests run on; room is made for their next tokens."""
     state.part()
     row, table = victim.slot, state.table
     computed = state.computed_by(victim)
@@ -45,7 +51,11 @@ def pause(state: SglangState, decision: Decision, victim: Request, remaining: in
         scheduled.drop(row)
     state.kv_cache.release(row, computed)
     state.kv_cache.make_room(remaining * RETRACT_STEPS)
+    table.generated[row] = table.confirmed[row]
+    if is_kept_in_host(victim):
+        victim.pauses += 1
+        state.in_host.append(victim)
+        return
     state.judged[victim] = victim.prompt_len
     victim.cached_before_pause = max(victim.cached_before_pause, computed)
-    table.generated[row] = table.confirmed[row]
     victim.pause(state.limits.max_seq_len)

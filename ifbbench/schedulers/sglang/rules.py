@@ -18,6 +18,7 @@ class SglangRules:
     retracts_by_priority: the lowest priority is retracted first; else the request with the fewest outputs.
     is_priority: the queue is ordered by priority. preempts: a waiting request may take the place of running ones whose
         priority is lower by more than `preemption_threshold`.
+    reserved_tokens: of the cache, kept free for each request of which another engine computes the prompt.
     receive_interval: iterations without prompts after which requests that have arrived are received.
     ignores_eos: outputs of which the maximum length is the actual one have it for certain: no end token ends them.
     seed: of the random order.
@@ -36,5 +37,6 @@ class SglangRules:
     preempts: bool = False
     preemption_threshold: float = 10.0
     receive_interval: int = 1
+    reserved_tokens: int = 512
     ignores_eos: bool = False
     seed: int = 0

@@ -19,12 +19,13 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.stretch import Growth, Positions
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.queueing import QueueingScheduler, Submitted
-from ifbbench.schedulers.sglang.admission import NONE_RUNNING, Need, PrefillPass, Verdict
+from ifbbench.schedulers.sglang.admission import MAX_EXPECTED, NONE_RUNNING, Need, PrefillPass, Verdict
 from ifbbench.schedulers.sglang.decode import decide_decode
 from ifbbench.schedulers.sglang.drafts import Drafts
 from ifbbench.schedulers.sglang.in_flight import Scheduled
 from ifbbench.schedulers.sglang.order import max_outputs
 from ifbbench.schedulers.sglang.prefill import decide_prefill
+from ifbbench.schedulers.sglang.remote import RemoteRequests
 from ifbbench.schedulers.sglang.repetition import certain_steps, repeat
 from ifbbench.schedulers.sglang.state import Decision, SglangState
 
@@ -40,8 +41,13 @@ class SglangScheduler(QueueingScheduler):
         self.drafts = Drafts(limits.drafts, state.table) if limits.drafts.max_len else None
         super().__init__("SGLang's scheduler", limits, state.table, is_predicted and self.drafts is None)
         self.rules, self.kv_cache = limits.sglang, state.kv_cache
+        self.remote = RemoteRequests(state)
         self.layout = BatchLayout((self.kv_cache.block_tables,), limits.tokens_per_block, limits.max_in_flight)
         self._source: RequestSource | None = None
+        self._joined: list[tuple[Request, int]] = []  # `Plan.continued` of the next iteration that runs
+        # Keys and values come from another engine, or go to one, so that requests join and leave between iterations:
+        # what they gain is then counted one by one.
+        self._is_side = False
         self._num_decided = 0  # iterations that were decided and not submitted: 1, or 0 in the middle of a stretch
 
     # The queue.
@@ -50,20 +56,30 @@ class SglangScheduler(QueueingScheduler):
     def waiting(self) -> Sequence[Request]:
         """Requests that have not run yet."""
         state = self.state
-        return [request for request in state.queue if request.table is None] + state.arrived.requests
+        queued = [request for request in state.queue if request.table is None]
+        return queued + self.remote.waiting + state.arrived.requests
 
     def admit(self, source: RequestSource) -> Sequence[Request]:
         self._source = source
         return super().admit(source)
 
     def _has_room_in_queue(self, max_queue_size: int) -> bool:
-        return len(self.state.queue) + len(self.state.arrived.requests) < max_queue_size
+        queued = len(self.state.queue) + len(self.remote.waiting)
+        return queued + len(self.state.arrived.requests) < max_queue_size
 
     def _never_fits(self, request: Request) -> str | None:
         """A request must be admitted when no other runs, also after a retraction, when its first tokens may take a page
         more."""
         cache = self.kv_cache
         pool, tree = cache.num_pages * cache.page_size, cache.tree is not None
+        if request.remote_len:
+            reserved, most = self.rules.reserved_tokens, min(request.max_new_tokens, MAX_EXPECTED)
+            if request.prompt_len + max(reserved, most) <= pool:
+                return None
+            return (
+                f"needs more than the {pool} tokens of KV cache for its prompt and {max(reserved, most)} tokens "
+                "(kv_blocks, num_reserved_decode_tokens)"
+            )
         longest = request.prompt_len + cache.page_size - 1 + self.limits.drafts.max_len
         if longest + max_outputs(request) + 2 * cache.page_size + 1 < pool:  # more than any rule asks for
             return None
@@ -75,6 +91,7 @@ class SglangScheduler(QueueingScheduler):
 
     def _enqueue(self, request: Request) -> None:
         arrived = self.state.arrived
+        self._is_side = self._is_side or request.remote_len > 0 or request.is_sent_on
         if len(self._by_id) == 1:  # the engine was idle
             self.state.ratio.reset()
             arrived.prefilled()
@@ -86,6 +103,10 @@ class SglangScheduler(QueueingScheduler):
         state.order.left(request)
         state.judged.pop(request, None)
         state.leave_batches(request)
+        self.remote.remove(request)
+        if request in state.kept:
+            state.kept.remove(request)
+            self.table.num_transferring -= 1
         if request in state.queue:
             state.queue.remove(request)
         if request in state.arrived.requests:
@@ -99,6 +120,20 @@ class SglangScheduler(QueueingScheduler):
             request.leave()
         request.complete()
 
+    # Keys and values that are sent to other engines, or come from them.
+
+    def keep(self, request: Request) -> None:
+        self.state.leave_batches(request)
+        request.complete()
+        for batch in self.state.in_flight:
+            batch.drop(request.slot)
+        self.state.kept.add(request)
+        self.table.num_transferring += 1
+
+    def receive(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.remote.receive(request)
+
     # The decision for one iteration.
 
     def schedule(
@@ -107,16 +142,29 @@ class SglangScheduler(QueueingScheduler):
         self._join()
         state, decision = self.state, Decision(in_flight)
         for request in state.arrived.received():
-            state.enqueue(request)
-        if not decide_prefill(state, decision):
-            decide_decode(state, decision)
-        if decision.aborted is not None:
-            self._abort(decision.aborted)
+            if request.remote_len:
+                self.remote.waiting.append(request)
+            else:
+                state.enqueue(request)
+        self._decide(decision)
+        while (aborted := decision.aborted) is not None:
+            decision.aborted = None
+            self._abort(aborted)
+            if self.remote.is_used:  # others may join now
+                self._decide(decision)
         self._num_decided = 1
         plan = self._plan(decision)
         if plan.does_nothing:
             state.arrived.passed(1)
+        else:
+            self._joined = []
         return plan
+
+    def _decide(self, decision: Decision) -> None:
+        if self.remote.is_used:
+            self.remote.decide(decision)
+        if not decide_prefill(self.state, decision):
+            decide_decode(self.state, decision)
 
     def _join(self) -> None:
         """The requests of the latest prefill batch decode from now on (The loop)."""
@@ -127,7 +175,8 @@ class SglangScheduler(QueueingScheduler):
             state.has_left = True
         if state.has_left or not len(state.running):
             state.is_full = state.has_left = False
-        state.join(self._is_predicted and not self._num_reading and not self.rules.mixes_chunks)
+        counts_alone = self._num_reading > 0 or self.rules.mixes_chunks or self._is_side
+        state.join(self._is_predicted and not counts_alone)
 
     def _abort(self, request: Request) -> None:
         """The only running request does not fit."""
@@ -139,6 +188,10 @@ class SglangScheduler(QueueingScheduler):
         state, chosen = self.state, decision.chosen
         chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in chosen])
         blocked = [LeftOut(pause.victim, pause.limit) for pause in decision.paused]
+        if decision.continued or self._joined:
+            retracted = {pause.victim for pause in decision.paused}
+            joined = self._joined + [(one, one.num_outputs) for one in decision.continued]
+            self._joined = [one for one in joined if one[0] not in retracted]
         if state.chunked is not None:
             blocked.append(LeftOut(state.chunked, Limit.NUM_TOKENS))
         held = list(state.running) if chosen else []
@@ -146,6 +199,8 @@ class SglangScheduler(QueueingScheduler):
             blocked.append(LeftOut(held[0], Limit.PREFILL))
         if state.queue and state.limit_of_head is not None:
             blocked.append(LeftOut(state.queue[0], state.limit_of_head))
+        if self.remote.waiting and self.remote.limit is not None:
+            blocked.append(LeftOut(self.remote.waiting[0], self.remote.limit))
         return Plan(
             list(chosen),
             decision.rows,
@@ -155,6 +210,8 @@ class SglangScheduler(QueueingScheduler):
             chunks=chunks,
             entered=decision.entered,
             num_ending=decision.num_ending,
+            receiving=decision.receiving,
+            continued=tuple(self._joined),
             loaded_tokens=0 if self.kv_cache.host is None else self.kv_cache.host.take_loaded(),
         )
 
@@ -249,14 +306,14 @@ class SglangScheduler(QueueingScheduler):
         for chunk in batch.chunks:
             if not chunk.is_last:
                 continue
-            if chunk.request in done:
+            if chunk.request in done and not chunk.request.is_sent_on:
                 state.leave_generation(chunk.request)
                 state.release(chunk.request)
             else:
                 self.kv_cache.publish(chunk.request, chunk.start + chunk.length)
         batch.chunks = ()
         for request in done:
-            if self.kv_cache.holds(request.slot):
+            if self.kv_cache.holds(request.slot) and not request.is_sent_on:
                 state.leave_generation(request)
                 state.release(request)
         return done
@@ -282,6 +339,8 @@ class SglangScheduler(QueueingScheduler):
             return 0
         is_tried = bool(state.queue) and (not state.is_full or self.rules.preempts)
         if plan.chunks or plan.paused or state.chunked is not None or is_tried:
+            return 1
+        if plan.continued or not self.remote.is_settled:
             return 1
         plan.awaits_in_flight = any(batch.chunks for batch in state.in_flight)
         steps, to_receiving = certain_steps(state, plan.rows), state.arrived.steps_to_receiving()

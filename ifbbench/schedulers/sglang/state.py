@@ -27,7 +27,9 @@ class SglangState:
     the latest prefill batch, which have not joined `running`. chunked: the one whose prompt is computed in chunks.
     is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest
     decision. has_finishing: the last output of some running request may be in flight. limit_of_head: why the head of
-    the queue waits. judged: tokens that waiting requests lacked when they were last judged, or ran.
+    the queue waits. judged: tokens that waiting requests lacked when they were last judged, or ran. kept: requests
+    that are complete, and whose pages are being sent to another engine. in_host: those that were retracted to host
+    memory.
     """
 
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
@@ -58,6 +60,8 @@ class SglangState:
         self.ratio = NewTokenRatio(rules.conservativeness)
         self.order = QueueOrder(rules, self.kv_cache)
         self.judged: dict[Request, int] = {}
+        self.kept: set[Request] = set()
+        self.in_host: list[Request] = []
         self._num_queued = self._num_joined = 0
 
     def join(self, is_joint: bool) -> None:
@@ -159,7 +163,8 @@ class Decision:
     """What one iteration runs, while it is decided.
 
     in_flight: the iterations in flight. chosen: requests with chunks of their prompts. rows: of the generation
-    requests. paused, entered, num_ending: as in a Plan. aborted: the only running request, if it does not fit.
+    requests. paused, entered, num_ending, receiving: as in a Plan. continued: requests that join the running ones
+    without a prefill. aborted: the only running request, if it does not fit.
     """
 
     def __init__(self, in_flight: Sequence[InFlightIteration]) -> None:
@@ -168,5 +173,7 @@ class Decision:
         self.rows: Rows = NO_ROWS
         self.paused: list[Pause] = []
         self.entered: list[Request] = []
+        self.receiving: list[Request] = []
+        self.continued: list[Request] = []
         self.aborted: Request | None = None
         self.num_ending = 0

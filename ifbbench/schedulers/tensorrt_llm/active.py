@@ -16,7 +16,8 @@ class ActiveRequests:
     """Active requests by descending priority, first come first served among equals, one list for each phase.
 
     Both lists change only when a request enters, changes phase or leaves, so that an iteration in which all requests
-    only generate costs nothing here. Requests whose last step is in flight are in neither list, but are active.
+    only generate costs nothing here. Active ones in neither list: the last step is in flight, or keys and values are to
+    come (`receiving`). num_sending: complete ones in the table, whose own are sent, and which are not active.
 
     generation_rows: table rows of `generation`, in the same order.
     num_changes: how often the lists have changed; while it is the same, so are the lists.
@@ -29,12 +30,14 @@ class ActiveRequests:
         self.by_slot = table.requests
         self.generation_rows: Rows = NO_ROWS
         self.num_with_lora = self.num_reading_tokens = 0
-        self.num_changes = 0
+        self.num_changes = self.num_sending = 0
+        self.receiving: dict[Request, None] = {}
+        self.has_remote = False  # whether another engine computes a prompt of any request
         self._beam_widths: dict[int, int] = {}
         self._num_entered = 0
 
     def __len__(self) -> int:
-        return len(self.by_slot)
+        return len(self.by_slot) - self.num_sending
 
     def __iter__(self) -> Iterator[Request]:
         """All active requests that can be scheduled, in order."""
@@ -80,13 +83,17 @@ class ActiveRequests:
         self._num_entered += 1
         self.num_with_lora += request.lora_task_id is not None
         self.num_reading_tokens += request.reads_tokens and request.beam_width == 1
+        self.has_remote |= request.remote_len > 0
         self._beam_widths[request.beam_width] = self._beam_widths.get(request.beam_width, 0) + 1
         self.context.insert(self._find(self.context, request), request)
 
     def move_to_generation(self, request: Request) -> None:
         """The prompt of `request` is complete."""
-        self.num_changes += 1
         del self.context[self._find(self.context, request)]
+        self.add_to_generation(request)
+
+    def add_to_generation(self, request: Request) -> None:
+        self.num_changes += 1
         index = self._find(self.generation, request)
         self.generation.insert(index, request)
         rows = self.generation_rows

@@ -111,6 +111,6 @@ class Admission:
         if last is not None and request.beam_width != last.beam_width:
             return False
         if len(active) < self._max_active:
-            return True
+            return len(active.table.free_rows) > 0  # those of requests that are being sent are taken
         # Beyond the limit only before the last active request, while there are sequence slots.
         return last is not None and request.priority > last.priority and len(active.table.free_rows) > 0

@@ -34,6 +34,7 @@ from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies import make_policy
 from ifbbench.schedulers.tensorrt_llm.repetition import Repetition
+from ifbbench.schedulers.tensorrt_llm.transfers import Transfers
 from ifbbench.settings.modes import BatchingType
 
 
@@ -99,6 +100,7 @@ class TensorRtLlmScheduler:
         # Whether iterations were collected during the latest decision: what they completed left batch slots, which the
         # next iteration may give to requests that wait.
         self._has_collected = False
+        self._transfers = Transfers(self.active, cache, self._repetition)
         self._in_flight: Sequence[InFlightIteration] = ()
         self._is_logged = log.isEnabledFor(logging.DEBUG)
 
@@ -109,7 +111,7 @@ class TensorRtLlmScheduler:
         return self._admission.waiting
 
     def admit(self, source: RequestSource) -> Sequence[Request]:
-        return self._admission.admit(self.active, source)
+        return [one for one in self._admission.admit(self.active, source) if not one.remote_len]
 
     def find(self, request_id: int) -> Request | None:
         return self._admission.find(request_id)
@@ -124,9 +126,19 @@ class TensorRtLlmScheduler:
             self._release_blocks(request)
         if self._repetition is not None:
             self._repetition.forget(request)
+        if self.table.num_transferring:
+            self._transfers.forget(request)
         self.active.remove(request)
         self._admission.forget(request)
         request.complete()
+
+    # Keys and values that are sent to other engines, or come from them.
+
+    def keep(self, request: Request) -> None:
+        self._transfers.keep(request)
+
+    def receive(self, requests: Sequence[Request]) -> None:
+        self._transfers.receive(requests)
 
     # The decision for one iteration.
 
@@ -152,6 +164,8 @@ class TensorRtLlmScheduler:
         for pause in plan.paused:
             self._pause(pause.victim)
         self._start_prompts(plan, now_s)
+        if self._transfers.joined:
+            self._transfers.enter(plan)
         if self.num_micro_batches > 1:
             plan.in_flight = self.table.num_in_flight
         return plan
@@ -162,6 +176,7 @@ class TensorRtLlmScheduler:
         if (plan := self._repeated_plan()) is not None:
             return plan
         fitting = self._policy.schedule(self.active, self.kv_cache)
+        receiving = self._transfers.parted(fitting) if self.active.has_remote else []
         selected = self._micro_batch.schedule(self.active, fitting)
         self._admits = len(fitting.admitted) > 0
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
@@ -186,6 +201,7 @@ class TensorRtLlmScheduler:
             paused=fitting.paused,
             blocked=tuple(blocked),
             valid_until_next_allocation=fitting.valid_until_next_allocation,
+            receiving=receiving,
         )
         self._latest = (plan, self.active.num_changes, self.kv_cache.num_reuse_changes if self._reuses_blocks else 0)
         if self._is_logged:
@@ -202,7 +218,7 @@ class TensorRtLlmScheduler:
         plan = self._latest[0]
         if self._balance is not None and self._balance.holds:
             return None
-        if plan.context or plan.held or plan.paused or self.table.any_wide_steps:
+        if plan.context or plan.held or plan.paused or plan.receiving or plan.continued or self.table.any_wide_steps:
             return None
         if active.context and (self._may_pause or self._latest[2] != cache.num_reuse_changes):
             return None
@@ -245,6 +261,8 @@ class TensorRtLlmScheduler:
         """Take the blocks of the prompts that `plan` starts. Context begins after what they hold already."""
         cache = self.kv_cache
         try:
+            for request in plan.receiving:
+                self._transfers.take_blocks(request, now_s)
             for request in plan.context:
                 if request.is_first_chunk:
                     reused = cache.add_request(request, now_s)

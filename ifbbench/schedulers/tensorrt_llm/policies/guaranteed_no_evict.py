@@ -8,6 +8,7 @@ from mypy_extensions import mypyc_attr
 from ifbbench.engine.plan import LeftOut, Limit
 from ifbbench.kv.adapters import NO_LORA, LoraLimits, LoraPages
 from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.remote_prompts import awaits_prompt
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision, ReuseDelay
 
@@ -18,6 +19,8 @@ class GuaranteedNoEvict:
 
     The first request without enough blocks ends the walk (head-of-line blocking); one without enough LoRA pages is
     skipped. Context requests past their first chunk have no reserve: they ask for their remaining blocks again.
+
+    Prompts that another engine computes go first, and their blocks to completion stay reserved until they generate.
 
     If nothing would run, because a request of higher priority waits for blocks that such started requests hold, the
     started requests run before it. (TensorRT-LLM's scheduler would never continue.)
@@ -44,6 +47,8 @@ class GuaranteedNoEvict:
     def _admit(self, decision: CapacityDecision, active: ActiveRequests, kv_cache: KvCache) -> None:
         running = active.generation_rows[: self.max_num_requests]
         available = kv_cache.free_blocks - kv_cache.reserved_blocks(running)
+        for request in active.receiving:
+            available -= kv_cache.blocks_to_completion(request)
         pages = LoraPages(self.lora) if active.num_with_lora else None
         if pages is not None:
             for request in active.generation[: self.max_num_requests]:
@@ -52,7 +57,10 @@ class GuaranteedNoEvict:
         # All members of a static batch start together, so that none can wait for blocks of another.
         delay = ReuseDelay(active, kv_cache) if kv_cache.reuse.enabled and not self._is_static else None
         admitted, room = decision.admitted, self.max_num_requests - len(running)
-        for request in active.context:
+        contexts = active.context
+        if active.has_remote:
+            contexts = sorted(contexts, key=lambda request: not awaits_prompt(request))
+        for request in contexts:
             if only_started and not request.has_started:
                 continue
             if delay is not None and delay.should_wait(request):
@@ -64,7 +72,7 @@ class GuaranteedNoEvict:
             needed = kv_cache.blocks_to_completion(request)
             if needed > available:
                 decision.leave_out(request, Limit.KV_BLOCKS)
-                if len(running) or admitted:
+                if len(running) or admitted or active.receiving:
                     return
                 only_started = True
                 continue

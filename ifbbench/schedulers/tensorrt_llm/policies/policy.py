@@ -15,6 +15,7 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.tokens import BlockKey
 from ifbbench.kv.adapters import NO_LORA, LoraLimits, LoraPages
 from ifbbench.kv.interface import KvCache
+from ifbbench.schedulers.remote_prompts import awaits_prompt
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.settings.fields import shown, text
 
@@ -124,6 +125,8 @@ class ReuseDelay:
     def should_wait(self, request: Request) -> bool:
         """Whether `request` has not started and should wait. If not, its first missing block is expected next."""
         if not self._is_on or not request.in_context or not request.is_first_chunk:
+            return False
+        if request.remote_len and awaits_prompt(request):
             return False
         missing = self._kv_cache.missing_block(request)
         if missing is None:
