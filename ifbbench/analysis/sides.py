@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.words import words_of
-from ifbbench.rundir.disaggregated import DECODE_BLOCKS, TRANSFER, reserves_first
+from ifbbench.rundir.disaggregated import DECODE_BLOCKS, reserves_first
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
+from ifbbench.rundir.metrics import TRANSFER
 from ifbbench.rundir.reader import RunData
 from ifbbench.settings.config import BY_WHOLE
 from ifbbench.settings.fields import memory_size

@@ -96,8 +96,8 @@ class KvTiers:
             return next_s
         return min([next_s, *[store.next_arrival_s for store in self.stores]])
 
-    def keeps(self, request: Request) -> bool:
-        return False
+    def kept(self, request: Request, now_s: float) -> None:
+        """No request is sent on: its blocks are written as they are filled (`write`)."""
 
     def reserved(self, requests: Sequence[Request], now_s: float) -> None:
         """The scheduler has begun their loads."""
