@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import replace
-from itertools import groupby
+from functools import partial
 
 from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.errors import InputError
@@ -23,6 +23,9 @@ class SidesTuner(Tuner):
     """The search over one trace, of prefill and decode apart. Both sides have the settings that are searched, beside
     those that `--prefill` and `--decode` give to one of them."""
 
+    # What `without_search` found.
+    _fewest: Candidate | None = None
+
     def gpus_of_sides(self) -> tuple[int, int]:
         """GPUs of each prefill replica and of each decode replica."""
         prefill, decode = (gpus_of_side(self.base, side) for side in SIDES)
@@ -34,43 +37,41 @@ class SidesTuner(Tuner):
         for point in self._starts(self.base.tp_size)[:2]:
             best = self.judge.best_of([best, self.fewest(point, max_gpus)])
             max_gpus = max_gpus if best is None else best.gpus
+        self._fewest = best
         return best
 
     def fewest(self, settings: Settings, max_gpus: int) -> Candidate | None:
         """The candidate with the fewest GPUs that meets the objectives; None if `max_gpus` do not. InputError if the
         settings do not run.
 
-        More replicas of a side are taken to help. So the fewest of each side are found beside as many of the other one
-        as there can be, and pairs with at least so many are tried from the cheapest on; one that is smaller on both
-        sides than a pair that failed fails, too."""
+        More replicas of a side are taken to help. So the fewest prefill replicas are found beside as many decode
+        replicas as there can be, and then the fewest of these. With each larger number of prefill replicas, as many
+        decode replicas are tried as cost no more than the best pair so far. More prefill replicas may make requests
+        come to the decode side at once, and miss an objective: where the largest number fails, half of it is tried."""
+        prefill_gpus, decode_gpus = self.gpus_of_sides()
         most_prefill, most_decode = self._most_replicas(max_gpus)
         if not (most_prefill and most_decode):
             return None
-        if not self._meets(settings, most_prefill, most_decode):
-            (run,) = self.runs.run([Case(settings, replicas=most_prefill, decode_replicas=most_decode)])
+        high = most_prefill
+        while not self._meets(settings, high, most_decode):
+            (run,) = self.runs.run([Case(settings, replicas=high, decode_replicas=most_decode)])
             if run.error:
                 raise InputError(run.error)
-            return None
-        least_prefill = 1 + bisect_left(
-            range(1, most_prefill), True, key=lambda number: self._meets(settings, number, most_decode)
-        )
-        least_decode = 1 + bisect_left(
-            range(1, most_decode), True, key=lambda number: self._meets(settings, most_prefill, number)
-        )
-        cases = [
-            Case(settings, replicas=prefill, decode_replicas=decode)
-            for prefill in range(least_prefill, most_prefill + 1)
-            for decode in range(least_decode, most_decode + 1)
-        ]
-        cases = [case for case in cases if self.runs.gpus(case) <= max_gpus]
-        failed = list[Case]()
-        for _, alike in groupby(sorted(cases, key=self.runs.gpus), key=self.runs.gpus):
-            tried = [case for case in alike if not any(_is_within(case, other) for other in failed)]
-            found = [one for one in self._evaluate(tried) if not self.goal.shortfalls(one.summary)]
-            if found:
-                return self.judge.best_of(found)
-            failed += tried
-        return None
+            if high == 1:
+                return None
+            high //= 2
+        least = 1 + bisect_left(range(1, high), True, key=lambda number: self._meets(settings, number, most_decode))
+        best: Candidate | None = None
+        for prefill in range(least, most_prefill + 1):
+            limit = max_gpus if best is None else best.gpus
+            decode = min((limit - prefill * prefill_gpus) // decode_gpus, most_decode)
+            if decode < 1:
+                break
+            if self._meets(settings, prefill, decode):
+                fewest = 1 + bisect_left(range(1, decode), True, key=partial(self._meets, settings, prefill))
+                case = Case(settings, replicas=prefill, decode_replicas=fewest)
+                best = self.judge.best_of([best, *self._evaluate([case])])
+        return best
 
     def nearest(self, max_gpus: int) -> Candidate | None:
         """The ratio that meets the objectives best with so many GPUs, or with the fewest that there can be, with the
@@ -103,7 +104,7 @@ class SidesTuner(Tuner):
         of_ratios = 2 * max_runs_for_replicas(max(self._most_replicas(self.max_gpus))) * self.runs.total
         of_comparing = ROUND_WORK * self.allowed_work
         self._stage("finding the fewest replicas", of_ratios, of_comparing + self._last_work)
-        best = self.without_search(self.max_gpus)
+        best = self._fewest or self.without_search(self.max_gpus)
         if best is None:
             raise InputError(f"no ratio of prefill and decode replicas meets the objectives with {self.max_gpus} GPUs.")
         self._announce(best)
@@ -125,11 +126,6 @@ class SidesTuner(Tuner):
             best = found
             self._announce(best)
         self._finish_load()
-
-
-def _is_within(case: Case, other: Case) -> bool:
-    """Whether `case` has no more replicas than `other` on either side."""
-    return case.replicas <= other.replicas and case.decode_replicas <= other.decode_replicas
 
 
 def ratio_text(case: Case) -> str:
@@ -166,13 +162,13 @@ def measured_text(one: Candidate) -> str:
     kv = [percent(peak_kv_use(one, side)) for side in SIDES]
     tpot_s = one.summary["tpot_s"]["p99"]
     generation = "" if tpot_s is None else f" TPOT p99 is {significant(tpot_s, 1e3)} ms."
-    gpus = {
-        side: sum(part["gpus"] for part in one.summary["fleet"]["replicas"] if part["side"] == side) for side in SIDES
-    }
+    parts = one.summary["fleet"]["replicas"]
+    gpus = [sum(part["gpus"] for part in parts if part["side"] == side) for side in SIDES]
     return (
-        f"There, {gpus[PREFILL]} of {one.gpus} GPUs compute prompts and {gpus[DECODE]} generate; of a mean TTFT of {significant(times['ttft'], 1e3)} ms, {queued} ms are in the queues of prefill "
-        f"replicas, {sent} ms in transfers and {held} ms for blocks of decode replicas.{generation} At their peaks "
-        f"prefill replicas use {kv[0]} of their KV cache, decode replicas {kv[1]}."
+        f"There, {gpus[0]} of {one.gpus} GPUs compute prompts and {gpus[1]} generate; of a mean TTFT of "
+        f"{significant(times['ttft'], 1e3)} ms, {queued} ms are in the queues of prefill replicas, {sent} ms in "
+        f"transfers and {held} ms for blocks of decode replicas.{generation} At their peaks prefill replicas use {kv[0]} "
+        f"of their KV cache, decode replicas {kv[1]}."
     )
 
 
