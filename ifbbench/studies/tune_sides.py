@@ -167,8 +167,8 @@ def measured_text(one: Candidate) -> str:
     return (
         f"There, {gpus[0]} of {one.gpus} GPUs compute prompts and {gpus[1]} generate; of a mean TTFT of "
         f"{significant(times['ttft'], 1e3)} ms, {queued} ms are in the queues of prefill replicas, {sent} ms in "
-        f"transfers and {held} ms for blocks of decode replicas.{generation} At their peaks prefill replicas use {kv[0]} "
-        f"of their KV cache, decode replicas {kv[1]}."
+        f"transfers and {held} ms for blocks of decode replicas.{generation} At their peaks prefill replicas use "
+        f"{kv[0]} of their KV cache, decode replicas {kv[1]}."
     )
 
 
