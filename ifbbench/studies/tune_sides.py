@@ -49,22 +49,22 @@ class SidesTuner(Tuner):
         decode replicas are tried as cost no more than the best pair so far. More prefill replicas may make requests
         come to the decode side at once, and miss an objective: where the largest number fails, half of it is tried."""
         prefill_gpus, decode_gpus = self.gpus_of_sides()
-        most_prefill, most_decode = self._most_replicas(max_gpus)
-        if not (most_prefill and most_decode):
+        max_prefill, max_decode = self._maxima(max_gpus)
+        if not (max_prefill and max_decode):
             return None
-        high = most_prefill
-        while not self._meets(settings, high, most_decode):
-            (run,) = self.runs.run([Case(settings, replicas=high, decode_replicas=most_decode)])
+        high = max_prefill
+        while not self._meets(settings, high, max_decode):
+            (run,) = self.runs.run([Case(settings, replicas=high, decode_replicas=max_decode)])
             if run.error:
                 raise InputError(run.error)
             if high == 1:
                 return None
             high //= 2
-        least = 1 + bisect_left(range(1, high), True, key=lambda number: self._meets(settings, number, most_decode))
+        least = 1 + bisect_left(range(1, high), True, key=lambda number: self._meets(settings, number, max_decode))
         best: Candidate | None = None
-        for prefill in range(least, most_prefill + 1):
+        for prefill in range(least, max_prefill + 1):
             limit = max_gpus if best is None else best.gpus
-            decode = min((limit - prefill * prefill_gpus) // decode_gpus, most_decode)
+            decode = min((limit - prefill * prefill_gpus) // decode_gpus, max_decode)
             if decode < 1:
                 break
             if self._meets(settings, prefill, decode):
@@ -78,8 +78,8 @@ class SidesTuner(Tuner):
         settings from which a search starts; None if none runs. Of many ratios some are run."""
         prefill, decode = self.gpus_of_sides()
         max_gpus = max(max_gpus, prefill + decode)
-        most_prefill, _ = self._most_replicas(max_gpus)
-        numbers = sorted({1 + round(index * (most_prefill - 1) / (MAX_RATIOS - 1)) for index in range(MAX_RATIOS)})
+        max_prefill, _ = self._maxima(max_gpus)
+        numbers = sorted({1 + round(index * (max_prefill - 1) / (MAX_RATIOS - 1)) for index in range(MAX_RATIOS)})
         cases = [
             Case(point, replicas=number, decode_replicas=min((max_gpus - number * prefill) // decode, MAX_REPLICAS))
             for number in numbers
@@ -91,7 +91,7 @@ class SidesTuner(Tuner):
         found = self._evaluate([Case(settings, replicas=prefill, decode_replicas=decode)])
         return bool(found) and not self.goal.shortfalls(found[0].summary)
 
-    def _most_replicas(self, max_gpus: int) -> tuple[int, int]:
+    def _maxima(self, max_gpus: int) -> tuple[int, int]:
         """The largest number of replicas of each side, with a single one of the other side."""
         prefill, decode = self.gpus_of_sides()
         most = min(self.runs.sessions, MAX_REPLICAS)
@@ -101,7 +101,7 @@ class SidesTuner(Tuner):
         """The fewest GPUs; then settings are compared on fewer of them, as long as some meet the objectives there."""
         self._progress.stage("searching")
         self.runs.on_work = self._update
-        of_ratios = 2 * max_runs_for_replicas(max(self._most_replicas(self.max_gpus))) * self.runs.total
+        of_ratios = 2 * max_runs_for_replicas(max(self._maxima(self.max_gpus))) * self.runs.total
         of_comparing = ROUND_WORK * self.allowed_work
         self._stage("finding the fewest replicas", of_ratios, of_comparing + self._last_work)
         best = self._fewest or self.without_search(self.max_gpus)
