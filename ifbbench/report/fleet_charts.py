@@ -13,7 +13,7 @@ from ifbbench.analysis.fleet_changes import FleetChanges
 from ifbbench.analysis.number_texts import time_unit
 from ifbbench.fleet.events import FAIL
 from ifbbench.report.colours import LIMIT_COLOURS, PAUSE
-from ifbbench.report.style import MAX_BINS, WIDTH, heading, in_percent, round_ticks, steps
+from ifbbench.report.style import MAX_BINS, WIDTH, chosen_ticks, heading, in_percent, round_ticks, steps
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.reader import Floats, RunData, load_run
 
@@ -58,7 +58,7 @@ def draw_replicas(run: RunData) -> Figure:
         )  # fmt: skip
         queue.set_ylim(0, max(1.0, most) * 1.05)
         round_ticks(axes.yaxis, 2, text=in_percent)
-        round_ticks(queue.yaxis, 2, whole=True)
+        chosen_ticks(queue.yaxis, (0.0, max(1.0, most)))
         queue.spines["right"].set_visible(False)
         queue.tick_params(length=0)
         if not number:

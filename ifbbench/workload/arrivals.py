@@ -55,8 +55,11 @@ def waited_for(columns: RequestColumns, before: Indices) -> dict[int, list[int]]
 
 
 def with_next_turns(columns: RequestColumns) -> RequestColumns:
-    """`columns` with `next_turns`: a turn that others name as the one before them (`after`) has a next one. Those that
-    are only waited for (`also_after`), such as sub-agents, have none: what comes after them goes on with other blocks."""
+    """`columns` with `next_turns`: a turn that others name as the one before them (`after`) has a next one.
+
+    Those that are only waited for (`also_after`), such as sub-agents, have none: what comes after them goes on with
+    other blocks.
+    """
     found = columns.next_turns
     if columns.after is not None:
         before = predecessors(columns)

@@ -136,8 +136,8 @@ class IfbbenchFormat(TraceFormat):
 
     Either of the last two stands in for the other. If the first rows have no `arrival_s`, all requests arrive at once.
     Optional: `request_id` (default: the row's number, from 0), `priority`, `beam_width`, `lora_task_id`, `stop_ids`,
-    `class`, `after` with `think_s` and `also_after`, `has_next_turn`, `added_in`, `added_with`, `stopped_in`; beside `prompt_len`,
-    `prefix_ids` and `prefix_lens`. Other keys are ignored.
+    `class`, `after` with `think_s` and `also_after`, `has_next_turn`, `added_in`, `added_with`, `stopped_in`; beside
+    `prompt_len`, `prefix_ids` and `prefix_lens`. Other keys are ignored.
     `write_trace` is the inverse.
     """
 

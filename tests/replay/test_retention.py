@@ -12,7 +12,7 @@ from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
 
 SIZE, NUM_BLOCKS, DEFAULT = 4, 26, 35
-BASE = {
+BASE: dict[str, Any] = {
     "device": "h100-sxm",
     "model": "tiny",
     "policy": "guaranteed_no_evict",
@@ -132,7 +132,7 @@ def test_blocks_are_kept_as_a_literal_cache_keeps_them(seed: int, tmp_path: Path
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = RunConfig(**BASE, kv_retention_priority=90, kv_retention_s=duration, output=str(tmp_path / "run"))
     summary = run_trace(str(tmp_path / "trace.jsonl"), config).summary
-    cache, found = LiteralCache(), {}
+    cache, found = LiteralCache(), dict[int, int]()
     goes_on = {row.get("after") for row in rows}
     starts = [line["ifbbench"]["start_s"] for line in lines(tmp_path / "run", "iterations")]
     served = sorted(lines(tmp_path / "run", "requests"), key=lambda line: line["end_s"])
@@ -210,8 +210,14 @@ def test_replicas_keep_blocks_and_their_traces_give_their_files(router: str, tmp
         ({"enable_kv_cache_reuse": False, "kv_retention_priority": 90}, "--enable_kv_cache_reuse"),
         ({"kv_retention_s": 2.0}, "--kv_retention_priority"),
         ({"kv_retention_priority": 35}, "kv_retention_priority"),
-        ({"engine": "vllm", "enable_partial_reuse": True, "kv_retention_priority": 90}, "vLLM evicts the least recently used"),
-        ({"engine": "sglang", "enable_partial_reuse": True, "kv_retention_priority": 90}, "--radix_eviction_policy priority"),
+        (
+            {"engine": "vllm", "enable_partial_reuse": True, "kv_retention_priority": 90},
+            "vLLM evicts the least recently used",
+        ),
+        (
+            {"engine": "sglang", "enable_partial_reuse": True, "kv_retention_priority": 90},
+            "--radix_eviction_policy priority",
+        ),
         ({"prefill_replicas": 1, "decode_replicas": 1, "kv_retention_priority": 90}, "is not built"),
     ],
 )
