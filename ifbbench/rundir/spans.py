@@ -409,8 +409,8 @@ class SpanTracker:
             if left_out.request.has_left:
                 continue
             timeline = self._timelines.get(left_out.request.request_id)
-            if timeline is None:  # it is in the queue, or waits for blocks for what another engine sends
-                self._names_queue_head |= left_out.request.table is None
+            if timeline is None:  # it was in the queue, or waits for blocks for what another engine sends
+                self._names_queue_head |= left_out.request.table is None or not left_out.request.remote_len
             elif self._set_cause(timeline, left_out.limit, record.iteration):
                 blocked[left_out.request.request_id] = timeline
         for request_id, timeline in self._blocked.items():

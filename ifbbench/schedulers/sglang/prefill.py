@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from ifbbench.engine.arrays import Rows
 from ifbbench.engine.interfaces import SchedulerStalled
 from ifbbench.engine.plan import Limit
 from ifbbench.engine.request import Request
@@ -50,7 +53,10 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
 
 def _new_pass(state: SglangState) -> PrefillPass:
     table, rows = state.table, state.running.rows
-    outputs = table.joined[rows] + (table.confirmed[rows] + table.deferred_confirmed)
+    deferred: int | Rows = table.deferred_confirmed
+    if deferred and state.has_finishing:  # those with the last output in flight are counted one by one
+        deferred = np.array([deferred if request.in_generation else 0 for request in state.running], np.int64)
+    outputs = table.joined[rows] + (table.confirmed[rows] + deferred)
     maximum = table.reserved[rows] + table.joined[rows]
     ends = table.stop_after[rows] == table.reserved[rows] if state.rules.ignores_eos else None
     return PrefillPass(
