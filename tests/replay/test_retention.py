@@ -187,7 +187,7 @@ def test_replicas_keep_blocks_and_their_traces_give_their_files(router: str, tmp
         for row in sessions(random.Random(4))
     ]  # fmt: skip
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kept = {"kv_retention_priority": 90, "kv_retention_s": 0.01}
+    kept: dict[str, Any] = {"kv_retention_priority": 90, "kv_retention_s": 0.01}
     fleet = RunConfig(**BASE, **kept, replicas=2, router=router, output=str(tmp_path / "fleet"))
     summary = run_trace(str(tmp_path / "trace.jsonl"), fleet).summary
     parts = [json.loads((tmp_path / "fleet" / f"replica={k}" / "summary.json").read_text()) for k in range(2)]
