@@ -173,8 +173,9 @@ def test_an_agent_finds_its_blocks_after_other_requests(tmp_path: Path) -> None:
     ]  # fmt: skip
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reused = {}
-    for name, more in {"usual": {}, "kept": {"kv_retention_priority": 90}}.items():
-        run_trace(str(tmp_path / "trace.jsonl"), RunConfig(**BASE, **more, output=str(tmp_path / name)))
+    for name, priority in {"usual": None, "kept": 90}.items():
+        config = RunConfig(**BASE, kv_retention_priority=priority, output=str(tmp_path / name))
+        run_trace(str(tmp_path / "trace.jsonl"), config)
         reused[name] = {line["request_id"]: line.get("reused_tokens", 0) for line in lines(tmp_path / name, "requests")}
     assert (reused["usual"][3], reused["kept"][3]) == (0, 40)
 
