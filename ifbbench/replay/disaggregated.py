@@ -56,6 +56,8 @@ NOT_BUILT = {
     "draft_len": "drafts are not sent", "acceptance_rate": "drafts are not sent",
     "beam_width": "the blocks of beams are not sent",
     "num_loras": "adapters of two engines are not built", "lora_dir": "adapters of two engines are not built",
+    "kv_retention_priority": "retention of blocks that are sent is not built",
+    "kv_retention_s": "retention of blocks that are sent is not built",
 }  # fmt: skip
 
 

@@ -186,6 +186,8 @@ DRAWS: dict[str, Draw] = {
     "sink_token_len": sometimes(0.15, 1, 3, 8),
     "window_mode": sometimes(0.3, "linear", "cyclic"),
     "kv_host_cache_bytes": sometimes(0.15, 100_000, 2_000_000, 100_000_000),
+    "kv_retention_priority": sometimes(0.3, 36, 90, 100),
+    "kv_retention_s": sometimes(0.3, 0.0, 0.001, 5.0),
     # They need a simulated device: see tests/fleet/test_tiers.py.
     **dict.fromkeys(TIER_SETTINGS, sometimes(0.0)),
     "kv_cache_dtype": sometimes(0.1, "float32", "bf16", "fp8"),
@@ -276,6 +278,10 @@ def fit_together(values: dict[str, Any]) -> None:
         values.setdefault("acceptance_rate", "0.6")
     if not values.keys() & {"draft_model", "draft_ngram", "acceptance_rate"}:
         values.pop("draft_len", None)
+    if "enable_kv_cache_reuse" not in values:
+        values.pop("kv_retention_priority", None)
+    if "kv_retention_priority" not in values:
+        values.pop("kv_retention_s", None)
     engine, unknown = values.get("engine"), {"vllm": NOT_IN_VLLM, "sglang": NOT_IN_SGLANG}
     others = {one.name for one in settings() if one.group in unknown and one.group != engine}
     for name in (*others, *unknown.get(str(engine), ())):
