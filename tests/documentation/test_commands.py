@@ -141,7 +141,7 @@ def drawn_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("drawn_once", "small_model", "without_layout", "one_process", "small_pools")
+@pytest.mark.usefixtures("drawn_once", "small_model", "without_layout", "one_process")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(one, marks=[pytest.mark.slow] if one.name == SLOW_PAGE else [], id=one.name) for one in PAGES],
