@@ -29,8 +29,8 @@ hypothesis.settings.load_profile("ifbbench")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# KV caches of runs on the CPU in this process take up to 64 MiB by default, and not 2 GiB: each run clears its own. Other
-# modules import the value when they are imported, which is later.
+# KV caches of runs on the CPU in this process take up to 64 MiB by default, and not 2 GiB: each run clears its own.
+# Other modules import the value when they are imported, which is later.
 host.MAX_CPU_KV_BYTES = 64 * 1024**2
 
 # The processes of pytest-xdist share the cores. Threads of their own would spend the time waiting for each other.

@@ -190,7 +190,7 @@ def test_the_readme_shows_what_is_printed() -> None:
 
 
 def answer_one_request(words: list[str]) -> None:
-    """Start a server as documented, but on a free port and, on the CPU, with a small pool; send it a request, end it."""
+    """Start a server as documented, but on a free port and on the CPU with a small pool; send it a request, end it."""
     pool = SMALL_POOL if "cpu" in words else ()
     with server_process(*words[1:], *pool) as server:
         body = b'{"prompt": "Hello", "max_tokens": 4}'
