@@ -27,10 +27,10 @@ from ifbbench.settings.config import RunConfig
 from tests.endpoint.fake_endpoint import fake_endpoint
 from tests.endpoint.test_endpoint import three_tokens
 from tests.report.test_schema import check
-from tests.serving.clients import ServerProcess, Stream, server_process, stream_completion
+from tests.serving.clients import SMALL_POOL, ServerProcess, Stream, server_process, stream_completion
 
 MODEL = ("--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--engine", "vllm")
-TINY = ("--device", "cpu", "--model", "tiny", "--max_seq_len", "256", "--cpu_threads", "1")
+TINY = ("--device", "cpu", "--model", "tiny", "--max_seq_len", "256", "--cpu_threads", "1", *SMALL_POOL)
 PROMPTS = [[5 + number, 6, 7, 8 * number, 9] for number in range(6)]
 
 
