@@ -102,9 +102,10 @@ def _draw_transfers(axes: Axes, run: RunData, edges_s: Floats, scale: float) -> 
     under_way = np.cumsum(np.repeat([1.0, -1.0], len(starts))[order])
     found = _at(edges_s, times[order], under_way)
     steps(axes, found, edges_s * scale, fill=True, color=TRANSFER_COLOUR, alpha=0.6, linewidth=0)
-    axes.set(ylim=(0, max(1.0, float(found.max())) * 1.05))
+    highest = max(1.0, float(found.max()))
+    axes.set(ylim=(0, highest * 1.05))
     name_lane(axes, "transfers")
-    round_ticks(axes.yaxis, 2, whole=True)
+    chosen_ticks(axes.yaxis, (0.0, highest))
 
 
 def _shade_absence(axes: Axes, replica: Mapping[str, Any], end_s: float, scale: float) -> None:
