@@ -175,7 +175,9 @@ def check(row: Row) -> None:
     if missing := [name for name in NEEDED if not row.get(name)]:
         raise NotReplayable(f"the row does not say {', '.join(missing)}")
     if row.get("disaggregated") and not row.get("sides"):
-        raise NotReplayable("prefill and decode run on different GPUs, and the row does not say which")
+        raise NotReplayable(
+            "prefill and decode run on different GPUs, and the row does not say which, or how many workers"
+        )
     if not (row.get("concurrency") or row.get("rate") or row.get("num_requests")):
         raise NotReplayable("the row has neither clients nor a rate nor a number of requests")
     if not (row.get("pairs") or (row.get("input") and row.get("output"))):

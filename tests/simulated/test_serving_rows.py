@@ -31,6 +31,7 @@ from benchmarks.serving_rows import (
     rows_of,
 )
 from benchmarks.serving_runs import NOT_RUN, predictions
+from ifbbench.fleet.sides import side_values
 from ifbbench.simulated.expected_error import COVERAGE, LOADS
 
 ROW: dict[str, Any] = {
@@ -295,11 +296,55 @@ def test_a_disaggregated_row_has_two_sides():
     changes = {"disaggregated": True, "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 4}
     row, config = deepseek(**changes, **sides)
     assert row["num_gpus"] == 20
-    assert row["output_tokens_per_s"] == pytest.approx(20 * INFERENCEX["output_tokens_per_s_per_gpu"])
+    assert row["output_tokens_per_s"] == pytest.approx(16 * INFERENCEX["output_tokens_per_s_per_gpu"])
     assert part_of(row) == "judged"
     assert (config.prefill_replicas, config.decode_replicas) == (1, 2)
-    assert config.prefill == "tp_size=4,ep_size=4,attention_dp_size=4"
-    assert config.decode == "tp_size=8,ep_size=8,attention_dp_size=8"
+    assert config.prefill.startswith("tp_size=4,ep_size=4,attention_dp_size=4,")
+    assert config.decode.startswith("tp_size=8,ep_size=8,attention_dp_size=8,")
+
+
+SIDES = {
+    "prefill": {"workers": 1, "tp": 4, "ep": 4, "dp_attention": True, "gpus": 4},
+    "decode": {"workers": 1, "tp": 16, "ep": 16, "dp_attention": True, "gpus": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "prefill", "decode", "drafts"),
+    [
+        (
+            {"engine": "sglang", "gpu": "gb200", "dtype": "fp4"},
+            {"max_num_tokens": 65_536, "gpu_memory_utilization": 0.95},
+            {"max_num_tokens": 262_144, "gpu_memory_utilization": 0.82},
+            None,
+        ),
+        (
+            {"engine": "tensorrt-llm", "gpu": "gb200", "drafts": "mtp", "concurrency": 961},
+            {"max_num_tokens": 4 * 16_640, "kv_cache_free_gpu_mem_fraction": 0.6},
+            {"max_batch_size": 2048, "kv_cache_free_gpu_mem_fraction": 0.9},
+            1,
+        ),
+        ({"engine": "tensorrt-llm", "gpu": "gb200", "drafts": "mtp", "concurrency": 960}, {}, {}, 3),
+        (
+            {"engine": "tensorrt-llm", "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 4096},
+            {"max_num_tokens": 4 * 16_384, "kv_cache_free_gpu_mem_fraction": 0.85},
+            {"max_batch_size": 4096, "kv_cache_free_gpu_mem_fraction": 0.85},
+            None,
+        ),
+    ],
+)
+def test_sides_have_the_settings_of_recipes(changes, prefill, decode, drafts):
+    _, config = deepseek(**SIDES, disaggregated=True, **changes)
+    assert {name: side_values(config, "prefill")[name] for name in prefill} == prefill
+    assert {name: side_values(config, "decode")[name] for name in decode} == decode
+    assert config.draft_mtp == drafts
+
+
+def test_a_disaggregated_row_without_workers_is_not_replayed():
+    side = {"workers": 0, "tp": 28, "ep": 1, "dp_attention": False, "gpus": 28}
+    row = INFERENCEX | {"engine": "tensorrt-llm", "disaggregated": True, "prefill": side, "decode": side}
+    with pytest.raises(NotReplayable, match="how many workers"):
+        check(standard_row(row))
 
 
 def test_a_disaggregated_row_is_replayed_where_the_engine_has_sides():
