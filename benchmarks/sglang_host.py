@@ -54,8 +54,8 @@ class Slots:
 class Controller:
     """Makes the copies of SGLang's `HiCacheController`, at once."""
 
-    def __init__(self, device: Slots, host: Slots, write_policy: str) -> None:
-        self._device, self.write_policy = device, write_policy
+    def __init__(self, device: Any, host: Slots, write_policy: str) -> None:
+        self._device, self.write_policy, self.pp_prefetch_command_group = device, write_policy, None
         self.mem_pool_host = SimpleNamespace(
             available_size=host.available_size,
             anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(shared_allocation_domain=None), host_evict_fn=None),
@@ -79,6 +79,10 @@ class Controller:
     def start_writing(self) -> None:
         """Nothing is left to copy."""
 
+    def start_loading(self) -> int:
+        """Nothing is left to copy, so that no batch waits."""
+        return -1
+
 
 def _ack(node_id: int) -> Any:
     return SimpleNamespace(
@@ -92,7 +96,7 @@ def _ack(node_id: int) -> Any:
 
 
 def make_tree(page: int, policy: str, device: Slots, host: Slots, write_policy: str) -> UnifiedRadixCache:
-    """SGLang's tree as `init_hicache` prepares it."""
+    """SGLang's tree with host memory."""
     tree = UnifiedRadixCache(
         CacheInitParams(
             disable=False,
@@ -104,6 +108,12 @@ def make_tree(page: int, policy: str, device: Slots, host: Slots, write_policy: 
             tree_core_backend="python",
         )
     )
+    attach_host(tree, device, host, write_policy)
+    return tree
+
+
+def attach_host(tree: UnifiedRadixCache, device: Any, host: Slots, write_policy: str) -> None:
+    """Give a tree host memory, as `init_hicache` does. device: the allocator of its pages."""
     tree.cache_controller = Controller(device, host, write_policy)
     tree.host_pool_group = host
     tree.components[ComponentType.FULL]._full_kv_pool_host = host
@@ -111,7 +121,6 @@ def make_tree(page: int, policy: str, device: Slots, host: Slots, write_policy: 
     tree.write_through_threshold = 1 if write_policy == "write_through" else 2
     tree.is_write_back = write_policy == "write_back"
     tree.load_back_threshold = 10
-    return tree
 
 
 def draw_host_operations(seed: int, count: int) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Random workloads through SGLang's own scheduler and through ours, compared in every batch.
 
 Runs where SGLang 0.5.23 can be imported without a GPU, beside this project's dependencies; docs/engines.md has the
-commands. `python -m benchmarks.sglang_oracle [--count 200] [--seed 0] [--write FILE]` prints one JSON object with the
-numbers of workloads, batches and retractions, and the first difference of each workload that has one; exit status 1 if
-any has. --write keeps the workloads, with SGLang's answers, in a file that `python -m tests.conformance FILE` replays
-without SGLang. With `--operations N` or `--passes N`, random operations on SGLang's radix cache, or random passes of
-its admission, run beside ours instead.
+commands. `python -m benchmarks.sglang_oracle [--count 200] [--seed 0] [--workloads mixed|chunks|retractions|host]
+[--write FILE]` prints one JSON object with the numbers of workloads, batches and retractions, and the first difference
+of each workload that has one; exit status 1 if any has. --write keeps the workloads, with SGLang's answers, in a file
+that `python -m tests.conformance FILE` replays without SGLang. With `--operations N`, `--host-operations N` or
+`--passes N`, random operations on SGLang's radix cache, or random passes of its admission, run beside ours instead.
 
 SGLang's own code are: the loop's decision (`get_next_batch_to_run`), admission, queue orders, retraction, pre-emption,
 batches, radix cache, allocators, and the processing of results. Replaced are the model, its tokens, and what reports or
@@ -31,7 +31,7 @@ from typing import Any
 
 from tests.conformance.outcome import Mismatch
 from tests.conformance.sglang import END_TOKEN, MAX_LEN, MAX_ROUNDS, replay_decisions, replay_run, token_of
-from tests.conformance.sglang_workloads import draw_case
+from tests.conformance.sglang_workloads import WORKLOADS
 
 # What SGLang imports and does not need for a schedule.
 GPU_PACKAGES = (
@@ -182,6 +182,13 @@ class Original(Scheduler):  # type: ignore[misc]
                 tree_core_backend="python",
             )
         )
+        self.enable_hierarchical_cache = "num_host_pages" in settings
+        if self.enable_hierarchical_cache:
+            from benchmarks.sglang_host import Slots, attach_host
+
+            attach_host(
+                self.tree_cache, allocator, Slots(settings["num_host_pages"], page), settings["hicache_write_policy"]
+            )
         self.page_size, self.device, self.is_generation = page, "cpu", True
         self.waiting_queue: list[Req] = []
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
@@ -199,7 +206,11 @@ class Original(Scheduler):  # type: ignore[misc]
         self.max_running_requests, self.max_prefill_bs = settings["max_running_requests"], 0
         self.new_token_ratio_tracker = NewTokenRatioTracker.from_config()
         self.policy = SchedulePolicy(
-            settings["schedule_policy"], self.tree_cache, False, self.enable_priority_scheduling, False
+            settings["schedule_policy"],
+            self.tree_cache,
+            self.enable_hierarchical_cache,
+            self.enable_priority_scheduling,
+            False,
         )
         self.enable_overlap = self.enable_skip_finishing_decode = overlaps
         self.result_queue: deque[tuple[ScheduleBatch, Any]] = deque()
@@ -419,6 +430,7 @@ def compare_parts(num_operations: int, num_host_operations: int, num_passes: int
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="workloads (default 200)")
+    parser.add_argument("--workloads", choices=tuple(WORKLOADS), default="mixed", help="of which kind (default mixed)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one (default 0)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the workloads and SGLang's answers")
     parser.add_argument("--operations", type=int, metavar="N", help="operations on the radix cache instead")
@@ -432,7 +444,7 @@ def main(arguments: list[str]) -> int:
     cases, differences = list[dict[str, Any]](), dict[str, str]()
     totals = dict.fromkeys(("batches", "requests", "retractions"), 0)
     for seed in range(options.seed, options.seed + options.count):
-        case = draw_case(seed)
+        case = WORKLOADS[options.workloads](seed)
         case["batches"], num_retracted = answers(case)
         totals["batches"] += len(case["batches"])
         totals["requests"] += len(case["requests"])

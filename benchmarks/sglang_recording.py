@@ -33,7 +33,7 @@ from ifbbench.live import sglang as recording
 from ifbbench.live.channel import Channel
 from ifbbench.live.notes import RECORD
 from tests.conformance.sglang import MAX_LEN, MAX_ROUNDS
-from tests.conformance.sglang_workloads import draw_case
+from tests.conformance.sglang_workloads import draw_case, draw_retractions
 from tests.live.recordings import Kept, batches, decisions, difference_of_replay, first_difference, lines
 
 KEPT_SEEDS = 102, 106, 123, 110, 23, 25
@@ -144,19 +144,9 @@ def draw_recorded(seed: int) -> tuple[dict[str, Any], list[tuple[int, int]]]:
     """A workload, and aborts of some of its requests: turn, request. A third of the workloads retracts requests: few
     are expected to need the outputs that all of them have. Of the others, those with
     priorities pre-empt."""
-    case, rng = draw_case(seed), random.Random(seed)
+    case, rng = draw_case(seed) if seed % 3 else draw_retractions(seed), random.Random(seed)
     settings, requests = case["settings"], case["requests"]
-    if seed % 3 == 0:
-        page = settings["page_size"]
-        longest = max(len(one["prompt"]) + one["max_new_tokens"] for one in requests) + 2 * page + 2
-        settings |= {
-            "schedule_conservativeness": 0.02,
-            "max_running_requests": 64,
-            "num_pages": 2 * longest // page + 2,
-        }
-        for one in requests:
-            one |= {"output_len": one["max_new_tokens"], "round": one["round"] // 8}
-    elif settings["enable_priority_scheduling"]:
+    if seed % 3 and settings["enable_priority_scheduling"]:
         settings |= {"max_running_requests": 3, "disable_priority_preemption": False, "enable_mixed_chunk": False}
     chosen = rng.sample(requests, rng.randint(0, len(requests) // 5))
     return case, [(one["round"] + rng.randint(0, 30), one["id"]) for one in chosen]

@@ -29,6 +29,10 @@ hypothesis.settings.load_profile("ifbbench")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# KV caches of runs on the CPU in this process take up to 64 MiB by default, and not 2 GiB: each run clears its own.
+# Other modules import the value when they are imported, which is later.
+host.MAX_CPU_KV_BYTES = 64 * 1024**2
+
 # The processes of pytest-xdist share the cores. Threads of their own would spend the time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -86,12 +90,6 @@ def one_process() -> Iterator[None]:
         for module in ("studies.points", "studies.what_if", "replay.fleet"):
             patch.setattr(f"ifbbench.{module}.usable_cores", lambda: 1)
         yield
-
-
-@pytest.fixture
-def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """KV caches of runs on the CPU in this process take up to 64 MiB by default, and not 2 GiB, which are cleared."""
-    monkeypatch.setattr("ifbbench.torch.build.MAX_CPU_KV_BYTES", 64 * 1024**2)
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ NOT_IN_VLLM: Mapping[str, str] = {
     "window_mode": "vLLM releases blocks that a window has left",
     "sink_token_len": "vLLM has no sink tokens",
     "kv_host_cache_bytes": "KV offloading is not built for this engine",
+    "kv_retention_priority": "vLLM evicts the least recently used blocks and has no retention priorities of requests",
+    "kv_retention_s": "vLLM evicts the least recently used blocks and has no retention priorities of requests",
     "pp_size": "pipeline stages are not built for this engine",
     "num_loras": "LoRA adapters are not built for this engine",
     "lora_dir": "LoRA adapters are not built for this engine",

@@ -264,6 +264,12 @@ def _check_cache(config: RunConfig) -> None:
             raise InputError(
                 f"--{name}: works with a paged cache and one attention window; leave it out, or the other setting."
             )
+    if config.kv_retention_s is not None and config.kv_retention_priority is None:
+        raise InputError("--kv_retention_s: no block has a priority that expires; add --kv_retention_priority.")
+    if config.kv_retention_priority is not None and not config.enable_kv_cache_reuse:
+        raise InputError(
+            "--kv_retention_priority: no block is kept without --enable_kv_cache_reuse; add it, or leave this out."
+        )
 
 
 def _check_parts(config: RunConfig) -> None:

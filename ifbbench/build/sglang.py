@@ -37,6 +37,10 @@ BY_MEMORY = (
 )
 CHUNK_WITHOUT_GPU = 4096
 _SCHEDULED = "SGLang runs a prefill batch where it can make one, else a decode batch of all running requests"
+_RETAINED = (
+    "SGLang keeps no blocks for a time; --radix_eviction_policy priority evicts those of requests with a lower "
+    "priority first"
+)
 NOT_IN_SGLANG: Mapping[str, str] = {
     "policy": "SGLang retracts requests when the cache is full; --schedule_policy orders the queue",
     "type": "SGLang has no static batches and no pass for each phase",
@@ -55,6 +59,8 @@ NOT_IN_SGLANG: Mapping[str, str] = {
     "sink_token_len": "SGLang has no sink tokens",
     "max_attention_window": "windows are not built for this engine",
     "kv_host_cache_bytes": "SGLang's host memory is --enable_hierarchical_cache, of --hicache_size or --hicache_ratio",
+    "kv_retention_priority": _RETAINED,
+    "kv_retention_s": _RETAINED,
     "pp_size": "pipeline stages are not built for this engine",
     "num_loras": "LoRA adapters are not built for this engine",
     "lora_dir": "LoRA adapters are not built for this engine",

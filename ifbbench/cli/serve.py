@@ -14,7 +14,15 @@ from ifbbench.settings.config import settings
 # The engine's settings, and those of the recording; of requests, only the defaults of what clients leave out. A server
 # has its clients' traffic, and is no prediction of another's time.
 GROUPS = ("scheduling", "kv cache", "lora", "execution")
-NOT_TAKEN = ("static_emulated_batch_size", "static_emulated_timeout", "engine_overhead", "stop_at_end_token")
+NOT_TAKEN = (
+    "static_emulated_batch_size",
+    "static_emulated_timeout",
+    "engine_overhead",
+    "stop_at_end_token",
+    # Whether a client comes back is not known.
+    "kv_retention_priority",
+    "kv_retention_s",
+)
 ALSO_TAKEN = (
     "warm_up",
     "seed",

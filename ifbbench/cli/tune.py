@@ -22,7 +22,7 @@ from ifbbench.cli.options import (
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.progress import Progress
-from ifbbench.settings.config import RunConfig, profile_name
+from ifbbench.settings.config import SIDE_SETTINGS, RunConfig, profile_name
 from ifbbench.settings.names import from_mapping, usual_settings
 
 if TYPE_CHECKING:
@@ -46,11 +46,25 @@ class Prices(click.ParamType):  # type: ignore[type-arg]  # generic in some vers
         return found
 
 
+class Sides(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of click only
+    """`together`, `apart`, or both of them with a comma."""
+
+    name = "sides"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(part.strip() for part in str(value).split(",")))
+        if not set(found) <= {TOGETHER, APART}:
+            self.fail(f"expected {TOGETHER}, {APART} or {TOGETHER},{APART}, not {value!r}.", param, ctx)
+        return found
+
+
 PRICES = Prices()
 # Settings of which --goal cost compares several values.
 COMPARED = ("device", "dtype", "tp_size", "pp_size", "router")
 # Settings of a fleet that the command decides, or does not search over.
-NOT_TUNED = ("replicas", "replica_config", "replica_events", "autoscale")
+NOT_TUNED = ("replicas", "replica_config", "replica_events", "autoscale", "prefill_replicas", "decode_replicas")
+# Whether replicas do both prefill and decode.
+TOGETHER, APART = "together", "apart"
 GOAL_NAMES = ("goodput", "output_throughput", "max_rate", "cost", "energy")
 HELP = {
     "output": "Directory of the answer, its files and the recorded run. Default: results/tune-<trace>.",
@@ -81,6 +95,13 @@ HELP = {
     help="With --goal cost: the price of a GPU for an hour, in any currency; for several devices DEVICE=X,DEVICE=Y. "
     "Default: 1, so that costs are GPU hours; of several deployments the round figures in USD of the device profiles.",
 )
+@click.option(
+    "--sides",
+    type=Sides(),
+    metavar="FORMS",
+    help="With --goal cost: together (replicas that do both prefill and decode, the default), apart "
+    "(--prefill_replicas and --decode_replicas in every ratio), or both of them, to see which costs less.",
+)
 @json_instead_of_tables
 @click.pass_context
 def tune(
@@ -90,6 +111,7 @@ def tune(
     goal: str | None,
     max_gpus: int | None,
     gpu_hour_price: dict[str, float] | None,
+    sides: tuple[str, ...] | None,
     as_json: bool,
     config_file: Path | None,
     **options: Any,
@@ -97,7 +119,8 @@ def tune(
     """Find the best settings for TRACE on a simulated device, under the objectives of --slo.
 
     With --goal cost, --device, --dtype, --tp_size, --pp_size and --router take several values with commas between
-    them; the deployments are then compared, the cheapest of each device first.
+    them; the deployments are then compared, the cheapest of each device first. --sides together,apart also compares
+    prefill and decode apart with replicas that do both.
 
     Searched are max_batch_size, max_num_tokens, policy, chunked context and its policy, tokens_per_block, reuse of
     blocks (if prompts share prefixes) and tp_size. A setting that is given is not searched.
@@ -110,8 +133,8 @@ def tune(
     trace = keys.get("trace") if trace is None else trace
 
     from ifbbench.cli.console import progress_line, report_console
-    from ifbbench.cli.tune_tables import print_answer, print_deployments
-    from ifbbench.studies.deployments import described_deployment
+    from ifbbench.cli.tune_tables import print_answer, print_deployments, print_sides
+    from ifbbench.studies.deployments import compare_sides, described_deployment
     from ifbbench.studies.tune_candidates import Goal
     from ifbbench.studies.tune_files import (
         answer,
@@ -123,21 +146,24 @@ def tune(
     )
 
     wanted = Goal.of(goal, config.slo)
+    _check_sides(config, sides, wanted)
     if choices and wanted.name != "cost":
         raise InputError(
             f"--{next(iter(choices))}: several values are compared by what they cost; give --goal cost, or one value."
         )
-    search = Search(trace, config, fixed, wanted, max_gpus, gpu_hour_price or {})
+    search = Search(trace, config, fixed, wanted, max_gpus, gpu_hour_price or {}, sides or ())
     with progress_line("tune", config.quiet) as progress:
-        tuning, directory, compared = search.compare(choices, progress) if choices else search.tune(progress)
+        tuning, directory, compared = search.compare(choices, progress) if choices or sides else search.tune(progress)
         assert tuning.best is not None
         progress.stage("recording the best run")
         recorded = record_best(tuning, directory, config.overwrite)
         found = answer(tuning, recorded, commands_of(trace, tuning))
         if compared:
             found["deployments"] = [described_deployment(one) for one in compared]
+            found["sides"] = compare_sides(compared, tuning.goal)
         write_answer(found, directory)
-        servers = ", ".join(path.name for path in write_server_files(decided(tuning), directory))
+        is_apart = tuning.best.run.case.is_apart  # no line of a server says what it sends to whom
+        server_files = [] if is_apart else write_server_files(decided(tuning), directory)
         write_run_config(tuning, trace, directory)
         _plot(tuning, directory)
     if as_json:
@@ -146,8 +172,10 @@ def tune(
         console = report_console(highlight=False)
         if compared:
             print_deployments(found["deployments"], tuning, console)
+            print_sides(found["sides"], console)
         print_answer(found, tuning, console)
-        click.echo(f"Results are in {directory}: tune.json, pareto.png, run.yaml, {servers}, and the run in run/.")
+        files = ", ".join(("tune.json", "pareto.png", "run.yaml", *(path.name for path in server_files)))
+        click.echo(f"Results are in {directory}: {files}, and the run in run/.")
     if not tuning.is_complete:
         click.echo("Interrupted: this is the best that was found so far.", err=True)
         context.exit(130)
@@ -158,7 +186,7 @@ def tune(
 @dataclass(frozen=True)
 class Search:
     """What is asked for. fixed: names of settings that are not searched over. prices: of a GPU for an hour, by device,
-    those that are given."""
+    those that are given. sides: those of --sides."""
 
     trace: str | None
     config: RunConfig
@@ -166,6 +194,7 @@ class Search:
     goal: "Goal"
     max_gpus: int | None
     prices: dict[str, float]
+    sides: tuple[str, ...]
 
     def compare(self, choices: dict[str, list[Any]], progress: Progress) -> "tuple[Tuning, Path, list[Deployment]]":
         """The cheapest deployment, the directory of the answer, and all deployments."""
@@ -182,6 +211,7 @@ class Search:
             self.goal,
             self.max_gpus or COST_GPUS,
             {device: price_of(device, self.prices) for device in devices},
+            self.sides,
             progress,
             self._reporter(_deployment_line),
         )
@@ -236,14 +266,22 @@ def _settings(
     )
     for name in NOT_TUNED:
         if getattr(config, name) != getattr(RunConfig(), name):
-            raise InputError(
-                f"--{name}: tune finds the number of replicas, which are alike; leave it out. --router chooses theirs."
-            )
+            more = "--router chooses theirs" if name not in SIDE_SETTINGS else "--sides apart compares such fleets"
+            raise InputError(f"--{name}: tune finds the number of replicas, which are alike; leave it out. {more}.")
     from_file = read_config_file(config_file) if config_file else {}
     if config_file and is_run(config_file):  # that of a run has the defaults, too
         usual = usual_settings(engine_defaults(config.as_dict()))
         from_file = {name: value for name, value in from_file.items() if value != usual[name]}
     return config, frozenset(from_file) | {name for name, value in options.items() if value not in (None, ())}
+
+
+def _check_sides(config: RunConfig, sides: tuple[str, ...] | None, goal: "Goal") -> None:
+    """InputError for settings of two sides that are not compared, and for --sides with another goal."""
+    if sides and goal.name != "cost":
+        raise InputError("--sides: forms of deployments are compared by what they cost; give --goal cost.")
+    for name in SIDE_SETTINGS:
+        if APART not in (sides or ()) and getattr(config, name) != getattr(RunConfig(), name):
+            raise InputError(f"--{name}: is for prefill and decode apart; add --sides {APART} or {TOGETHER},{APART}.")
 
 
 def _choices(options: dict[str, Any]) -> dict[str, list[Any]]:
@@ -265,7 +303,7 @@ def commands_of(trace: str | None, tuning: "Tuning") -> list[list[str]]:
     assert tuning.best is not None
     words = ["ifbbench", "run", *([trace] if trace else [])]
     words += option_words(settings_of_best(tuning), tuning.runs.base.engine)
-    if (replicas := tuning.best.run.case.replicas) == 1:
+    if (replicas := tuning.best.run.case.replicas) == 1 or tuning.best.run.case.is_apart:
         return [words]
     if tuning.runs.base.router is not None:
         return [[*words, "--replicas", str(replicas)]]
@@ -287,7 +325,8 @@ def _deployment_line(one: "Deployment") -> str:
     from ifbbench.studies.deployments import text_of
 
     assert one.best is not None
-    replicas = one.best.run.case.replicas
+    case = one.best.run.case
+    replicas = f"{case.replicas} + {case.decode_replicas}" if case.is_apart else str(case.replicas)
     return f"{replicas} × {text_of(one.values)}, {one.cost:,.2f} an hour, before the search"
 
 

@@ -16,6 +16,7 @@ from ifbbench.studies.tune_certainty import loss_text
 from ifbbench.studies.tune_files import BURST_S, busiest, rate_interval_of
 
 OF_DTYPES = " A data type may change answers; that is not measured here."
+OF_SIDES = " With a +: prefill replicas, and decode replicas that get keys and values from them."
 LATENCY_ROWS = [
     ("TTFT p99", "ttft_s.p99", " s", 1.0),
     ("TPOT p99", "tpot_s.p99", " ms", 1e3),
@@ -122,7 +123,7 @@ def print_deployments(rows: list[dict[str, Any]], tuning: Tuning, console: Conso
             row["dtype"] or "",
             *((row["router"] or "",) if has_routers else ()),
             str(row["gpus"]),
-            f"{row['replicas']} × {row['tp_size']} × {row['pp_size']}",
+            replicas_text(row),
             f"{row['price_per_hour']:,.2f}",
             f"{row['price_per_month']:,.0f}",
             significant(row["cost_per_million_input_tokens"]),
@@ -132,14 +133,30 @@ def print_deployments(rows: list[dict[str, Any]], tuning: Tuning, console: Conso
         )
     print_fitting(console, table)
     console.print(
-        "The first row of each device was searched, the others have the settings from which a search starts. "
+        "The rows with a spare rate were searched, the others have the settings from which a search starts. "
         "Per million tokens: the price of all GPUs over the tokens of that kind alone. Nearest objective: its value as "
         "a share of the limit. Spare rate: how much faster requests may come before these GPUs miss an objective."
-        f"{OF_DTYPES if len({row['dtype'] for row in rows}) > 1 else ''}",
+        f"{OF_DTYPES if len({row['dtype'] for row in rows}) > 1 else ''}"
+        f"{OF_SIDES if any('prefill_replicas' in row for row in rows) else ''}",
         style="dim",
         markup=False,
     )
     _print_left_out(rows, console)
+
+
+def replicas_text(row: dict[str, Any]) -> str:
+    """How many replicas of how many GPUs: `4 × 1 × 1`, and of both sides `2 × 1 × 1 + 1 × 2 × 1`."""
+    of_each = f"{row['tp_size']} × {row['pp_size']}"
+    if "prefill_replicas" not in row:
+        return f"{row['replicas']} × {of_each}"
+    decode = f"{row['decode_replicas']} × {row['decode_tp_size']} × {row['pp_size']}"
+    return f"{row['prefill_replicas']} × {of_each} + {decode}"
+
+
+def print_sides(found: dict[str, Any] | None, console: Console) -> None:
+    """Print whether prefill and decode apart pay, where both forms were compared."""
+    if found is not None and found["text"]:
+        console.print(f"\n{found['text']}", markup=False, highlight=False)
 
 
 def _print_left_out(rows: list[dict[str, Any]], console: Console) -> None:
@@ -147,7 +164,8 @@ def _print_left_out(rows: list[dict[str, Any]], console: Console) -> None:
     left_out = {True: list[str](), False: list[str]()}
     for row in rows:
         if row["gpus"] is None:
-            tp = f"TP{row['tp_size']}" + (f" PP{row['pp_size']}" if row["pp_size"] > 1 else "")
+            tp = f"TP{row['tp_size']}" + (f" + TP{row['decode_tp_size']} apart" if "decode_tp_size" in row else "")
+            tp += f" PP{row['pp_size']}" if row["pp_size"] > 1 else ""
             words = " ".join(filter(None, (row["device"], row["dtype"], tp, row["router"])))
             needs = row["needs_gpus"]
             left_out[needs is not None].append(f"{words} ({needs})" if needs else f"{words}: {row['reason']}")
@@ -196,9 +214,14 @@ def _answer_table(found: dict[str, Any], tuning: Tuning, words: Words) -> Table:
         table.add_row(words.own_name(name), f"[bold]{value}[/bold]", *others, matters)
     if tuners := {name for one in baselines for name in one["settings"]} - set(best["settings"]):
         table.add_row("tuners", "", *("on" if tuners & set(one["settings"]) else "" for one in baselines), "")
-    replicas = [one["figures"]["replicas"] for one in (best, *baselines)]
-    if max(replicas) > 1:
-        table.add_row("replicas", f"[bold]{replicas[0]}[/bold]", *map(str, replicas[1:]), "")
+    figures = [one["figures"] for one in (best, *baselines)]
+    if max(one["replicas"] for one in figures) > 1:
+        numbers = (
+            (one["prefill_replicas"], one["decode_replicas"]) if "prefill_replicas" in one else (one["replicas"],)
+            for one in figures
+        )
+        first, *others = (" + ".join(map(str, one)) for one in numbers)
+        table.add_row("replicas", f"[bold]{first}[/bold]", *others, "")
     for label, path, unit, scale in ROWS[tuning.goal.name] + LATENCY_ROWS:
         values = [_at(one["figures"], path) for one in (best, *baselines)]
         if any(value is not None for value in values):

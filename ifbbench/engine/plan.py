@@ -6,6 +6,7 @@ Generation requests are rows of the request table, so that those that run as bef
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 import numpy as np
 
@@ -78,6 +79,7 @@ class Plan:
     receiving: requests that got blocks for the keys and values that another engine sends.
     continued: requests that generate from now on without a chunk: what they have came; and how many outputs they have.
     loaded_tokens: tokens of which keys and values are copied from host memory for the chunks.
+    valid_until_s: iterations that start from then on may find other blocks free first.
     """
 
     context: list[Request]
@@ -95,6 +97,7 @@ class Plan:
     receiving: Sequence[Request] = ()
     continued: Sequence[tuple[Request, int]] = ()
     loaded_tokens: int = 0
+    valid_until_s: float = inf
 
     @property
     def does_nothing(self) -> bool:

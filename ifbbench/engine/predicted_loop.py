@@ -1,6 +1,7 @@
 """The loop of a simulated device, which runs many iterations at once because their times are known in advance."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
@@ -50,6 +51,9 @@ class PredictedLoop(TokenGenerationLoop):
         if device is None or not (count := self._num_together(plan)):
             return False
         change_s = self._next_change(start_s) if count > 1 and self._next_change is not None else None
+        if plan.valid_until_s != inf:
+            until_s = max(plan.valid_until_s, self._clock.now())
+            change_s = until_s if change_s is None else min(change_s, until_s)
         plans = scheduler.cycle(plan)[:count]
         turns = [self._record(one, NO_CACHE_STATE, start_s) for one in plans]
         works = [IterationWork(one.chunks, *scheduler.positions(one), one.loaded_tokens) for one in plans]

@@ -35,6 +35,12 @@ def side_values(config: RunConfig, side: str) -> dict[str, Any]:
     return values
 
 
+def gpus_of_side(config: RunConfig, side: str) -> int:
+    """GPUs of each replica of `prefill` or `decode`."""
+    own = config.with_values(**side_values(config, side))
+    return own.tp_size * own.pp_size
+
+
 def check_sides(config: RunConfig) -> None:
     """InputError for settings of a fleet that do not fit together."""
     if not (config.prefill_replicas and config.decode_replicas):

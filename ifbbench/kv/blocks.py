@@ -85,6 +85,9 @@ class Blocks:
             self.counters.allocated_new += 1
         elif self.eviction.num_free[SECONDARY] and self.eviction.is_worth_offloading(block):
             block = self._offload(block)
+        else:
+            self.tree.num_evicted += self.tree.is_linked(block)
+            self.eviction.num_lost += self.eviction.priority(block) > DEFAULT_PRIORITY
         return self.take_over(block, references, priority, duration_s)
 
     def take_over(

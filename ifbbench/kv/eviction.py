@@ -4,6 +4,7 @@ The lowest retention priority is taken first, then the block that has been free 
 """
 
 from heapq import heappop, heappush
+from math import inf
 
 from ifbbench.engine.retention import DEFAULT_PRIORITY, NUM_PRIORITIES
 
@@ -43,6 +44,10 @@ class EvictionPolicy:
         self._durations: dict[int, float] = {}
         self._expiries: dict[int, float] = {}
         self._expiring: list[tuple[float, int]] = []
+        # Blocks that became free with a priority above the default one, that returned to it while they were free, and
+        # that were taken for others before. Counted once any block has had such a priority.
+        self.num_retained = self.num_expired = self.num_lost = 0
+        self.any_retained = False
         for first, stop in ((0, num_primary), (num_primary, num_blocks)):
             if first < stop:
                 self._fill_queue(first, stop)
@@ -109,17 +114,21 @@ class EvictionPolicy:
             block = self.front(PRIMARY)
             end = self._end_of[block]
             keeps_end = keeps_end and end == new_end
+            before = left
             while left and block != end:
                 taken.append(block)
                 after = following[block]
                 following[block] = _CLAIMED
                 block = after
                 left -= 1
+            if self.any_retained and (end - self._ends) % NUM_PRIORITIES > DEFAULT_PRIORITY:
+                self.num_lost += before - left
             following[end] = block
             self._previous[block] = end
             if block == end:
                 self._set_filled(end)
         self.num_free[PRIMARY] -= count
+        self.any_retained |= priority > DEFAULT_PRIORITY
         is_timed = bool(self._expiries or self._durations or duration_s is not None)
         if is_timed or not keeps_end:
             for block in taken:
@@ -148,6 +157,8 @@ class EvictionPolicy:
                 num_secondary += 1
         self.num_free[PRIMARY] += len(blocks) - num_secondary
         self.num_free[SECONDARY] += num_secondary
+        if self.any_retained:
+            self.num_retained += sum([self.priority(block) > DEFAULT_PRIORITY for block in blocks])
         if not self._durations:
             return
         for block in blocks:
@@ -163,7 +174,13 @@ class EvictionPolicy:
             # The block may have been claimed since, and released with another expiry.
             if self._expiries.get(block) == expiry_s:
                 del self._expiries[block]
+                self.num_expired += self.priority(block) > DEFAULT_PRIORITY
                 self.set_priority(block, DEFAULT_PRIORITY)
+
+    @property
+    def next_expiry_s(self) -> float:
+        """No priority expires earlier."""
+        return self._expiring[0][0] if self._expiring else inf
 
     def set_priority(self, block: int, priority: int) -> None:
         """Change a block's priority; a free one goes to the back of that queue."""
@@ -211,6 +228,7 @@ class EvictionPolicy:
         """Set how long a claimed block keeps its priority after its release, and the priority unless it is None."""
         if priority is not None:
             self._end_of[block] = self._end(self.level(block), priority)
+            self.any_retained |= priority > DEFAULT_PRIORITY
         self._expiries.pop(block, None)
         self._durations.pop(block, None)
         if duration_s is not None:

@@ -1,6 +1,7 @@
 """The interface of a KV cache: what schedulers ask, and what the token generation loop changes."""
 
 from abc import ABC, abstractmethod
+from math import inf
 from typing import Any, Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
@@ -166,6 +167,21 @@ class KvCache(ABC):
     def truncate(self, known: KnownTokens, length: int, keep: int) -> None:
         """Make the stored blocks of a conversation of `length` tokens unfindable beyond its first `keep`."""
         return None
+
+    def refresh(self, now_s: float) -> None:
+        """Give free blocks with a retention priority that has expired the default priority. To be called in each
+        iteration, once all blocks for it have been taken."""
+        return None
+
+    @property
+    def next_expiry_s(self) -> float:
+        """When `refresh` may change something for the first time."""
+        return inf
+
+    def retention_figures(self) -> dict[str, int]:
+        """Since the start, blocks that became free with a priority above the default one, returned to it while they
+        were free, and were taken for others before; and all that were taken while what they held could be found."""
+        return {}
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """What the executor must copy before its next batch; each copy is returned once."""

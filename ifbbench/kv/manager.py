@@ -126,6 +126,22 @@ class KvCacheManager(PagedCache):
         for block in self.blocks.tree.truncate(known, length, keep):
             self.blocks.eviction.set_priority(block, 0)
 
+    def refresh(self, now_s: float) -> None:
+        self.blocks.eviction.refresh(now_s)
+
+    @property
+    def next_expiry_s(self) -> float:
+        return self.blocks.eviction.next_expiry_s
+
+    def retention_figures(self) -> dict[str, int]:
+        eviction = self.blocks.eviction
+        return {
+            "retained_blocks": eviction.num_retained,
+            "expired_blocks": eviction.num_expired,
+            "lost_blocks": eviction.num_lost,
+            "evicted_blocks": self.blocks.tree.num_evicted,
+        }
+
     def take_copies(self) -> tuple[BlockCopy, ...]:
         copies = tuple(self.blocks.copies)
         self.blocks.copies.clear()
@@ -138,7 +154,6 @@ class KvCacheManager(PagedCache):
     # What a cache that counts does without ids.
 
     def _take_prompt(self, request: Request, held: int, now_s: float) -> int:
-        self.blocks.eviction.refresh(now_s)
         self._searches.pop(request.slot, None)
         reused = self._sequences.add(
             request.slot,

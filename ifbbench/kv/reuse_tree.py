@@ -41,14 +41,14 @@ class ReuseTree:
     key: [blocks], what each block holds, None where unknown. It remains when a block is unlinked.
     parent: [blocks], the node above, UNLINKED for blocks outside the tree.
     stamp: [blocks], changes whenever a block leaves the tree: a remembered node with another stamp is invalid.
-    num_changes: number of links and unlinks.
+    num_changes: number of links and unlinks. num_evicted: blocks that were taken for others while they were linked.
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int = 1) -> None:
         self.key: list[BlockKey | None] = [None] * num_blocks
         self.parent = [UNLINKED] * num_blocks
         self.stamp = [0] * num_blocks
-        self.num_changes = 0
+        self.num_changes = self.num_evicted = 0
         self._size = tokens_per_block
         self._child = [_NO_CHILD] * num_blocks
         # The children of roots and of nodes with several: blocks by key, in the order of keys.
@@ -211,6 +211,7 @@ class ReuseTree:
             node = parent[block]
             if node == UNLINKED:
                 continue
+            self.num_evicted += 1
             if node < 0 or only_child[node] != block or only_child[block] != _NO_CHILD:
                 self.unlink_with_descendants(block)
                 continue

@@ -59,6 +59,8 @@ NOT_BUILT = {
     "beam_width": "the blocks of beams are not sent",
     "num_loras": "adapters of two engines are not built",
     "lora_dir": "adapters of two engines are not built",
+    "kv_retention_priority": "retention of blocks that are sent is not built",
+    "kv_retention_s": "retention of blocks that are sent is not built",
 }
 
 

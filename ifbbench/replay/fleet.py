@@ -51,7 +51,14 @@ from ifbbench.replay.single import (
 )
 from ifbbench.replay.stepped_fleet import SteppedFleet, SteppedReplica
 from ifbbench.rundir import run_directory
-from ifbbench.rundir.fleet import Member, fleet_figures, replica_directory, tier_figures, write_requests
+from ifbbench.rundir.fleet import (
+    Member,
+    fleet_figures,
+    replica_directory,
+    retention_figures,
+    tier_figures,
+    write_requests,
+)
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
@@ -457,6 +464,8 @@ def fleet_summary(
     ]
     if tiers := tier_figures(summaries):
         summary |= {"kv_tiers": tiers}
+    if retention := retention_figures(summaries):
+        summary |= {"kv_retention": retention}
     return summary | {"fleet": fleet_figures(config.router or ROUTERS[0], summaries, members) | figures}, whole
 
 

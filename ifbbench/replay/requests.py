@@ -7,6 +7,7 @@ import numpy as np
 from ifbbench.build.adapters import drawn_tasks
 from ifbbench.build.engine import Engine, sampling_params
 from ifbbench.engine.request import NO_IDENTITY, Request, ReuseIdentity
+from ifbbench.engine.retention import DEFAULT_PRIORITY, NO_RETENTION, Retention, RetentionRange
 from ifbbench.engine.sampling_params import GREEDY, OutputOptions, StopConditions
 from ifbbench.replay.client import MakeRequest
 from ifbbench.schedulers.limits import BatchingConfig
@@ -35,6 +36,7 @@ def request_maker(engine: Engine, draws_loras: bool = False) -> MakeRequest:
         pad_id=max(config.eos_id or 0, 0) if config.pad_id is None else config.pad_id,
     )
 
+    kept, returned = retentions(config)
     is_symbolic = engine.limits.reuse.enabled and not makes_tokens
     lora, loras = engine.limits.lora, list[int]()
     if draws_loras and lora is not None:
@@ -56,9 +58,21 @@ def request_maker(engine: Engine, draws_loras: bool = False) -> MakeRequest:
             options=options,
             stop=StopConditions(end_tokens + row.stop_ids) if row.stop_ids else usual_stop,
             reuse=_symbols(row, index) if is_symbolic else NO_IDENTITY,
+            retention=kept if row.has_next_turn else returned,
         )
 
     return make_request
+
+
+def retentions(config: RunConfig) -> tuple[Retention, Retention]:
+    """The retention of requests that have a next turn, and of the others. A block that a request without priorities of
+    its own reuses would keep its priority without limit, so that the last turn of a session returns them to the default
+    one."""
+    priority, duration_s = config.kv_retention_priority, config.kv_retention_s
+    if priority is None:
+        return NO_RETENTION, NO_RETENTION
+    kept = Retention([RetentionRange(0, None, priority, duration_s)], priority, duration_s)
+    return kept, Retention([RetentionRange(0, None, DEFAULT_PRIORITY)])
 
 
 def _symbols(row: TraceRequest, index: int) -> ReuseIdentity:

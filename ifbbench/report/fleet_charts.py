@@ -13,7 +13,7 @@ from ifbbench.analysis.fleet_changes import FleetChanges
 from ifbbench.analysis.number_texts import time_unit
 from ifbbench.fleet.events import FAIL
 from ifbbench.report.colours import LIMIT_COLOURS, PAUSE
-from ifbbench.report.style import MAX_BINS, WIDTH, heading, in_percent, round_ticks, steps
+from ifbbench.report.style import MAX_BINS, WIDTH, chosen_ticks, heading, in_percent, round_ticks, steps
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.reader import Floats, RunData, load_run
 
@@ -40,12 +40,14 @@ def draw_replicas(run: RunData) -> Figure:
     axes_of = list(np.atleast_1d(figure.subplots(count + more + extra, 1, sharex=True)))
     top, *lanes = ([] if more else [None]) + axes_of
     most = max((float(waiting.max()) for _, _, waiting in replicas if len(waiting)), default=1.0)
+    # The lanes have one axis, so that they can be compared; one up to 100 % would hide what prefill replicas hold.
+    most_used = max((float(used.max()) for _, used, _ in replicas if len(used)), default=1.0) or 1.0
     for number, (axes, (times, used, waiting)) in enumerate(zip(lanes[:count], replicas, strict=True)):
         steps(
             axes, _at(edges_s, times, used), edges_s * scale, fill=True, color=KV_COLOUR, alpha=0.35, linewidth=0,
             label="KV cache in use",
         )  # fmt: skip
-        axes.set(ylim=(0, 1.05))
+        axes.set(ylim=(0, most_used * 1.05))
         name_lane(axes, names[number])
         if changes is not None:
             _shade_absence(axes, changes.replicas[number], float(edges_s[-1]), scale)
@@ -56,7 +58,7 @@ def draw_replicas(run: RunData) -> Figure:
         )  # fmt: skip
         queue.set_ylim(0, max(1.0, most) * 1.05)
         round_ticks(axes.yaxis, 2, text=in_percent)
-        round_ticks(queue.yaxis, 2, whole=True)
+        chosen_ticks(queue.yaxis, (0.0, max(1.0, most)))
         queue.spines["right"].set_visible(False)
         queue.tick_params(length=0)
         if not number:
@@ -135,7 +137,11 @@ def _lane(run: RunData) -> tuple[Floats, Floats, Floats]:
     table = run.iterations
     used, pool, _ = run.blocks_of_fullest()
     times = table["start_s"].to_numpy(dtype=float)
-    return times, np.nan_to_num(used) / max(pool, 1), table["waiting"].to_numpy(dtype=float)
+    waiting = table["waiting"].to_numpy(dtype=float)
+    # What an iteration began with does not last beyond it where no other one follows.
+    ends_s = times[-1:] + table["latency_ms"].to_numpy(dtype=float)[-1:] / 1e3
+    held = np.nan_to_num(used) / max(pool, 1)
+    return np.append(times, ends_s), np.append(held, [0.0] * len(ends_s)), np.append(waiting, [0.0] * len(ends_s))
 
 
 def _until(lane: tuple[Floats, Floats, Floats], end_s: float) -> tuple[Floats, Floats, Floats]:

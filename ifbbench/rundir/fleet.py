@@ -143,6 +143,15 @@ def tier_figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
     return found
 
 
+def retention_figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The entry `kv_retention` of a fleet's summary, of all replicas together; empty where none has one."""
+    found: dict[str, int] = {}
+    for one in summaries:
+        for name, value in (one.get("kv_retention") or {}).items():
+            found[name] = found.get(name, 0) + value
+    return found
+
+
 def imbalance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What the replica with most requests, prompt tokens or output tokens has, over the mean of these replicas."""
     found = {}

@@ -80,6 +80,12 @@ class JsonLinesWriter:
             _ENCODER.encode_into(line, self._lines, -1)
             self._end_line()
 
+    def add_each(self, lines: Sequence[Any]) -> None:
+        """Append several lines, those that are None left out."""
+        self._lines += _ENCODER.encode_lines([line for line in lines if line is not None])
+        if len(self._lines) >= BYTES_AT_ONCE:
+            self._write_gathered()
+
     def write(self, lines: Iterable[bytes]) -> None:
         """Append encoded lines, each without its line end."""
         for line in lines:

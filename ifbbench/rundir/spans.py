@@ -170,11 +170,12 @@ class RequestTimeline:
         way to it, it waits for these, whatever else the span is."""
         seconds: dict[str, float] = {}
         name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
+        loads = self.request.loads
         for next_name, first in self.closed:
             until_s = starts[first]
             if until_s < arrival_s:
                 until_s = arrival_s
-            for load in self.request.loads:
+            for load in loads:
                 if load.begin_s < until_s and begin_s < load.end_s:
                     if begin_s < load.begin_s:
                         self._attribute(seconds, name, begin_s, load.begin_s)
@@ -215,16 +216,18 @@ class RequestTimeline:
         return max(0, tokens_of(span, last, self.every) - again)
 
     def _line(self, span: Span, last: int, produced: int) -> SpanLine:
-        line = SpanLine(self.request.request_id, span.phase, span.first, last, 0, span.cause, UNSET, UNSET, UNSET)
-        if self.every > 1 and span.phase in RUNNING:
-            line.every = self.every
-        if span.phase == Phase.GENERATION:
-            line.tokens, line.produced = tokens_of(span, last, self.every), produced
-            line.first_output = span.first_output
+        request_id, phase, first, cause = self.request.request_id, span.phase, span.first, span.cause
+        if phase == Phase.GENERATION:
+            tokens = tokens_of(span, last, self.every)
+            line = SpanLine(request_id, phase, first, last, tokens, cause, span.first_output, UNSET, produced)
             if span.extra is not None:
-                line.steps = steps_of(span.first, last, span.extra)
+                line.steps = steps_of(first, last, span.extra)
         elif span.chunks:
-            line.tokens, line.chunks, line.produced = sum(span.chunks), span.chunks, produced
+            line = SpanLine(request_id, phase, first, last, sum(span.chunks), cause, UNSET, span.chunks, produced)
+        else:
+            line = SpanLine(request_id, phase, first, last, 0, cause, UNSET, UNSET, UNSET)
+        if self.every > 1 and phase in RUNNING:
+            line.every = self.every
         return line
 
 
@@ -361,18 +364,22 @@ class SpanTracker:
 
     def _hold(self, record: IterationRecord) -> None:
         """Generation requests that do not run are skipped until they run again."""
-        ids = [request.request_id for request in record.held if not request.has_left]
-        held = {request_id: self._timelines[request_id] for request_id in ids}
+        held, timelines, lines = dict[int, RequestTimeline](), self._timelines, list[SpanLine | None]()
+        for request in record.held:
+            if not request.has_left:
+                held[request.request_id] = timelines[request.request_id]
         for request_id, timeline in self._held.items():
             if request_id not in held:
                 assert timeline.open is not None
                 first_output = timeline.open.first_output
-                self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=first_output))
+                lines.append(timeline.begin(Span(Phase.GENERATION, record.iteration, first_output=first_output)))
         for request_id, timeline in held.items():
             if request_id not in self._held:
                 first_output = timeline.request.num_outputs  # of the generation that follows
-                self._begin(timeline, Span(Phase.SKIPPED, record.iteration, first_output=first_output))
+                lines.append(timeline.begin(Span(Phase.SKIPPED, record.iteration, first_output=first_output)))
         self._held = held
+        if self.writer is not None:
+            self.writer.add_each(lines)
 
     def _run_context(self, record: IterationRecord) -> None:
         turn = record.iteration % record.num_micro_batches
@@ -409,8 +416,8 @@ class SpanTracker:
             if left_out.request.has_left:
                 continue
             timeline = self._timelines.get(left_out.request.request_id)
-            if timeline is None:  # it is in the queue, or waits for blocks for what another engine sends
-                self._names_queue_head |= left_out.request.table is None
+            if timeline is None:  # it was in the queue, or waits for blocks for what another engine sends
+                self._names_queue_head |= left_out.request.table is None or not left_out.request.remote_len
             elif self._set_cause(timeline, left_out.limit, record.iteration):
                 blocked[left_out.request.request_id] = timeline
         for request_id, timeline in self._blocked.items():

@@ -172,6 +172,15 @@ class Lora(Struct):
     peak_device_pages: int
 
 
+class KvRetention(Struct):
+    """Blocks that kept a retention priority above the default one; see `ifbbench.kv.interface.KvCache`."""
+
+    retained_blocks: int
+    expired_blocks: int
+    lost_blocks: int
+    evicted_blocks: int
+
+
 class SpeculativeDecoding(Struct):
     """Draft tokens that were verified, and those that became output. acceptance_length: tokens of a step with drafts.
     draft_s: device time of the draft model."""
@@ -353,6 +362,7 @@ class Summary(RequestFigures):
     expected_error: ExpectedError | UnsetType
     lora: Lora | UnsetType
     host_cache: HostCache | UnsetType
+    kv_retention: KvRetention | UnsetType
     kv_tiers: dict[str, KvTier] | UnsetType
     speculative_decoding: SpeculativeDecoding | UnsetType
     fleet: FleetFigures | UnsetType

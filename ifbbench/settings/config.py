@@ -943,6 +943,21 @@ class RunConfig:
         aliases=("host_cache_size",),
         elsewhere="swap_space cpu_offload_gb secondary_cache_size",
     )
+    kv_retention_priority: int | None = _cache(
+        None,
+        "Retention priority, above 35, of the blocks of requests that another turn of their session comes after.",
+        minimum=36,
+        maximum=100,
+        elsewhere="decode_retention_priority retention_priority kv_cache_retention_config",
+    )
+    kv_retention_s: float | None = _cache(
+        None,
+        "How long such blocks keep that priority after the end of their request. Default: without limit.",
+        minimum=0.0,
+        maximum=1e9,
+        unit="s",
+        elsewhere="decode_duration_ms retention_duration_ms kv_time_to_live kv_ttl",
+    )
     kv_disk_bytes: int = _cache(
         0,
         "A disk beneath the memory of each engine, which keeps the blocks of prefixes.",

@@ -97,9 +97,11 @@ def summarise_replicas(
     trace: Trace, config: RunConfig, progress: Progress, *, replicas: int
 ) -> tuple[dict[str, Any], int | None]:
     """A RunPoint of `replicas` servers behind the router of `config`; without one they share the requests as
-    `--replica` says. See `summarise_fleet`."""
+    `--replica` says. With prefill and decode apart it is one, of the replicas in `config`. See `summarise_fleet`."""
+    if replicas == 1 and not config.is_disaggregated:
+        config = config.of_one_replica()
     if replicas == 1:
-        return summarise(trace, config.of_one_replica(), progress)
+        return summarise(trace, config, progress)
     return summarise(trace, config.with_values(replicas=replicas, router=config.router or SHARES), progress)
 
 

@@ -194,10 +194,17 @@ class Tuner:
             most = most if best is None else best.run.case.replicas
         return best
 
+    def nearest(self, max_gpus: int) -> Candidate | None:
+        """The candidate that meets the objectives best with so many GPUs, of the settings from which a search starts;
+        None if none runs."""
+        (tp,) = self.space.tp_sizes(max_gpus)
+        replicas = min(max(max_gpus // (tp * self.base.pp_size), 1), self._max_replicas(tp))
+        return self.judge.best_of(self._evaluate([Case(point, None, replicas) for point in self._starts(tp)[:2]]))
+
     def spare_rate(self, one: Candidate) -> float:
         """How much faster requests may come, as a share of their rate, before the replicas of `one` miss objectives."""
-        case = one.run.case
-        return max(find_max_rate(self.runs, self.goal, case.settings, case.replicas).low - 1.0, 0.0)
+        (found,) = find_max_rates(self.runs, self.goal, [one.run.case])
+        return max(found.low - 1.0, 0.0)
 
     def _search(self) -> None:
         best = None

@@ -150,6 +150,16 @@ class Candidate:
         return self.run.summary
 
 
+def nearest_objective(one: Candidate, goal: Goal) -> tuple[str, float] | None:
+    """The objective that is nearest to its limit, and its value as a share of the limit; None without objectives."""
+    shares = {
+        objective.name: value / objective.target_s
+        for objective in goal.objectives
+        if (value := one.summary["slo"][objective.name]["value"]) is not None
+    }
+    return max(shares.items(), key=lambda item: item[1]) if shares else None
+
+
 class Judge:
     """Compares candidates by `goal`. price: of a GPU hour."""
 
@@ -163,7 +173,7 @@ class Judge:
         case, summary = run.case, run.summary
         if run.error:
             return None
-        gpus = case.replicas * dict(case.settings)["tp_size"] * self.runs.base.pp_size
+        gpus = self.runs.gpus(case)
         if self.goal.name == "cost":
             tokens_per_s = summary["output_throughput_tokens_per_s"]
             score = -gpus * self.price / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("-inf")

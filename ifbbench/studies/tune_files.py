@@ -24,6 +24,9 @@ from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.fleet import replica_directories
+from ifbbench.rundir.reader import REQUEST_FIELDS
+from ifbbench.rundir.rows import read_lines
+from ifbbench.rundir.run_directory import find_lines
 from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, RunConfig
 from ifbbench.settings.servers import SERVERS, write_line
 from ifbbench.studies.points import SHARES
@@ -40,6 +43,7 @@ from ifbbench.studies.tune_certainty import (
     next_best,
     tried_alone,
 )
+from ifbbench.studies.tune_runs import sides_of
 from ifbbench.studies.tune_space import OF_ENGINES, PREFILL_CAP
 from ifbbench.workload.trace import columns_of
 
@@ -82,6 +86,8 @@ def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence
     runs = [RecordedRun.load(directory) for directory in recorded]
     sample = RunSample(row for run in runs for row in run.row_of.values()) if len(runs) > 1 else None
     sample = runs[0].sample if len(runs) == 1 else sample
+    if best.run.case.is_apart:  # the requests of the fleet: each has two replicas
+        sample = RunSample(read_lines(find_lines(recorded[0].parent, "requests"), REQUEST_FIELDS))
     found = intervals(tuning, sample) if sample else {}
     lines = [shlex.join(words) for words in commands]
     recommended = described(best, goal)
@@ -192,7 +198,7 @@ def described(one: Candidate, goal: Goal) -> dict[str, Any]:
     summary, case = one.summary, one.run.case
     figures: dict[str, Any] = {name: summary[name] for name in FIGURES if name in summary}
     figures |= {name: {part: summary[name][part] for part in STATISTICS} for name in LATENCIES}
-    figures |= {"gpus": one.gpus, "replicas": case.replicas}
+    figures |= {"gpus": one.gpus, "replicas": case.replicas + case.decode_replicas, **sides_of(case)}
     if goal.name == "max_rate":
         figures["max_rate_requests_per_s"] = one.score if one.rate else None
         if one.rate:
@@ -279,6 +285,8 @@ def binding(findings: Findings, tuning: Tuning) -> dict[str, Any]:
     text, replicas = findings.waiting_text, best.run.case.replicas
     if replicas > 1:
         text = f"Replica 1 of {replicas}: {text}"
+    if best.run.case.is_apart:
+        text = f"Prefill replica 1 of {replicas}: {findings.waiting_text}"
     tried = tried_alone(best, tuning, [*findings.waiting_s])
     if tried:
         words = findings.words
@@ -301,12 +309,15 @@ def check(directory: Path, overwrite: bool) -> None:
 
 def record_best(tuning: Tuning, directory: Path, overwrite: bool) -> list[Path]:
     """Run the best candidate again into `directory`/run, with everything recorded; of several replicas the first one
-    there, and the K-th into run-K; behind a router that was given, the fleet. Returns the runs of all replicas.
-    InputError if there is a run and `overwrite` is off."""
+    there, and the K-th into run-K; behind a router that was given, or of two sides, the fleet. Returns the runs of
+    all replicas. InputError if there is a run and `overwrite` is off."""
     assert tuning.best is not None
     case, runs = tuning.best.run.case, tuning.runs
     runs.work += len(runs.trace_of(case)) if case.requests is None else case.requests
     recorded = []
+    if case.is_apart:
+        run_trace(runs.trace_of(case), runs.config(case).with_values(output=str(directory / RUN), overwrite=overwrite))
+        return replica_directories(directory / RUN)
     if case.replicas > 1 and runs.base.router is not None:
         fleet = runs.config(case).with_values(replicas=case.replicas, output=str(directory / RUN), overwrite=overwrite)
         run_trace(runs.trace_of(case), fleet)
@@ -336,9 +347,9 @@ def settings_of_best(tuning: Tuning) -> dict[str, Any]:
         values["request_rate"] = asked.request_rate * best.run.case.rate
     elif best.run.case.rate != 1.0:
         values["time_scale"] = asked.time_scale / best.run.case.rate
-    if best.run.case.replicas == 1:
+    if best.run.case.replicas == 1 and not best.run.case.is_apart:
         values.pop("router", None)
-    return values
+    return values | sides_of(best.run.case)
 
 
 def write_run_config(tuning: Tuning, trace: str | None, directory: Path) -> Path:
@@ -346,7 +357,7 @@ def write_run_config(tuning: Tuning, trace: str | None, directory: Path) -> Path
     import yaml
 
     assert tuning.best is not None
-    replicas = tuning.best.run.case.replicas
+    replicas = 1 if tuning.best.run.case.is_apart else tuning.best.run.case.replicas
     head: dict[str, Any] = {} if trace in (None, STANDARD_INPUT) else {"trace": trace}
     use = "# ifbbench run --config run.yaml\n"
     if replicas > 1:

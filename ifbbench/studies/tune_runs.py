@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ifbbench.fleet.sides import gpus_of_side
+from ifbbench.rundir.disaggregated import DECODE, PREFILL
 from ifbbench.settings.config import RunConfig
 from ifbbench.studies.points import PointResult, run_all, summarise_replicas
 from ifbbench.studies.tune_space import Settings
@@ -25,6 +27,7 @@ APPLIED: Mapping[str, Any] = {
     "skip_samples": 0,
 }
 
+SIDES = (PREFILL, DECODE)
 # What a trace is cut into, to see how much the highest rate varies; a stretch has so many requests at least.
 STRETCHES, MIN_STRETCH = 3, 100
 
@@ -33,7 +36,7 @@ STRETCHES, MIN_STRETCH = 3, 100
 class Case:
     """One run. requests: the first of the trace; None is all. replicas: servers that share them. rate: arrivals come so
     many times as fast. seed: of arrivals that are drawn; None is that of the settings. stretch: a third of the trace, 0
-    to STRETCHES - 1; None is all of it."""
+    to STRETCHES - 1; None is all of it. decode_replicas: with prefill and decode apart; `replicas` compute prompts."""
 
     settings: Settings
     requests: int | None = None
@@ -41,6 +44,12 @@ class Case:
     rate: float = 1.0
     seed: int | None = None
     stretch: int | None = None
+    decode_replicas: int = 0
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether prefill and decode are apart."""
+        return self.decode_replicas > 0
 
 
 @dataclass(frozen=True)
@@ -90,8 +99,8 @@ class Runs:
     def run(self, cases: Sequence[Case]) -> list[Run]:
         """The outcome of each case; those of before are not run again."""
         wanted = [case for case in dict.fromkeys(cases) if case not in self._known]
-        for replicas in dict.fromkeys(case.replicas for case in wanted):
-            alike = [case for case in wanted if case.replicas == replicas]
+        for replicas in dict.fromkeys(map(_shares, wanted)):
+            alike = [case for case in wanted if _shares(case) == replicas]
             traces = [self.trace_of(case) for case in alike]
             self.work += sum(
                 min(case.requests or len(trace), len(trace)) for case, trace in zip(alike, traces, strict=True)
@@ -117,9 +126,18 @@ class Runs:
                 "time_scale": 1 / case.rate,
                 "max_num_samples": case.requests,
                 "quiet": True,
+                **sides_of(case),
                 **dict(case.settings),
             }
         )
+
+    def gpus(self, case: Case) -> int:
+        """GPUs of all replicas."""
+        config = self.base.with_values(**dict(case.settings))
+        if not case.is_apart:
+            return case.replicas * config.tp_size * config.pp_size
+        counts = (case.replicas, case.decode_replicas)
+        return sum(count * gpus_of_side(config, side) for count, side in zip(counts, SIDES, strict=True))
 
     def _trace(self, seed: int, stretch: int | None) -> Trace:
         """The requests with the arrivals that `base` asks for."""
@@ -130,6 +148,16 @@ class Runs:
                 trace = stretch_of(self._trace(seed, None), stretch, STRETCHES)
             self._traces[seed, stretch] = in_memory(trace)
         return self._traces[seed, stretch]
+
+
+def sides_of(case: Case) -> dict[str, int]:
+    """The settings of how many replicas each side has, with prefill and decode apart."""
+    return {"prefill_replicas": case.replicas, "decode_replicas": case.decode_replicas} if case.is_apart else {}
+
+
+def _shares(case: Case) -> int:
+    """The number of servers that share the requests; 1 for both sides of a fleet, which are one run."""
+    return 1 if case.is_apart else case.replicas
 
 
 def mean_rate(trace: Trace) -> float | None:

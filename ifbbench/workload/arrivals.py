@@ -1,5 +1,6 @@
 """Arrivals in sessions: a later turn arrives after the answer to the turn before, and to others that it waits for."""
 
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
@@ -51,3 +52,16 @@ def waited_for(columns: RequestColumns, before: Indices) -> dict[int, list[int]]
                 f"sessions: requests {circle} wait for each other (`after`, `also_after`); expected a first one."
             ) from error
     return found
+
+
+def with_next_turns(columns: RequestColumns) -> RequestColumns:
+    """`columns` with `next_turns`: a turn that others name as the one before them (`after`) has a next one.
+
+    Those that are only waited for (`also_after`), such as sub-agents, have none: what comes after them goes on with
+    other blocks.
+    """
+    found = columns.next_turns
+    if columns.after is not None:
+        before = predecessors(columns)
+        found |= frozenset(np.asarray(columns.request_id)[before[before != NO_REQUEST]].tolist())
+    return replace(columns, next_turns=found)

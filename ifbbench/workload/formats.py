@@ -136,8 +136,8 @@ class IfbbenchFormat(TraceFormat):
 
     Either of the last two stands in for the other. If the first rows have no `arrival_s`, all requests arrive at once.
     Optional: `request_id` (default: the row's number, from 0), `priority`, `beam_width`, `lora_task_id`, `stop_ids`,
-    `class`, `after` with `think_s` and `also_after`, `added_in`, `added_with`, `stopped_in`; beside `prompt_len`,
-    `prefix_ids` and `prefix_lens`. Other keys are ignored.
+    `class`, `after` with `think_s` and `also_after`, `has_next_turn`, `added_in`, `added_with`, `stopped_in`; beside
+    `prompt_len`, `prefix_ids` and `prefix_lens`. Other keys are ignored.
     `write_trace` is the inverse.
     """
 
@@ -192,6 +192,7 @@ class IfbbenchFormat(TraceFormat):
                 added_with=0 if (given := get("added_with")) is None else integer(given, "added_with", 0, MAX_LENGTH),
                 stopped_in=None if stopped_in is None else integer(stopped_in, "stopped_in", 0, MAX_ID),
                 also_after=_also_after(row),
+                has_next_turn=_has_next_turn(row),
             ),
         )
 
@@ -203,6 +204,14 @@ def _also_after(row: Row) -> tuple[int, ...]:
     if row.get("after") is None:
         raise InputError("also_after is given without after; expected both, or `after` alone.")
     return integers(row["also_after"], "also_after", "request id", 0, MAX_ID)
+
+
+def _has_next_turn(row: Row) -> bool:
+    """`has_next_turn` of a row in ifbbench's format."""
+    given = row.get("has_next_turn")
+    if given is not None and not isinstance(given, bool):
+        raise InputError(f"has_next_turn is {given!r}; expected true or false.")
+    return bool(given)
 
 
 def token_ids(row: Row, name: str) -> tuple[int, ...]:
@@ -293,6 +302,8 @@ def _line(request: TraceRequest) -> str:
         record |= {"after": request.after, "think_s": request.think_s}
     if request.also_after:
         record["also_after"] = request.also_after
+    if request.has_next_turn:
+        record["has_next_turn"] = True
     for name in ("added_in", "added_with", "stopped_in"):
         if (value := getattr(request, name)) is not None and (name, value) != ("added_with", 0):
             record[name] = value

@@ -22,7 +22,7 @@ from ifbbench.settings.config import (
     RunConfig,
 )
 from ifbbench.settings.fields import did_you_mean, text
-from ifbbench.workload.arrivals import predecessors, session_starts
+from ifbbench.workload.arrivals import predecessors, session_starts, with_next_turns
 from ifbbench.workload.formats import ReadOptions
 from ifbbench.workload.reading import read_trace
 from ifbbench.workload.trace import (
@@ -131,6 +131,10 @@ def _with_settings(columns: RequestColumns, config: RunConfig) -> RequestColumns
     if config.arrival == BY_ITERATION:
         columns = _by_iteration(columns)
     columns = _until(config.duration, _in_time(_with_arrivals(columns, config)), config.keeps_arrivals)
+    if config.kv_retention_priority is not None:
+        columns = with_next_turns(columns)
+        if not columns.next_turns:
+            _log.warning("--kv_retention_priority: no request of the trace comes after another one; no block is kept.")
     return columns if config.replica is None else _share(columns, config.replica)
 
 

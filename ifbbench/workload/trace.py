@@ -41,6 +41,8 @@ class TraceRequest(Struct, frozen=True, gc=False):
     after: the request_id of the turn before in the session; the request arrives `think_s` seconds after its end.
     also_after: the request_ids of others whose ends it waits for, such as those of sub-agents; `think_s` counts from
         the last of all ends. Empty without `after`.
+    has_next_turn: whether a later turn of its session comes after it, as far as a run with --kv_retention_priority
+        has to know.
     added_in, stopped_in: of a recorded engine, the iteration before which the request entered its queue, and the one
         before which its client stopped it; None where that is not known, or it was not stopped.
     added_with: iterations that were in flight when the request entered the queue.
@@ -65,6 +67,7 @@ class TraceRequest(Struct, frozen=True, gc=False):
     added_with: int = 0
     stopped_in: int | None = None
     also_after: tuple[int, ...] = ()
+    has_next_turn: bool = False
 
     @property
     def has_only_numbers(self) -> bool:
@@ -79,6 +82,7 @@ class TraceRequest(Struct, frozen=True, gc=False):
             and self.request_class is None
             and self.after is None
             and self.added_in is None
+            and not self.has_next_turn
         )
 
     def prefix_runs(self) -> list[PrefixRun]:
@@ -194,6 +198,7 @@ class RequestColumns(Sequence[TraceRequest]):
     class_of: the position of each request's class in `class_names`, NO_CLASS if it has none; None if none has one.
     after: NO_REQUEST for a request that follows no other; with `think_s`, None if there are no sessions.
     also_after: by request_id, of the requests that wait for more than one.
+    next_turns: the request_ids of those that have a next turn, where that was asked for.
     added_in, stopped_in: NO_ITERATION where a request has none; with `added_with`, None if no request has one.
     """
 
@@ -216,6 +221,7 @@ class RequestColumns(Sequence[TraceRequest]):
     added_with: "Integers | None" = None
     stopped_in: "Integers | None" = None
     also_after: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    next_turns: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -240,6 +246,7 @@ class RequestColumns(Sequence[TraceRequest]):
                 self.prompt_len[index],
                 self.max_new_tokens[index],
                 self.output_len[index],
+                has_next_turn=self.request_id[index] in self.next_turns,
             )
         session: dict[str, Any] = {}
         if self.after is not None and self.think_s is not None and self.after[index] != NO_REQUEST:
@@ -250,6 +257,7 @@ class RequestColumns(Sequence[TraceRequest]):
             arrival_s=self.arrival_s[index],
             max_new_tokens=self.max_new_tokens[index],
             output_len=self.output_len[index],
+            has_next_turn=self.request_id[index] in self.next_turns,
             **session,
         )
 
@@ -284,6 +292,7 @@ class ColumnsBuilder:
         self._after: Integers | None = None
         self._think_s: Floats = array(SECONDS)
         self._also_after: dict[int, tuple[int, ...]] = {}
+        self._next_turns = set[int]()
         self._added_in: Integers | None = None
         self._stopped_in: Integers = array(ID)
         self._added_with: Integers = array(LENGTH)
@@ -316,6 +325,8 @@ class ColumnsBuilder:
             self._think_s.append(request.think_s)
         if request.also_after:
             self._also_after[request.request_id] = request.also_after
+        if request.has_next_turn:
+            self._next_turns.add(request.request_id)
         if self._added_in is None and request.added_in is not None:
             self._added_in, self._stopped_in = (identifiers([NO_ITERATION]) * (len(columns) - 1) for _ in range(2))
             self._added_with = integers([0]) * (len(columns) - 1)
@@ -345,6 +356,7 @@ class ColumnsBuilder:
             after=self._after,
             think_s=None if self._after is None else self._think_s,
             also_after=self._also_after,
+            next_turns=frozenset(self._next_turns),
             added_in=self._added_in,
             stopped_in=None if self._added_in is None else self._stopped_in,
             added_with=None if self._added_in is None else self._added_with,

@@ -166,3 +166,14 @@ def test_each_request_waits_for_the_same_in_its_row_and_in_why(engine: str, rate
         assert dict(in_why) == pytest.approx({limit: spent for limit, spent in in_row.items() if spent}, abs=1e-9)
         found |= in_why.keys()
     assert found >= ({"none"} if rate < 10 else {"none", "kv_blocks"})
+
+
+def test_a_head_that_enters_before_its_iteration_is_recorded_keeps_the_limit_that_held_it(tmp_path: Path) -> None:
+    """With overlap, an iteration is recorded when the next one was decided, which lets the head of the queue run."""
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"prompt_len": length, "output_len": 4, "arrival_s": 0.0} for length in (100, 20)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = simulate(tmp_path, "run", trace, engine="vllm", max_batch_size=9, max_num_tokens=64)
+    waiting = [span for span in run.spans[1] if span.phase == "waiting"]
+    assert [(span.first, span.last, span.waits_for) for span in waiting] == [(0, 0, "num_tokens")]
+    assert "waiting_num_tokens" in run.row_of[1]["attribution_s"]

@@ -1,9 +1,10 @@
 """Random workloads for SGLang's scheduler, in the form of its cases."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
-from ifbbench.settings.config import EVICTION_POLICIES, SCHEDULE_POLICIES
+from ifbbench.settings.config import EVICTION_POLICIES, HOST_WRITE_POLICIES, SCHEDULE_POLICIES
 
 
 def draw_case(seed: int) -> dict[str, Any]:
@@ -59,3 +60,74 @@ def draw_case(seed: int) -> dict[str, Any]:
         },
         "requests": requests,
     }
+
+
+def draw_chunks(seed: int) -> dict[str, Any]:
+    """Long prompts in chunks, which are seldom whole pages, and a cache that holds two of them."""
+    case, draw = draw_case(seed), random.Random(seed)
+    settings, requests = case["settings"], case["requests"]
+    for one in requests:
+        one["prompt"] = one["prompt"] + [draw.randrange(10, 60) for _ in range(draw.randint(0, 400))]
+    chunk = draw.choice([20, 50, 100])
+    settings |= {
+        "chunked_prefill_size": max(chunk, settings["page_size"]),
+        "max_running_requests": 64,
+        "num_pages": _pages_of_longest(case, draw.choice([1.1, 1.5, 2.5])),
+    }
+    if not settings["enable_priority_scheduling"] and not settings["disable_radix_cache"] and draw.random() < 0.4:
+        settings["schedule_policy"] = "shortest-prefill-first"
+    return case
+
+
+def draw_retractions(seed: int) -> dict[str, Any]:
+    """Requests that come one after the other and have all the outputs that they may have, of which few are expected, in
+    a cache that holds two or three."""
+    case, draw = draw_case(seed), random.Random(seed)
+    apart = draw.choice([1, 2, 4])
+    for one in case["requests"]:
+        outputs = draw.randint(40, 200)
+        one |= {
+            "prompt": one["prompt"][: draw.choice([20, 60])],
+            "max_new_tokens": outputs,
+            "output_len": outputs,
+            "round": one["id"] * apart,
+        }
+    case["settings"] |= {
+        "ignore_eos": False,
+        "schedule_conservativeness": 0.02,
+        "max_running_requests": 64,
+        "num_pages": _pages_of_longest(case, draw.choice([2, 3])),
+    }
+    return case
+
+
+def draw_hosted(seed: int) -> dict[str, Any]:
+    """A part of the cache in host memory, and prompts that begin as earlier ones."""
+    case, draw = draw_case(seed), random.Random(seed)
+    prompts = [one["prompt"] for one in case["requests"]]
+    for one in case["requests"]:
+        if draw.random() < 0.6:
+            earlier = draw.choice(prompts)[: len(one["prompt"])]
+            one["prompt"] = earlier + one["prompt"][len(earlier) :]
+    settings = case["settings"]
+    settings |= {
+        "disable_radix_cache": False,
+        "num_host_pages": max(1, int(settings["num_pages"] * draw.choice([0.2, 1, 1, 3]))),
+        "hicache_write_policy": draw.choice(HOST_WRITE_POLICIES),
+    }
+    return case
+
+
+def _pages_of_longest(case: dict[str, Any], count: float) -> int:
+    """Pages for so many of the longest request."""
+    page = int(case["settings"]["page_size"])
+    longest = max(len(one["prompt"]) + one["max_new_tokens"] for one in case["requests"]) + 2 * page + 2
+    return int(count * longest) // page + 2
+
+
+WORKLOADS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "mixed": draw_case,
+    "chunks": draw_chunks,
+    "retractions": draw_retractions,
+    "host": draw_hosted,
+}

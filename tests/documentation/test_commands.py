@@ -20,7 +20,7 @@ from ifbbench.report.chart_files import FORMATS
 from ifbbench.report.style import STYLE, save
 from tests.live.test_recording import CASES, events_of, write_events
 from tests.live.test_sglang_recording import CASES as CASES_OF_SGLANG
-from tests.serving.clients import server_process
+from tests.serving.clients import SMALL_POOL, server_process
 from tests.serving.triton_clients import triton as triton_process
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +47,8 @@ REAL_REQUESTS = {"run": ("--max_num_samples", "5"), "sweep": ("--max_num_samples
 SIMULATED_REQUESTS = ("--max_num_samples", "40")
 # A few trials of `why` show that it takes the run.
 TRIALS = ("--budget", "1s")
+# Requests to a server arrive as fast as on the page, in a second or two.
+SENT_REQUESTS = ("--max_num_samples", "20")
 # Workloads that engines.md shows.
 STAND_INS["shared.yaml"] = (
     "num_requests: 12\nprompt_len: {distribution: uniform, min: 22, max: 34}\n"
@@ -141,7 +143,7 @@ def drawn_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("drawn_once", "small_model", "without_layout", "one_process", "small_pools")
+@pytest.mark.usefixtures("drawn_once", "small_model", "without_layout", "one_process")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(one, marks=[pytest.mark.slow] if one.name == SLOW_PAGE else [], id=one.name) for one in PAGES],
@@ -159,7 +161,8 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path, m
         *words, _, to_file = words if ">" in words else [*words, "", ""]
         words += REAL_REQUESTS[words[0]] if is_real(words) else ()
         words += SIMULATED_REQUESTS if is_long(words) and tuple(words) not in samples else ()
-        words += TRIALS if words[0] == "why" and len(words) == 2 else ()
+        words += TRIALS if words[0] == "why" and (len(words) == 2 or "--server" in words) else ()
+        words += SENT_REQUESTS if "--endpoint" in words else ()
         if words[0] == "serve":
             answer_one_request(words)
             served = words[1 : words.index("--record")] if "--record" in words else words[1:]
@@ -187,8 +190,9 @@ def test_the_readme_shows_what_is_printed() -> None:
 
 
 def answer_one_request(words: list[str]) -> None:
-    """Start a server as documented, but on a free port, send it a request, and end it."""
-    with server_process(*words[1:]) as server:
+    """Start a server as documented, but on a free port and on the CPU with a small pool; send it a request, end it."""
+    pool = SMALL_POOL if "cpu" in words else ()
+    with server_process(*words[1:], *pool) as server:
         body = b'{"prompt": "Hello", "max_tokens": 4}'
         with urllib.request.urlopen(f"{server.url}/v1/completions", body, timeout=300) as response:
             assert json.load(response)["usage"]["completion_tokens"] == 4

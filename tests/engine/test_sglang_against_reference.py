@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from ifbbench.settings.config import HOST_WRITE_POLICIES
 from tests.conformance.outcome import Case, expect_equal
 from tests.conformance.sglang import END_TOKEN, MAX_ROUNDS, replay_run
-from tests.conformance.sglang_workloads import draw_case
+from tests.conformance.sglang_workloads import WORKLOADS, draw_hosted
 from tests.engine.sglang_reference import POLICIES, answers
 from tests.engine.test_sglang_conformance import cases
 
@@ -18,9 +17,9 @@ def is_transcribed(case: Case) -> bool:
     return settings["schedule_policy"] in POLICIES and settings["disable_priority_preemption"]
 
 
-def draw_transcribed(seed: int) -> Case:
+def draw_transcribed(seed: int, kind: str = "mixed") -> Case:
     """A random workload with the rules that are transcribed, and the answers of the transcription."""
-    case = draw_case(seed)
+    case = WORKLOADS[kind](seed)
     policy = random.Random(seed).choice(POLICIES)
     if case["settings"]["enable_priority_scheduling"] and policy == "lpm":
         policy = "fcfs"
@@ -35,20 +34,12 @@ def test_the_transcription_decides_as_sglang(case: Case) -> None:
 
 
 def draw_with_host(seed: int) -> Case:
-    """The same with a part of the cache in host memory, and prompts that begin as earlier ones."""
-    case, draw = draw_case(seed), random.Random(seed)
-    prompts = [one["prompt"] for one in case["requests"]]
-    for one in case["requests"]:
-        if draw.random() < 0.6:
-            earlier = draw.choice(prompts)[: len(one["prompt"])]
-            one["prompt"] = earlier + one["prompt"][len(earlier) :]
+    """The same with host memory."""
+    case, policy = draw_hosted(seed), random.Random(seed).choice(POLICIES)
     settings = case["settings"]
     settings |= {
-        "schedule_policy": "fcfs" if settings["enable_priority_scheduling"] else draw.choice(POLICIES),
+        "schedule_policy": "fcfs" if settings["enable_priority_scheduling"] else policy,
         "disable_priority_preemption": True,
-        "disable_radix_cache": False,
-        "num_host_pages": max(1, int(settings["num_pages"] * draw.choice([0.2, 1, 1, 3]))),
-        "hicache_write_policy": draw.choice(HOST_WRITE_POLICIES),
     }
     return case | {"batches": answers(case, END_TOKEN, MAX_ROUNDS)}
 
@@ -66,3 +57,10 @@ def test_host_memory_is_used_as_its_transcription_does(first: int) -> None:
 def test_the_scheduler_decides_as_its_transcription(first: int) -> None:
     for seed in range(first, first + 30):
         replay_run(draw_transcribed(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chunks", "retractions"])
+def test_cuts_and_retractions_are_those_of_the_transcription(kind: str) -> None:
+    for seed in range(20):
+        replay_run(draw_transcribed(seed, kind))

@@ -18,6 +18,7 @@ from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.sglang.admission import NONE_RUNNING, Need, PrefillPass, Verdict
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.sglang.scheduler import SglangScheduler
 from ifbbench.settings.config import EVICTION_POLICIES, HOST_WRITE_POLICIES, SCHEDULE_POLICIES
@@ -277,3 +278,9 @@ def yielded(record: IterationRecord) -> int:
     """Output tokens of an iteration."""
     accepted = record.drafts.accepted if record.drafts is not None else 0
     return record.num_generation + accepted + sum(chunk.is_last for chunk in record.context)
+
+
+@pytest.mark.parametrize(("available", "verdict"), [(60, Verdict.NO_TOKEN), (200, Verdict.OTHER)])
+def test_memory_is_judged_before_a_second_cut_is_refused(available: int, verdict: Verdict) -> None:
+    batch = PrefillPass(SglangRules(chunk_size=32), 1, lambda: available, NONE_RUNNING, 1.0)
+    assert batch.judge(Need(50, 0, 20), may_cut=False) == (verdict, 0)

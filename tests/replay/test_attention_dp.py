@@ -143,6 +143,10 @@ def test_prompts_run_as_pyexecutor_lets_them(seed: int):
     limits = {"attention_dp_time_out_iters": time_out, "attention_dp_batching_wait_iters": batching}
     balance = PartsBalance(config_of(attention_dp_size=PARTS, max_batch_size=12, **BALANCED | limits))
     oracle = PyExecutorBalance(3, time_out, batching)
+    table, requests = RequestTable(12), [Request(row, 1, 1) for row in range(12)]
+    for request in requests:
+        request.enter(table, request.request_id)
+    requests.sort(key=lambda request: request.slot)
     for _ in range(200):
         generation = np.flatnonzero(draw.random(12) < draw.choice([0.3, 0.8]))
         free = np.setdiff1d(np.arange(12), generation)
@@ -150,7 +154,7 @@ def test_prompts_run_as_pyexecutor_lets_them(seed: int):
         counts = [
             [int((np.array(slots) % PARTS == part).sum()) for part in range(PARTS)] for slots in (rows, generation)
         ]
-        context = [mock.Mock(slot=row) for row in rows]
+        context = [requests[row] for row in rows]
         expected = oracle.runs(*counts)
         assert balance.lets_run(context, generation) == expected
         # As long as the same prompts are held back, or there are none, iterations are skipped.

@@ -78,7 +78,7 @@ def test_bad_rows(rows: list[object], words: list[str], tmp_path: Path) -> None:
         assert word in output
 
 
-@pytest.mark.usefixtures("small_model", "small_pools")
+@pytest.mark.usefixtures("small_model")
 def test_token_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
     trace = trace_file(tmp_path, {"arrival_s": 0.0, "prompt_tokens": [1, 2, 99_999], "output_len": 1})
     status, output = invoke("run", trace, "--device", "cpu", "--output", tmp_path / "run")
@@ -88,7 +88,6 @@ def test_token_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.usefixtures("small_pools")
 def test_a_cache_beyond_all_memory_is_as_large_as_memory_has_room_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -111,7 +111,6 @@ def breaking_forward(error: Exception, number: int) -> Callable[[LlamaModel, For
     return counted
 
 
-@pytest.mark.usefixtures("small_pools")
 def test_a_run_out_of_memory_says_what_to_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
     monkeypatch.setattr(LlamaModel, "forward", breaking_forward(error, 200))
@@ -132,7 +131,6 @@ def test_a_run_out_of_memory_says_what_to_lower(tmp_path: Path, monkeypatch: pyt
     check_partial(tmp_path / "run", result, iterations=len(iterations))
 
 
-@pytest.mark.usefixtures("small_pools")
 def test_a_warm_up_out_of_memory_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaModel, "forward", breaking_forward(torch.OutOfMemoryError("CUDA out of memory."), 0))
     result = real_run(tmp_path / "run")
@@ -141,7 +139,6 @@ def test_a_warm_up_out_of_memory_writes_nothing(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.usefixtures("small_pools")
 def test_a_kernel_that_fails_is_named_with_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("ifbbench.torch.kernels.launch", reason="needs Triton", exc_type=ImportError)
     with pytest.raises(launch.KernelError) as caught, launch.launching("swiglu", gate_up=torch.zeros(3, 8)):

@@ -15,6 +15,7 @@ from msgspec import structs
 from ifbbench.clock import VirtualClock
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request, ReuseIdentity
+from ifbbench.engine.retention import DEFAULT_PRIORITY, Retention, RetentionRange
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.engine.stretch import Stretch
 from ifbbench.kv.adapters import LoraConfig
@@ -309,6 +310,37 @@ def test_sessions_together_are_as_one_by_one(
         if line and before and before["end_s"] is not None:
             assert line["arrival_s"] == before["end_s"] + request.think_s
         assert line is None or duration_s is None or line["arrival_s"] <= duration_s
+
+
+@holds(
+    20,
+    500,
+    rows=turns,
+    changes=configs,
+    priority=st.sampled_from([0, 20, 36, 90]),
+    duration_s=st.sampled_from([None, 0.0, 0.0002, 0.001, 0.01]),
+)
+def test_retention_together_is_as_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[Any],
+    changes: dict[str, Any],
+    priority: int,
+    duration_s: float | None,
+) -> None:
+    """Priorities expire between iterations that run together, and blocks of others are taken meanwhile."""
+    kept = Retention([RetentionRange(0, None, priority, duration_s)], priority, duration_s)
+
+    def make(index: int, row: TraceRequest) -> Request:
+        request = make_request(index, row)
+        request.retention = kept if index % 3 else Retention([RetentionRange(0, None, DEFAULT_PRIORITY)])
+        return request
+
+    config = config_of(**changes | {"reuse": ReuseRules(enabled=True)})
+    trace, folder = trace_of([row[:5] for row in rows]), tmp_path_factory.mktemp("runs")
+    run(trace, config, folder / "apart", together=False, make=make)
+    recorder = run(trace, config, folder / "together", together=True, make=make)
+    event(f"advanced together: {recorder.together > 0}")
+    assert files(folder / "together") == files(folder / "apart")
 
 
 crowded_requests = st.lists(

@@ -126,8 +126,6 @@ DRAWS: dict[str, Draw] = {
     "slo": sometimes(0.2, "ttft=2ms", "tpot=50us,e2e=1s", "ttft=1ms,ttft.p99=10ms,itl.max=1s"),
     # Several engines: see tests/fleet.
     **dict.fromkeys(FLEET_SETTINGS, sometimes(0.0)),
-    # They need a simulated device: see tests/fleet/test_tiers.py.
-    **dict.fromkeys(TIER_SETTINGS, sometimes(0.0)),
     # A server that is not ours: see test_endpoint.py.
     **dict.fromkeys([one.name for one in settings() if one.group == "endpoint"], sometimes(0.0)),
     "engine": sometimes(0.4, "vllm", "sglang"),
@@ -188,6 +186,10 @@ DRAWS: dict[str, Draw] = {
     "sink_token_len": sometimes(0.15, 1, 3, 8),
     "window_mode": sometimes(0.3, "linear", "cyclic"),
     "kv_host_cache_bytes": sometimes(0.15, 100_000, 2_000_000, 100_000_000),
+    "kv_retention_priority": sometimes(0.3, 36, 90, 100),
+    "kv_retention_s": sometimes(0.3, 0.0, 0.001, 5.0),
+    # They need a simulated device: see tests/fleet/test_tiers.py.
+    **dict.fromkeys(TIER_SETTINGS, sometimes(0.0)),
     "kv_cache_dtype": sometimes(0.1, "float32", "bf16", "fp8"),
     "kv_cache_type": sometimes(0.06, "contiguous"),
     "lora_dir": sometimes(0.0),
@@ -204,19 +206,10 @@ DRAWS: dict[str, Draw] = {
     "tp_size": sometimes(0.04, 2),
     "pp_size": sometimes(0.06, 2, 4),
     # Models with experts are tested in tests/simulated/.
-    **dict.fromkeys(
-        (
-            "ep_size",
-            "attention_dp_size",
-            "attention_dp_enable_balance",
-            "expert_load",
-            "redundant_experts",
-            "enable_two_batch_overlap",
-        ),
-        sometimes(0.0),
-    ),
+    **dict.fromkeys(["ep_size", "attention_dp_size", "attention_dp_enable_balance"], sometimes(0.0)),
     "attention_dp_time_out_iters": sometimes(0.02, 0, 9),
     "attention_dp_batching_wait_iters": sometimes(0.02, 0, 4),
+    **dict.fromkeys(["expert_load", "redundant_experts", "enable_two_batch_overlap"], sometimes(0.0)),
     "check_ranks": sometimes(0.02, 1, 7),
     "rank_timeout": sometimes(0.02, 60.0),
     "engine_overhead": sometimes(0.3, "vllm", "sglang", "tensorrt-llm"),
@@ -285,6 +278,10 @@ def fit_together(values: dict[str, Any]) -> None:
         values.setdefault("acceptance_rate", "0.6")
     if not values.keys() & {"draft_model", "draft_ngram", "acceptance_rate"}:
         values.pop("draft_len", None)
+    if "enable_kv_cache_reuse" not in values:
+        values.pop("kv_retention_priority", None)
+    if "kv_retention_priority" not in values:
+        values.pop("kv_retention_s", None)
     engine, unknown = values.get("engine"), {"vllm": NOT_IN_VLLM, "sglang": NOT_IN_SGLANG}
     others = {one.name for one in settings() if one.group in unknown and one.group != engine}
     for name in (*others, *unknown.get(str(engine), ())):

@@ -55,7 +55,7 @@ def test_the_blocks_of_the_windows_add_up_to_those_of_the_cache(run: Path) -> No
 
 def test_the_lines_of_stretches_are_those_of_single_iterations(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Every state of the cache in a stretch is the one that the cache had: here each iteration is one of its own."""
-    monkeypatch.setattr("ifbbench.engine.loop.MAX_ITERATIONS_AT_ONCE", 1)
+    monkeypatch.setattr("ifbbench.engine.predicted_loop.MAX_ITERATIONS_AT_ONCE", 1)
     again = _run(tmp_path / "single")
     assert (again / "iterations.jsonl").read_bytes() == (run / "iterations.jsonl").read_bytes()
 

@@ -13,7 +13,7 @@ from ifbbench.build.adapters import adapter_names
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
-from tests.serving.clients import ServerProcess, server_process
+from tests.serving.clients import SMALL_POOL, ServerProcess, server_process
 
 MODELS = ["tiny", "lora-0", "lora-1"]
 
@@ -27,7 +27,7 @@ def ask(server: ServerProcess, path: str, **body: Any) -> dict[str, Any]:
 
 def test_adapters_are_models(tmp_path: Path) -> None:
     recorded, responses = tmp_path / "recorded", tmp_path / "responses.json"
-    options = ["--device", "cpu", "--model", "tiny", "--max_seq_len", "256", "--num_loras", "2"]
+    options = ["--device", "cpu", "--model", "tiny", "--max_seq_len", "256", "--num_loras", "2", *SMALL_POOL]
     body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     with server_process(*options, "--record", str(recorded)) as server, ThreadPoolExecutor(6) as threads:
         listed = ask(server, "models")["data"]

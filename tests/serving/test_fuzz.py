@@ -25,7 +25,7 @@ from ifbbench.serving.app import VERY_LONG_BODY
 from ifbbench.settings.config import RunConfig
 from tests.attack import hostile
 from tests.attack.servers import BODIES
-from tests.serving.clients import ServerProcess, server_process
+from tests.serving.clients import SMALL_POOL, ServerProcess, server_process
 from tests.serving.test_protocol import with_server
 
 BODY_TYPES: dict[str, type[protocol.ServerRequest]] = {
@@ -80,7 +80,7 @@ VALUES: tuple[Any, ...] = (
 )
 TINY = RunConfig(device="cpu", model="tiny", cpu_threads=1, max_seq_len=256, warm_up=0)
 ERRORS = {400, 404, 405, 413, 415, 429, 503}
-SERVER = ["--device", "cpu", "--model", "tiny", "--cpu_threads", "1", "--max_seq_len", "256"]
+SERVER = ["--device", "cpu", "--model", "tiny", "--cpu_threads", "1", "--max_seq_len", "256", *SMALL_POOL]
 # The servers of these tests take bodies of this size, so that one at the limit takes little time, and is still read in
 # a process of its own. The default is 16 MiB.
 MAX_BODY_BYTES = VERY_LONG_BODY + 2**16

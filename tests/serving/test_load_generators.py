@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.clients import server_process
+from tests.serving.clients import SMALL_POOL, server_process
 from tests.serving.test_simulated import MODEL
 
 pytestmark = pytest.mark.slow
@@ -315,6 +315,7 @@ def test_schemathesis(mode: str, tmp_path: Path) -> None:
         "512",
         "--default_max_tokens",
         "8",
+        *SMALL_POOL,
     ]
     exchanges = tmp_path / "exchanges.har"
     with server_process(*options) as server:

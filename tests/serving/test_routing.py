@@ -27,10 +27,10 @@ from ifbbench.settings.config import RunConfig
 from tests.endpoint.fake_endpoint import fake_endpoint
 from tests.endpoint.test_endpoint import three_tokens
 from tests.report.test_schema import check
-from tests.serving.clients import ServerProcess, Stream, server_process, stream_completion
+from tests.serving.clients import SMALL_POOL, ServerProcess, Stream, server_process, stream_completion
 
 MODEL = ("--device", "sim:h100-sxm", "--model", "llama-3.1-8b", "--engine", "vllm")
-TINY = ("--device", "cpu", "--model", "tiny", "--max_seq_len", "256", "--cpu_threads", "1")
+TINY = ("--device", "cpu", "--model", "tiny", "--max_seq_len", "256", "--cpu_threads", "1", *SMALL_POOL)
 PROMPTS = [[5 + number, 6, 7, 8 * number, 9] for number in range(6)]
 
 
@@ -127,10 +127,11 @@ def test_a_fleet_on_one_address_is_recorded_and_replayed(tmp_path: Path) -> None
         assert result.exit_code == 0, result.output
     again = {one["request_id"]: one for one in lines(replayed / "requests.jsonl")}
     if not json.loads((recorded / "summary.json").read_text())["replay_differs"]["host_delays"]:
-        # The client that left is stopped at another time than its answer in a replay.
-        assert {key: (one["replica"], one["offers"]) for key, one in again.items()} == {
-            key: (one["replica"], one["offers"]) for key, one in ended.items()
-        }
+        # The last request comes when the others end, which may be a moment later in a replay.
+        together = range(9)
+        assert [(again[key]["replica"], again[key]["offers"]) for key in together] == [
+            (ended[key]["replica"], ended[key]["offers"]) for key in together
+        ]
 
 
 def test_replicas_that_compute_give_the_tokens_of_one_engine(tmp_path: Path) -> None:

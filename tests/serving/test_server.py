@@ -14,7 +14,7 @@ import pytest
 
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
-from tests.serving.clients import ServerProcess, server_process
+from tests.serving.clients import SMALL_POOL, ServerProcess, server_process
 
 if TYPE_CHECKING:  # it takes most of a second, of each process that collects the tests
     import openai
@@ -47,6 +47,7 @@ def server(recorded: Path) -> Iterator[ServerProcess]:
         str(recorded),
         "--cpu_threads",
         "1",
+        *SMALL_POOL,
     ]
     with server_process(*options) as running:
         yield running

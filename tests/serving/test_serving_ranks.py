@@ -27,6 +27,7 @@ from tests.replay.test_ranks import check_readable
 from tests.serving.clients import ROOT, ServerProcess, announced, server_process, stream_completion
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "model": "tiny", "max_seq_len": 512, "max_batch_size": 4}
+SETTINGS["max_tokens_in_paged_kvcache"] = 8192  # ranks clear their pools; the default has 2 GiB
 OUTPUT_LEN = 12
 PROMPTS = [[(7 * number + index) % 4096 for index in range(3 + 5 * number)] for number in range(9)]
 SPLITS = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]

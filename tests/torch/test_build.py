@@ -11,7 +11,7 @@ from ifbbench.errors import InputError
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import SHAPES
 from ifbbench.settings.config import RunConfig
-from ifbbench.torch import build, device
+from ifbbench.torch import build, device, host
 from ifbbench.torch.cache_windows import one_window_layout
 from ifbbench.torch.model.llama import ForwardInputs, LlamaModel
 
@@ -71,7 +71,7 @@ def test_kv_memory_follows_the_fraction_of_free_memory_up_to_a_limit(
     monkeypatch.setattr(device, "available_host_bytes", lambda: 1000)
     assert build.kv_memory(config, loaded, loaded.device) == 500
     monkeypatch.setattr(device, "available_host_bytes", lambda: 10**15)
-    assert build.kv_memory(config, loaded, loaded.device) == 2 * 1024**3
+    assert build.kv_memory(config, loaded, loaded.device) == host.MAX_CPU_KV_BYTES
 
 
 def test_this_machine_has_memory(loaded: LlamaModel) -> None:

@@ -14,7 +14,9 @@ from ifbbench.workload.reading import read_trace
 ROW = '{"arrival_s": 0, "prompt_len": 1, "output_len": 1}\n'
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
-NOT_THERE_THEN = ", after=None, think_s=0.0, added_in=None, added_with=0, stopped_in=None, also_after=()"
+NOT_THERE_THEN = (
+    ", after=None, think_s=0.0, added_in=None, added_with=0, stopped_in=None, also_after=(), has_next_turn=False"
+)
 
 
 @pytest.mark.parametrize(

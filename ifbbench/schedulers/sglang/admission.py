@@ -40,8 +40,8 @@ class Need(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The requests that decode, [requests]: lengths of their prompts, how many outputs they have and may have, and
-    whether they are certain to have all, None if none is."""
+    """The requests that decode, [requests]: lengths of their prompts, which are read without a tree only, how many
+    outputs they have and may have, and whether they are certain to have all, None if none is."""
 
     prompt_len: Rows
     outputs: Rows
@@ -75,10 +75,12 @@ class PrefillPass:
         self._total = self._now = float(num_mixed)
         if len(running.outputs):
             expected = np.minimum(running.max_new_tokens - running.outputs, MAX_EXPECTED)
-            shares = expected * ratio
-            if running.ignores_eos is not None:
-                shares = np.where(running.ignores_eos, expected, shares)
-            self._total = sum(shares.tolist(), self._total)  # one after the other, as SGLang rounds
+            certain = running.ignores_eos
+            if certain is not None and certain.all():
+                self._total += int(expected.sum())
+            else:
+                shares = expected * ratio if certain is None else np.where(certain, expected, expected * ratio)
+                self._total = sum(shares.tolist(), self._total)  # one after the other, as SGLang rounds
         self._input = rules.max_prefill_tokens - num_mixed
         self._chunk = None if rules.chunk_size is None else rules.chunk_size - num_mixed
         self._ends: list[tuple[float, int]] | None = None
@@ -116,9 +118,10 @@ class PrefillPass:
         self._charge(tokens, expected, need)
         return tokens
 
-    def judge(self, need: Need) -> tuple[Verdict, int]:
+    def judge(self, need: Need, may_cut: bool = True) -> tuple[Verdict, int]:
         """Whether further requests may be tried, and how many tokens of this one run: 0 if it is not taken. Its cached
-        tokens must be in use by now, so that they are not available."""
+        tokens must be in use by now, so that they are not available. may_cut: whether a part of its prompt may run;
+        whether the cache has room for it is judged before."""
         if self._rules.prefill_max_requests is not None and self.num_chosen >= self._rules.prefill_max_requests:
             return Verdict.OTHER, 0
         tokens, expected = need.new_tokens, min(need.max_new_tokens, MAX_EXPECTED)
@@ -130,7 +133,9 @@ class PrefillPass:
             return Verdict.NO_TOKEN, 0
         elif self._chunk is None and self.num_chosen and self._paged(tokens) >= self._input:
             return Verdict.OTHER, 0
-        if self._chunk is not None and self.cuts(need):
+        if self._chunk is not None and self._cuts(need):
+            if not may_cut:
+                return Verdict.OTHER, 0
             end = need.cached + self._chunk - self._chunk % self._page_size
             tokens = self._chunk if is_certain else end - end % self._page_size - need.cached
             expected = 0
@@ -138,11 +143,6 @@ class PrefillPass:
                 return Verdict.OTHER, 0
         self._charge(tokens, expected, need)
         return self.state(), tokens
-
-    def cuts(self, need: Need) -> bool:
-        """Whether a request has more tokens than the chunk has left."""
-        tokens = need.new_tokens if self._is_certain(need) else self._paged(need.new_tokens)
-        return self._chunk is not None and tokens > self._chunk
 
     def release(self, tokens: float) -> None:
         """A running request that was expected to need so many tokens was pre-empted for this batch."""
@@ -165,6 +165,11 @@ class PrefillPass:
         if self._chunk is not None:
             self._chunk -= paged
         self._chosen.append(chosen)
+
+    def _cuts(self, need: Need) -> bool:
+        """Whether a request has more tokens than the chunk has left."""
+        tokens = need.new_tokens if self._is_certain(need) else self._paged(need.new_tokens)
+        return self._chunk is not None and tokens > self._chunk
 
     def _is_certain(self, need: Need) -> bool:
         """Whether a request is known to need all its outputs, and pages of its own for all its tokens."""

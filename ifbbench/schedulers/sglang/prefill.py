@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.interfaces import SchedulerStalled
 from ifbbench.engine.plan import Limit
 from ifbbench.engine.request import Request
@@ -49,18 +52,21 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
 
 
 def _new_pass(state: SglangState) -> PrefillPass:
-    table, rows = state.table, state.running.rows
-    outputs = table.joined[rows] + (table.confirmed[rows] + table.deferred_confirmed)
+    table, rows, tree = state.table, state.running.rows, state.kv_cache.tree
+    deferred: int | Rows = table.deferred_confirmed
+    if deferred and state.has_finishing:  # those with the last output in flight are counted one by one
+        deferred = np.array([deferred if request.in_generation else 0 for request in state.running], np.int64)
+    outputs = table.joined[rows] + (table.confirmed[rows] + deferred)
     maximum = table.reserved[rows] + table.joined[rows]
     ends = table.stop_after[rows] == table.reserved[rows] if state.rules.ignores_eos else None
     return PrefillPass(
         state.rules,
         state.kv_cache.page_size,
         lambda: state.kv_cache.available,
-        Running(table.original_prompt_len[rows], outputs, maximum, ends),
+        Running(table.original_prompt_len[rows] if tree is None else NO_ROWS, outputs, maximum, ends),
         state.ratio.current,
         len(rows) if state.rules.mixes_chunks else 0,
-        state.kv_cache.tree is not None,
+        tree is not None,
     )
 
 
@@ -107,8 +113,7 @@ def _try(state: SglangState, decision: Decision, request: Request, batch: Prefil
     state.judged[request] = need.new_tokens + need.loaded
     # An aligned cut may leave tokens of the chunk. SGLang itself cuts a second prompt with them if that ignores the
     # end token, and never runs the first one again.
-    is_second_cut = state.chunked is not None and batch.cuts(need)
-    verdict, tokens = (Verdict.OTHER, 0) if is_second_cut else batch.judge(need)
+    verdict, tokens = batch.judge(need, may_cut=state.chunked is None)
     if tokens:
         _start(state, decision, request, match, tokens)
     else:

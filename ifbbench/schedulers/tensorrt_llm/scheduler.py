@@ -19,6 +19,7 @@ from ifbbench.engine.passes import confirm
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
+from ifbbench.engine.retention import NO_RETENTION
 from ifbbench.engine.stretch import Growth, Positions
 from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.blocks import OutOfBlocks
@@ -96,7 +97,9 @@ class TensorRtLlmScheduler:
             self._repetition = Repetition(
                 config, self.active, cache, self._may_pause, self._dynamic_limits, self._balance
             )
-        self._iteration, self._admits = 0, False
+        self._iteration, self._now_s, self._admits = 0, 0.0, False
+        # Whether a request had retention priorities of its own, which may expire.
+        self._any_retention = False
         # Whether iterations were collected during the latest decision: what they completed left batch slots, which the
         # next iteration may give to requests that wait.
         self._has_collected = False
@@ -146,7 +149,7 @@ class TensorRtLlmScheduler:
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
         """Raises PolicyFailed if a user's policy raises."""
-        self._iteration, self._in_flight = iteration, in_flight
+        self._iteration, self._now_s, self._in_flight = iteration, now_s, in_flight
         if self._dynamic_limits is not None and self._dynamic_limits.update(self.active):
             self._latest = None
         if self.num_micro_batches > 1:
@@ -166,6 +169,8 @@ class TensorRtLlmScheduler:
         self._start_prompts(plan, now_s)
         if self._transfers.joined:
             self._transfers.enter(plan)
+        if self._any_retention:
+            plan.valid_until_s = self.kv_cache.next_expiry_s
         if self.num_micro_batches > 1:
             plan.in_flight = self.table.num_in_flight
         return plan
@@ -265,6 +270,7 @@ class TensorRtLlmScheduler:
                 self._transfers.take_blocks(request, now_s)
             for request in plan.context:
                 if request.is_first_chunk:
+                    self._any_retention |= request.retention is not NO_RETENTION
                     reused = cache.add_request(request, now_s)
                     request.set_prepopulated(reused, cache.attention_window.tokens_per_block)
                     if request.num_draft_tokens:
@@ -292,6 +298,8 @@ class TensorRtLlmScheduler:
                 positions = np.concatenate([positions, cache.registered[idle] - 1])
             if bubble := cache.attention_window.bubble:
                 positions -= bubble
+            if self._any_retention:
+                cache.refresh(self._now_s)
             copies = cache.take_copies() if self._reuses_blocks else ()
             adapters: AdapterUse | None = None
             if self.adapters is not None and self.active.num_with_lora:
@@ -424,7 +432,10 @@ class TensorRtLlmScheduler:
             self._balance.skip(count - 1)
         if self.adapters is not None and self.active.num_with_lora and count > 1:
             self._use_adapters(self.adapters, plan, count - 1)
-        return self._repetition.repeat(plan, count)
+        growth = self._repetition.repeat(plan, count)
+        if self._any_retention:
+            self.kv_cache.refresh(self._now_s)
+        return growth
 
     def confirm(self, count: int) -> list[Request]:
         assert self._repetition is not None
@@ -434,7 +445,8 @@ class TensorRtLlmScheduler:
     # For records, and the loop's other questions.
 
     def figures(self) -> dict[str, Any]:
-        return {} if self.adapters is None else {"lora": self.adapters.figures()}
+        found: dict[str, Any] = {} if self.adapters is None else {"lora": self.adapters.figures()}
+        return found | {"kv_retention": self.kv_cache.retention_figures()} if self._any_retention else found
 
     def truncate(self, conversation: Request, num_tokens: int) -> None:
         if (known := conversation.known_tokens()) is not None:
