@@ -41,13 +41,13 @@ def draw_replicas(run: RunData) -> Figure:
     top, *lanes = ([] if more else [None]) + axes_of
     most = max((float(waiting.max()) for _, _, waiting in replicas if len(waiting)), default=1.0)
     # The lanes have one axis, so that they can be compared; one up to 100 % would hide what prefill replicas hold.
-    most_used = max((float(used.max()) for _, used, _ in replicas if len(used)), default=1.0) or 1.0
+    largest_use = max((float(used.max()) for _, used, _ in replicas if len(used)), default=1.0) or 1.0
     for number, (axes, (times, used, waiting)) in enumerate(zip(lanes[:count], replicas, strict=True)):
         steps(
             axes, _at(edges_s, times, used), edges_s * scale, fill=True, color=KV_COLOUR, alpha=0.35, linewidth=0,
             label="KV cache in use",
         )  # fmt: skip
-        axes.set(ylim=(0, most_used * 1.05))
+        axes.set(ylim=(0, largest_use * 1.05))
         name_lane(axes, names[number])
         if changes is not None:
             _shade_absence(axes, changes.replicas[number], float(edges_s[-1]), scale)
