@@ -15,13 +15,10 @@ run by themselves.
 - TensorRT-LLM's `max_num_tokens` is that of one prompt and the batch, so that one prompt runs in an iteration; from
   WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part,
   and prompts wait until each part has one (`attention_dp_config`).
-- Disaggregated rows have two sides, each with workers of their own. Their settings are those of the recipes that
-  Dynamo's servers were started with (github.com/ishandhanani/srt-slurm, `recipes/` and `gb200/`; for B200 in fp4 under
-  SGLang also in InferenceX, benchmarks/multi_node/srt-slurm-recipes): memory, tokens of an iteration, drafts. Not every
-  row has a recipe of its own workers there; it takes the settings of the same GPU, engine and data type.
-  The output throughput of a row is that of each decode GPU, whatever the file says about it: so many times the decode
-  GPUs, it is the output share of all tokens/s of all GPUs (within 8 % in 193 of 197 rows), and Little's law holds. The
-  other four rows have no workers, and the GPUs of both sides together on each: they cannot be replayed.
+- Disaggregated rows have two sides, each with workers of their own: see inferencex_recipes. The output throughput of a
+  row is that of each decode GPU, whatever the file says about it: so many times the decode GPUs, it is the output share
+  of all tokens/s of all GPUs (within 8 % in 193 of 197 rows), and Little's law holds. The other four rows have no
+  workers, and the GPUs of both sides together on each: they cannot be replayed.
 - Before WARMED_UP the client sent no requests to warm the server up. SGLang on Blackwell then compiles kernels when it
   first cuts a prompt into chunks: nothing runs for COMPILING_S, which the throughput has in it. (TTFT p99 has them
   too. That this happens was found with all rows in view; how long it takes was set by eye.)
@@ -32,9 +29,10 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+from benchmarks.inferencex_recipes import SIDES, recipe_of, sides_of
+
 SHORTEST = 0.8
 ROUNDS = 10
-SIDES = ("prefill", "decode")
 # Pairs of lengths that requests take in turn.
 PAIRS = 1009
 GPUS = {"h100": "h100-sxm", "h200": "h200-sxm"}
@@ -49,8 +47,6 @@ COMPILING_S = 72.0
 CLIENT_S = 0.02
 # Draft tokens: SGLang's `--speculative-num-steps`; TensorRT-LLM's `num_nextn_predict_layers`, and with attention DP.
 SGLANG_DRAFTS, TENSORRT_LLM_DRAFTS, DRAFTS_WITH_DP = 2, 3, 1
-# Above so many clients for each part of an attention recipes of disaggregated servers have DRAFTS_WITH_DP.
-MANY_OF_PART = 60
 # By engine, and whether outputs are longer than LONG_OUTPUT: fitted to TPOT of H200. A model answers random prompts
 # and repeats itself the more the longer it does. What SGLang's drafts take and is not predicted is in its rate, too.
 LONG_OUTPUT = 4096
@@ -77,15 +73,16 @@ def standard_row(row: Row) -> dict[str, Any]:
     is_apart = bool(row.get("disaggregated"))
     named = ("source", "engine", "model", "concurrency", "generation", "id", "drafts", "disaggregated", "date")
     settings = _of_sglang(row) if row["engine"] == "sglang" else _of_tensorrt_llm(row)
-    if is_apart:
-        settings = {"kv_cache_dtype": "fp8"}
+    recipe = recipe_of(row) if is_apart else None
+    if is_apart:  # SGLang's recipes for Hopper leave it to SGLang
+        settings = {} if row["engine"] == "sglang" and not _is_blackwell(row) else {"kv_cache_dtype": "fp8"}
     is_cold = row["engine"] == "sglang" and _is_blackwell(row) and row.get("date", WARMED_UP) < WARMED_UP
     prompts = row["concurrency"] * fmean(prompt_len for prompt_len, _ in pairs)
     return {
         **{name: row[name] for name in (*named, *LATENCIES, "version", "power_w_per_gpu") if name in row},
         "gpu": GPUS.get(row["gpu"], row["gpu"]),
         "num_gpus": sum(row[side]["gpus"] for side in SIDES) if is_apart else decode["tp"],
-        **({"sides": {side: _side(row, side) for side in SIDES}} if is_apart and _has_workers(row) else {}),
+        **({"sides": sides_of(row, recipe)} if recipe else {}),
         "tp": decode["tp"],
         "ep": decode["ep"],
         "dp_attention": decode["dp_attention"],
@@ -95,7 +92,7 @@ def standard_row(row: Row) -> dict[str, Any]:
         "lengths_of": f"{row['input']}/{row['output']}",
         "pairs": pairs,
         "num_requests": ROUNDS * row["concurrency"],
-        "num_drafts": _drafts(row) if row.get("drafts") else None,
+        "num_drafts": (int(recipe["num_drafts"]) if recipe else _drafts(row)) if row.get("drafts") else None,
         "settings": settings | ({"acceptance_rate": acceptance_rate(row)} if row.get("drafts") else {}),
         "client_s": CLIENT_S,
         "waiting_s": COMPILING_S if is_cold and not is_apart and prompts > settings["max_num_tokens"] else 0.0,
@@ -103,67 +100,15 @@ def standard_row(row: Row) -> dict[str, Any]:
     }
 
 
-def _has_workers(row: Row) -> bool:
-    return all(row[side]["workers"] for side in SIDES)
-
-
-def _side(row: Row, name: str) -> dict[str, Any]:
-    """Replicas of a side of a disaggregated row, the GPUs of each, and its settings."""
-    side, degree = row[name], _degree(row[name])
-    parallel = {
-        "workers": side["workers"],
-        "tp_size": degree,
-        "ep_size": side["ep"] if side["tp"] == degree else degree,
-        "attention_dp_size": degree if side["dp_attention"] else 1,
-    }
-    return parallel | (_side_of_sglang if row["engine"] == "sglang" else _side_of_tensorrt_llm)(row, name)
-
-
-def _degree(side: Row) -> int:
-    """GPUs of a worker. Where `tp` is not that, as in SGLang's rows of 2025 with attention data parallelism, experts and
-    attention are taken to be divided among all of them."""
-    return int(side["gpus"] // side["workers"])
-
-
-def _side_of_sglang(row: Row, name: str) -> dict[str, Any]:
-    """`mem-fraction-static`, and `chunked-prefill-size`, which is of all parts of an attention together."""
-    degree, is_grace = _degree(row[name]), row["gpu"].startswith("gb")
-    of_part = (16_384 if is_grace else 8192) if row[name]["dp_attention"] else (8192 if is_grace else 32_768)
-    chunk = of_part * (degree if row[name]["dp_attention"] else 1)
-    return {
-        "gpu_memory_utilization": 0.95 if degree <= 4 else 0.82 if is_grace else 0.85,
-        "max_num_tokens": chunk,
-        "max_prefill_tokens": chunk,
-        "max_batch_size": max(row["concurrency"], 512),
-    }
-
-
-def _side_of_tensorrt_llm(row: Row, name: str) -> dict[str, Any]:
-    """Limits of a context server are of one part, those of a generation server bind none of the rows' clients."""
-    parts = _degree(row[name]) if row[name]["dp_attention"] else 1
-    fraction = (0.6 if name == "prefill" else 0.9) if _is_blackwell(row) else 0.85
-    batch = max(row["concurrency"], 2048)
-    limits = {"max_num_tokens": (16_640 if row["input"] > 1024 else 16_384) * parts, "max_batch_size": 16 * parts}
-    if name == "decode":
-        tokens = batch * (1 + (_drafts(row) if row.get("drafts") else 0))
-        limits = {"max_num_tokens": max(tokens, limits["max_num_tokens"]), "max_batch_size": batch}
-    return limits | {"enable_chunked_context": False, "kv_cache_free_gpu_mem_fraction": fraction}
-
-
 def _is_blackwell(row: Row) -> bool:
     return "b200" in row["gpu"] or "b300" in row["gpu"]
 
 
 def _drafts(row: Row) -> int:
-    """Draft tokens of a step. Recipes of disaggregated servers have them in their names (`mtp1` to `mtp3`): fewer with
-    many clients for each part of an attention, but for B200 in fp8."""
-    decode = row["decode"]
+    """Draft tokens of a step of an aggregated server."""
     if row["engine"] == "sglang":
         return SGLANG_DRAFTS
-    if not decode["dp_attention"]:
-        return TENSORRT_LLM_DRAFTS
-    is_few = (row["gpu"], row["dtype"]) == ("b200", "fp8") or row["concurrency"] <= MANY_OF_PART * decode.get("gpus", 0)
-    return TENSORRT_LLM_DRAFTS if row.get("disaggregated") and is_few else DRAFTS_WITH_DP
+    return DRAFTS_WITH_DP if row["decode"]["dp_attention"] else TENSORRT_LLM_DRAFTS
 
 
 def acceptance_rate(row: Row) -> str:

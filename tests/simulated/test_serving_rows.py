@@ -3,6 +3,7 @@
 The figures of the rows here are made up.
 """
 
+import csv
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.fit_rows import KEYS, TABLE, part_of
+from benchmarks.inferencex_recipes import KEYS as RECIPE_KEYS
+from benchmarks.inferencex_recipes import TABLE as RECIPES
 from benchmarks.inferencex_rows import standard_row
 from benchmarks.serving import errors, fastest_degree
 from benchmarks.serving_bands import band, bands, chosen_share, curve_of, held_out
@@ -288,63 +291,97 @@ def test_a_row_that_cannot_be_replayed_says_why(row, reason):
         check(standard_row(row) if "decode" in row else row)
 
 
+def apart(prefill: str, decode: str, **changes: Any) -> tuple[dict[str, Any], Any]:
+    """A disaggregated row with so many workers x GPUs of each, and its settings."""
+    sides = {}
+    for name, text in (("prefill", prefill), ("decode", decode)):
+        workers, gpus = map(int, text.split("x"))
+        sides[name] = {"workers": workers, "tp": gpus, "ep": gpus, "dp_attention": True, "gpus": workers * gpus}
+    return deepseek(disaggregated=True, **sides, **changes)
+
+
 def test_a_disaggregated_row_has_two_sides():
-    sides = {
-        "prefill": {"workers": 1, "tp": 4, "ep": 4, "dp_attention": True, "gpus": 4},
-        "decode": {"workers": 2, "tp": 1, "ep": 1, "dp_attention": True, "gpus": 16},
-    }
-    changes = {"disaggregated": True, "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 4}
-    row, config = deepseek(**changes, **sides)
-    assert row["num_gpus"] == 20
-    assert row["output_tokens_per_s"] == pytest.approx(16 * INFERENCEX["output_tokens_per_s_per_gpu"])
+    row, config = apart("1x8", "9x8", gpu="h200", dtype="fp8", input=1024, engine="tensorrt-llm", concurrency=72)
+    assert row["num_gpus"] == 80
+    assert row["output_tokens_per_s"] == pytest.approx(72 * INFERENCEX["output_tokens_per_s_per_gpu"])
     assert part_of(row) == "judged"
-    assert (config.prefill_replicas, config.decode_replicas) == (1, 2)
-    assert config.prefill.startswith("tp_size=4,ep_size=4,attention_dp_size=4,")
-    assert config.decode.startswith("tp_size=8,ep_size=8,attention_dp_size=8,")
-
-
-SIDES = {
-    "prefill": {"workers": 1, "tp": 4, "ep": 4, "dp_attention": True, "gpus": 4},
-    "decode": {"workers": 1, "tp": 16, "ep": 16, "dp_attention": True, "gpus": 16},
-}
+    assert (config.prefill_replicas, config.decode_replicas) == (1, 9)
+    assert config.prefill.startswith("tp_size=8,ep_size=8,attention_dp_size=8,")
+    assert config.decode.startswith("tp_size=8,ep_size=8,attention_dp_size=1,")
 
 
 @pytest.mark.parametrize(
-    ("changes", "prefill", "decode", "drafts"),
+    ("workers", "changes", "prefill", "decode", "drafts"),
     [
+        # 256 requests and 256 slots of experts on each of 16 GPUs, one draft token.
         (
-            {"engine": "sglang", "gpu": "gb200", "dtype": "fp4"},
-            {"max_num_tokens": 65_536, "gpu_memory_utilization": 0.95},
-            {"max_num_tokens": 262_144, "gpu_memory_utilization": 0.82},
+            ("11x4", "1x16"),
+            {"engine": "tensorrt-llm", "gpu": "gb200", "drafts": "mtp", "concurrency": 4301},
+            {"max_num_tokens": 4 * 16_640, "max_batch_size": 4 * 2, "kv_cache_free_gpu_mem_fraction": 0.6},
+            {"max_batch_size": 16 * 256, "kv_cache_free_gpu_mem_fraction": 0.8},
+            1,
+        ),
+        # The recipe depends on the number of clients.
+        (
+            ("1x8", "9x8"),
+            {"engine": "tensorrt-llm", "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 11},
+            {},
+            {"max_batch_size": 1},
             None,
         ),
         (
-            {"engine": "tensorrt-llm", "gpu": "gb200", "drafts": "mtp", "concurrency": 961},
-            {"max_num_tokens": 4 * 16_640, "kv_cache_free_gpu_mem_fraction": 0.6},
-            {"max_batch_size": 2048, "kv_cache_free_gpu_mem_fraction": 0.9},
-            1,
+            ("1x8", "9x8"),
+            {"engine": "tensorrt-llm", "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 576},
+            {},
+            {"max_batch_size": 256},
+            None,
         ),
-        ({"engine": "tensorrt-llm", "gpu": "gb200", "drafts": "mtp", "concurrency": 960}, {}, {}, 3),
         (
-            {"engine": "tensorrt-llm", "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 4096},
-            {"max_num_tokens": 4 * 16_384, "kv_cache_free_gpu_mem_fraction": 0.85},
-            {"max_batch_size": 4096, "kv_cache_free_gpu_mem_fraction": 0.85},
+            ("4x4", "1x32"),
+            {"engine": "sglang", "gpu": "gb200", "dtype": "fp4", "input": 1024, "concurrency": 4096},
+            {"max_num_tokens": 65_536, "gpu_memory_utilization": 0.84},
+            {"max_batch_size": 67_584, "gpu_memory_utilization": 0.83, "scheduler_recv_interval": 1},
+            None,
+        ),
+        # Its script has tensor parallelism, whatever the row says.
+        (
+            ("1x4", "2x4"),
+            {"engine": "sglang", "gpu": "gb200", "dtype": "fp4", "input": 1024, "concurrency": 4},
+            {"attention_dp_size": 1, "max_num_tokens": 8192},
+            {"attention_dp_size": 1, "scheduler_recv_interval": 10},
             None,
         ),
     ],
 )
-def test_sides_have_the_settings_of_recipes(changes, prefill, decode, drafts):
-    _, config = deepseek(**SIDES, disaggregated=True, **changes)
+def test_sides_have_the_settings_of_recipes(workers, changes, prefill, decode, drafts):
+    _, config = apart(*workers, **changes)
     assert {name: side_values(config, "prefill")[name] for name in prefill} == prefill
     assert {name: side_values(config, "decode")[name] for name in decode} == decode
     assert config.draft_mtp == drafts
 
 
+def test_a_recipe_is_of_one_deployment():
+    with RECIPES.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    of_all = [tuple(line[key] for key in (*RECIPE_KEYS, "concurrency")) for line in lines]
+    assert len(of_all) == len(set(of_all))
+    assert all(int(line["decode_batch"]) > 0 and 0 < float(line["decode_memory"]) < 1 for line in lines)
+    assert all((line["drafts"] == "none") == (line["num_drafts"] == "0") for line in lines)
+
+
 def test_a_disaggregated_row_without_workers_is_not_replayed():
     side = {"workers": 0, "tp": 28, "ep": 1, "dp_attention": False, "gpus": 28}
     row = INFERENCEX | {"engine": "tensorrt-llm", "disaggregated": True, "prefill": side, "decode": side}
-    with pytest.raises(NotReplayable, match="how many workers"):
+    with pytest.raises(NotReplayable, match="its recipe is not known"):
         check(standard_row(row))
+
+
+def test_a_disaggregated_row_has_as_many_rounds_as_are_affordable():
+    workers = {"engine": "tensorrt-llm", "gpu": "h200", "dtype": "fp8", "input": 1024}
+    rounds = {
+        clients: len(requests_of(apart("1x8", "9x8", **workers, concurrency=clients)[0])) for clients in (11, 576)
+    }
+    assert rounds == {11: 10 * 11, 576: 2 * 576}
 
 
 def test_a_disaggregated_row_is_replayed_where_the_engine_has_sides():
