@@ -12,7 +12,7 @@ with 24 decode GPUs was found: its line is that of 2026 with the same workers.
 - `_tokens`, `_batch`: TensorRT-LLM's `max_num_tokens` and `max_batch_size` of one part of an attention; SGLang's
   `chunked-prefill-size` and `max-running-requests` of all parts together (2048 where the recipe leaves it to SGLang).
 - `_memory`: `free_gpu_memory_fraction`, or `mem-fraction-static`. `_receive`: `scheduler-recv-interval`.
-- `num_drafts`: `num_nextn_predict_layers`, or `speculative-num-steps`.
+- `num_drafts`: `num_nextn_predict_layers`, or `speculative-num-steps`. `stream_interval`: of both engines.
 """
 
 import csv

@@ -76,6 +76,7 @@ def standard_row(row: Row) -> dict[str, Any]:
     recipe = recipe_of(row) if is_apart else None
     if is_apart:  # SGLang's recipes for Hopper leave it to SGLang
         settings = {} if row["engine"] == "sglang" and not _is_blackwell(row) else {"kv_cache_dtype": "fp8"}
+        settings |= {"stream_interval": int(recipe["stream_interval"])} if recipe else {}
     is_cold = row["engine"] == "sglang" and _is_blackwell(row) and row.get("date", WARMED_UP) < WARMED_UP
     prompts = row["concurrency"] * fmean(prompt_len for prompt_len, _ in pairs)
     return {
