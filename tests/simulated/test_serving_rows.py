@@ -17,6 +17,7 @@ from benchmarks.inferencex_recipes import TABLE as RECIPES
 from benchmarks.inferencex_rows import standard_row
 from benchmarks.serving import errors, fastest_degree
 from benchmarks.serving_bands import band, bands, chosen_share, curve_of, held_out
+from benchmarks.serving_differences import better_apart
 from benchmarks.serving_rows import (
     AICONFIGURATOR,
     LATER_ROUNDS,
@@ -367,6 +368,28 @@ def test_a_recipe_is_of_one_deployment():
     assert len(of_all) == len(set(of_all))
     assert all(int(line["decode_batch"]) > 0 and 0 < float(line["decode_memory"]) < 1 for line in lines)
     assert all((line["drafts"] == "none") == (line["num_drafts"] == "0") for line in lines)
+
+
+def test_which_of_aggregated_and_disaggregated_is_better_is_of_pairs_with_similar_tpot():
+    def measured(number: int, tpot_s: float, throughput: float, predicted: float, **row: Any) -> list[Comparison]:
+        row = {"id": number, "lengths_of": "1/1", "concurrency": 4, **row}
+        return [
+            Comparison(row, "tpot", tpot_s, 0.01),
+            Comparison(row, "throughput", throughput, predicted),
+        ]
+
+    alone = {"num_gpus": 8, "tp": 8}
+    sides = {"num_gpus": 16, "sides": {"prefill": {}, "decode": {}}}
+    rows = [
+        *measured(1, 0.010, 800.0, 700.0, **alone),  # 100 of each GPU, 87.5 predicted
+        *measured(2, 0.011, 3200.0, 2400.0, **sides),  # 200, 150: better, as predicted
+        *measured(3, 0.011, 3200.0, 2400.0, **sides),  # the same again
+        *measured(4, 0.012, 1760.0, 2000.0, **sides, concurrency=8),  # 110: within the noise
+        *measured(5, 0.013, 3200.0, 3200.0, **sides, concurrency=9),  # other TPOT
+        *measured(6, 0.009, 800.0, 1600.0, **sides, concurrency=16),  # 50: worse, but 100 predicted
+        *measured(7, 0.010, 9999.0, 9.0, **sides, drafts="mtp"),
+    ]
+    assert better_apart(rows) == {"pairs": 2, "right": 1, "apart_is_better": 1}
 
 
 def test_a_disaggregated_row_without_workers_is_not_replayed():
