@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.fit_rows import FIT, JUDGED, part_of
 from benchmarks.serving_bands import bands, chosen_share, held_out, write_bands
-from benchmarks.serving_differences import differences
+from benchmarks.serving_differences import better_apart, differences
 from benchmarks.serving_rows import (
     METRICS,
     Comparison,
@@ -126,6 +126,8 @@ def report(comparisons: Sequence[Comparison]) -> dict[str, Any]:
             f"\n{part} rows, fastest number of GPUs: {found[f'{part}_fastest_degree']}\n"
             f"{part} rows, ratios of two: {json.dumps(found[f'{part}_differences'])}\n"
         )
+    found["better_apart"] = better_apart(comparisons)
+    print(f"aggregated or disaggregated, at equal GPUs and about the same TPOT: {found['better_apart']}")
     found["expected_error"] = {part: held_out(comparisons, part) for part in (FIT, JUDGED)}
     for part, one in found["expected_error"].items():
         _print_coverage(part, one)

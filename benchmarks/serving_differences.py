@@ -1,4 +1,5 @@
-"""Errors of predicted ratios: of two rows that one server was measured in, with more GPUs or with more clients."""
+"""Errors of predicted ratios: of two rows that one server was measured in, with more GPUs or with more clients; and
+which of an aggregated and a disaggregated deployment is better at equal GPUs."""
 
 import json
 from collections import defaultdict
@@ -13,6 +14,11 @@ from ifbbench.simulated.expected_error import COVERAGE
 
 # What the two rows of a pair differ in, and what else they have in common.
 DIFFER_IN: Mapping[str, Sequence[str]] = {"tensor parallelism": ("tp", "num_gpus"), "clients": ("concurrency",)}
+# Deployments that are compared with each other have these in common, and TPOTs within a factor of SIMILAR_TPOT. Which
+# is better is known where their tokens/s of each GPU differ by more than a factor of NOISE: rows that repeat a
+# measurement differ by up to 9 %.
+DEPLOYED = ("source", "engine", "gpu", "model", "dtype", "lengths_of", "drafts")
+SIMILAR_TPOT, NOISE = 1.25, 1.1
 NAMES = ("source", "engine", "version", "gpu", "num_gpus", "tp", "model", "dtype", "input", "output", "concurrency")
 
 
@@ -43,3 +49,44 @@ def _errors(pairs: Sequence[tuple[Comparison, Comparison]]) -> dict[str, Any]:
         f"p{COVERAGE:.0%}".rstrip("%"): round(float(np.quantile(errors, COVERAGE)), 4),
         "wrong_sign": round(float(((predicted > 1) != (measured > 1)).mean()), 4),
     }
+
+
+def better_apart(comparisons: Iterable[Comparison]) -> dict[str, Any]:
+    """Of pairs of an aggregated and a disaggregated deployment with about the same measured TPOT, both of random
+    lengths: in how many the one with more output tokens/s of each GPU (of both sides) is predicted, and in how many
+    that is the disaggregated one. Rows that repeat a measurement count once."""
+    found: defaultdict[str, dict[str, dict[str, Comparison]]] = defaultdict(dict)
+    for one in comparisons:
+        if one.row.get("lengths_of"):
+            same = json.dumps([one.row.get(name) for name in (*DEPLOYED, "concurrency", "tp", "ep", "dp_attention")])
+            found[same + json.dumps(one.row.get("sides"))].setdefault(one.row.get("id", 0), {})[one.metric] = one
+    deployments: defaultdict[str, list[dict[str, Comparison]]] = defaultdict(list)
+    for repeated in found.values():
+        known = next((one for one in repeated.values() if {"tpot", "throughput"} <= one.keys()), None)
+        if known:
+            deployments[json.dumps([known["tpot"].row.get(name) for name in DEPLOYED])].append(known)
+    pairs = [
+        (together, apart)
+        for group in deployments.values()
+        for together in group
+        for apart in group
+        if apart["tpot"].row.get("sides") and not together["tpot"].row.get("sides") and _are_comparable(together, apart)
+    ]
+    ratios = [(_gain(together, apart, "measured"), _gain(together, apart, "predicted")) for together, apart in pairs]
+    return {
+        "pairs": len(pairs),
+        "right": sum((measured > 1) == (predicted > 1) for measured, predicted in ratios),
+        "apart_is_better": sum(measured > 1 for measured, _ in ratios),
+    }
+
+
+def _are_comparable(together: Mapping[str, Comparison], apart: Mapping[str, Comparison]) -> bool:
+    slower, faster = sorted((together["tpot"].measured, apart["tpot"].measured), reverse=True)
+    gain = _gain(together, apart, "measured")
+    return slower <= SIMILAR_TPOT * faster and not 1 / NOISE <= gain <= NOISE
+
+
+def _gain(together: Mapping[str, Comparison], apart: Mapping[str, Comparison], kind: str) -> float:
+    """The throughput of each GPU apart, relative to that together. kind: measured or predicted."""
+    of_gpu = [getattr(one["throughput"], kind) / one["throughput"].row["num_gpus"] for one in (apart, together)]
+    return float(of_gpu[0] / of_gpu[1])

@@ -59,6 +59,8 @@ from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest
 REQUESTS_PER_CLIENT = 10
 ROUNDS, LATER_ROUNDS = 14, 3
 MAX_TOKENS = 1_500_000
+# With prefill and decode apart an iteration costs more, that of each replica: as many tokens, but rounds at least.
+MAX_TOKENS_APART, MIN_ROUNDS, MIN_ROUNDS_APART, MANY_CLIENTS = 150_000, 2, 3, 512
 SPREAD = 0.1
 CLIENT_S = 0.04
 # Draft tokens of a step with multi-token prediction, where a row does not say: those of the engines' own recipes.
@@ -175,7 +177,9 @@ def check(row: Row) -> None:
     if missing := [name for name in NEEDED if not row.get(name)]:
         raise NotReplayable(f"the row does not say {', '.join(missing)}")
     if row.get("disaggregated") and not row.get("sides"):
-        raise NotReplayable("prefill and decode run on different GPUs, and the row does not say which")
+        raise NotReplayable(
+            "prefill and decode run on different GPUs, and the row does not say which, or its recipe is not known"
+        )
     if not (row.get("concurrency") or row.get("rate") or row.get("num_requests")):
         raise NotReplayable("the row has neither clients nor a rate nor a number of requests")
     if not (row.get("pairs") or (row.get("input") and row.get("output"))):
@@ -267,9 +271,8 @@ def requests_of(row: Row) -> list[TraceRequest]:
     clients, distinct = clients_of(row), row.get("distinct_prompts")
     count = -(-(row.get("num_requests") or MAX_REQUESTS) // replicas_of(row))
     if clients:
-        affordable = MAX_TOKENS // row["output"] // clients
         usual = 1 + (LATER_ROUNDS if clients > 2 else ROUNDS)
-        count = clients * min(max(affordable, 2), REQUESTS_PER_CLIENT if is_current(row) else usual)
+        count = clients * min(_affordable_rounds(row, clients), REQUESTS_PER_CLIENT if is_current(row) else usual)
     elif row.get("rate"):
         count = min(count, MAX_REQUESTS)
     blocks = -(-row["input"] // PREFIX_BLOCK)
@@ -291,6 +294,14 @@ def requests_of(row: Row) -> list[TraceRequest]:
             )
         )
     return requests
+
+
+def _affordable_rounds(row: Row, clients: int) -> int:
+    """Requests of a client that are replayed at most. Throughput and means take the rounds that are left out to be as
+    the later ones."""
+    is_apart = bool(row.get("sides"))
+    least = MIN_ROUNDS_APART if is_apart and clients <= MANY_CLIENTS else MIN_ROUNDS
+    return max(int((MAX_TOKENS_APART if is_apart else MAX_TOKENS) // row["output"] // clients), least)
 
 
 def predict(row: Row, models: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, float]:

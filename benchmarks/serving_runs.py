@@ -23,7 +23,8 @@ from benchmarks.serving_rows import NotReplayable, Row, predict, requests_of
 PACKAGE = Path(ifbbench.__file__).parent
 SOURCES = [path for suffix in ("py", "toml", "json") for path in sorted(PACKAGE.rglob(f"*.{suffix}"))]
 NOT_USED = ("expected_errors.json",)
-RUNNER = [Path(__file__).with_name(name) for name in ("serving_rows.py", "inferencex_rows.py")]
+RUNNER_FILES = ("serving_rows.py", "inferencex_rows.py", "inferencex_recipes.py", "inferencex_recipes.csv")
+RUNNER = [Path(__file__).with_name(name) for name in RUNNER_FILES]
 POWER = "power_w_per_gpu"
 NOT_RUN = "not run: the time given by --minutes was over"
 # A line of progress at most so often, in seconds.

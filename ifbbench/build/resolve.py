@@ -211,6 +211,10 @@ def _check_device(config: RunConfig) -> None:
                 "--engine_overhead: --static_emulated_batch_size hands requests to the engine without a "
                 "server; leave out one of them."
             )
+    elif config.stream_interval > 1:
+        raise InputError(
+            "--stream_interval: is of a serving process, which only --engine_overhead adds; add it, or leave this out."
+        )
     if config.profile and config.makes_no_tokens:
         raise InputError(
             f"--profile: nothing is computed on --device {config.device}; choose cpu or cuda, or leave it out."

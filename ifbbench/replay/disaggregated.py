@@ -51,14 +51,17 @@ from ifbbench.workload.trace import Trace, columns_of
 SIDES = (PREFILL, DECODE)
 # Requests of TensorRT-LLM that are sent at a time, at most: so many for each active one, or so many in all.
 SENDING, MIN_SENDING = 2, 64
+# What a request has beside its prompt's keys and values. The model's own draft layer (`--draft_mtp`) needs none of it.
 NOT_BUILT = {
-    "draft_model": "drafts are not sent", "draft_ngram": "drafts are not sent", "draft_mtp": "drafts are not sent",
-    "draft_len": "drafts are not sent", "acceptance_rate": "drafts are not sent",
+    "draft_model": "drafts are not sent",
+    "draft_ngram": "drafts are not sent",
+    "draft_len": "drafts are not sent",
     "beam_width": "the blocks of beams are not sent",
-    "num_loras": "adapters of two engines are not built", "lora_dir": "adapters of two engines are not built",
+    "num_loras": "adapters of two engines are not built",
+    "lora_dir": "adapters of two engines are not built",
     "kv_retention_priority": "retention of blocks that are sent is not built",
     "kv_retention_s": "retention of blocks that are sent is not built",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

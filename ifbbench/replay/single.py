@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -231,7 +231,8 @@ def client_of(
         return make_client(engine.config, trace, engine.clock, make_request, plain)
     client = make_client(engine.config, trace, engine.clock, make_request, served)
     assert isinstance(client, ServedClient)
-    client.pass_through(ServingProcess(engine.overhead))
+    token_out_s = engine.overhead.serving_token_out_s / engine.config.stream_interval
+    client.pass_through(ServingProcess(replace(engine.overhead, serving_token_out_s=token_out_s)))
     return client
 
 

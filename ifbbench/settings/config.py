@@ -1185,6 +1185,13 @@ class RunConfig:
         convert=_or_none,
         engine_decides=True,
     )
+    stream_interval: int = _execution(
+        1,
+        "With --engine_overhead: output tokens of a request that its serving process sends together, which takes as "
+        "long as one. Times of tokens are still those of each.",
+        minimum=1,
+        unit="tokens",
+    )
     draft_model: str | None = _execution(
         None,
         "Speculative decoding: this small model of the same vocabulary proposes draft tokens, which --model "

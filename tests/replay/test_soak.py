@@ -213,6 +213,7 @@ DRAWS: dict[str, Draw] = {
     "check_ranks": sometimes(0.02, 1, 7),
     "rank_timeout": sometimes(0.02, 60.0),
     "engine_overhead": sometimes(0.3, "vllm", "sglang", "tensorrt-llm"),
+    "stream_interval": sometimes(0.3, 3, 20),
     "draft_model": sometimes(0.06, "tiny"),
     "draft_ngram": sometimes(0.12, 1, 3),
     "draft_mtp": sometimes(0.0),
@@ -317,6 +318,8 @@ def fit_together(values: dict[str, Any]) -> None:
             values.pop("async_scheduling", None)
     if not values["device"].startswith("sim:h") or "static_emulated_batch_size" in values:
         values.pop("engine_overhead", None)
+    if "engine_overhead" not in values:
+        values.pop("stream_interval", None)
     if "recording" in values:
         for name in ("enable_steady_state", "profile", "iteration_log", "result_json", "result_format"):
             values.pop(name, None)

@@ -3,6 +3,7 @@
 The figures of the rows here are made up.
 """
 
+import csv
 import json
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 
 from benchmarks.fit_rows import KEYS, TABLE, part_of
+from benchmarks.inferencex_recipes import KEYS as RECIPE_KEYS
+from benchmarks.inferencex_recipes import TABLE as RECIPES
 from benchmarks.inferencex_rows import standard_row
 from benchmarks.serving import errors, fastest_degree
 from benchmarks.serving_bands import band, bands, chosen_share, curve_of, held_out
+from benchmarks.serving_differences import better_apart
 from benchmarks.serving_rows import (
     AICONFIGURATOR,
     LATER_ROUNDS,
@@ -31,6 +35,7 @@ from benchmarks.serving_rows import (
     rows_of,
 )
 from benchmarks.serving_runs import NOT_RUN, predictions
+from ifbbench.fleet.sides import side_values
 from ifbbench.simulated.expected_error import COVERAGE, LOADS
 
 ROW: dict[str, Any] = {
@@ -287,19 +292,126 @@ def test_a_row_that_cannot_be_replayed_says_why(row, reason):
         check(standard_row(row) if "decode" in row else row)
 
 
+def apart(prefill: str, decode: str, **changes: Any) -> tuple[dict[str, Any], Any]:
+    """A disaggregated row with so many workers x GPUs of each, and its settings."""
+    sides = {}
+    for name, text in (("prefill", prefill), ("decode", decode)):
+        workers, gpus = map(int, text.split("x"))
+        sides[name] = {"workers": workers, "tp": gpus, "ep": gpus, "dp_attention": True, "gpus": workers * gpus}
+    return deepseek(disaggregated=True, **sides, **changes)
+
+
 def test_a_disaggregated_row_has_two_sides():
-    sides = {
-        "prefill": {"workers": 1, "tp": 4, "ep": 4, "dp_attention": True, "gpus": 4},
-        "decode": {"workers": 2, "tp": 1, "ep": 1, "dp_attention": True, "gpus": 16},
-    }
-    changes = {"disaggregated": True, "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 4}
-    row, config = deepseek(**changes, **sides)
-    assert row["num_gpus"] == 20
-    assert row["output_tokens_per_s"] == pytest.approx(20 * INFERENCEX["output_tokens_per_s_per_gpu"])
+    row, config = apart("1x8", "9x8", gpu="h200", dtype="fp8", input=1024, engine="tensorrt-llm", concurrency=72)
+    assert row["num_gpus"] == 80
+    assert row["output_tokens_per_s"] == pytest.approx(72 * INFERENCEX["output_tokens_per_s_per_gpu"])
     assert part_of(row) == "judged"
-    assert (config.prefill_replicas, config.decode_replicas) == (1, 2)
-    assert config.prefill == "tp_size=4,ep_size=4,attention_dp_size=4"
-    assert config.decode == "tp_size=8,ep_size=8,attention_dp_size=8"
+    assert (config.prefill_replicas, config.decode_replicas) == (1, 9)
+    assert config.prefill.startswith("tp_size=8,ep_size=8,attention_dp_size=8,")
+    assert config.decode.startswith("tp_size=8,ep_size=8,attention_dp_size=1,")
+
+
+@pytest.mark.parametrize(
+    ("workers", "changes", "prefill", "decode", "drafts"),
+    [
+        # 256 requests and 256 slots of experts on each of 16 GPUs, one draft token.
+        (
+            ("11x4", "1x16"),
+            {"engine": "tensorrt-llm", "gpu": "gb200", "drafts": "mtp", "concurrency": 4301},
+            {"max_num_tokens": 4 * 16_640, "max_batch_size": 4 * 2, "kv_cache_free_gpu_mem_fraction": 0.6},
+            {"max_batch_size": 16 * 256, "kv_cache_free_gpu_mem_fraction": 0.8},
+            1,
+        ),
+        # The recipe depends on the number of clients.
+        (
+            ("1x8", "9x8"),
+            {"engine": "tensorrt-llm", "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 11},
+            {},
+            {"max_batch_size": 1},
+            None,
+        ),
+        (
+            ("1x8", "9x8"),
+            {"engine": "tensorrt-llm", "gpu": "h200", "dtype": "fp8", "input": 1024, "concurrency": 576},
+            {},
+            {"max_batch_size": 256},
+            None,
+        ),
+        (
+            ("4x4", "1x32"),
+            {"engine": "sglang", "gpu": "gb200", "dtype": "fp4", "input": 1024, "concurrency": 4096},
+            {"max_num_tokens": 65_536, "gpu_memory_utilization": 0.84},
+            {"max_batch_size": 67_584, "gpu_memory_utilization": 0.83, "scheduler_recv_interval": 1},
+            None,
+        ),
+        # Its script has tensor parallelism, whatever the row says.
+        (
+            ("1x4", "2x4"),
+            {"engine": "sglang", "gpu": "gb200", "dtype": "fp4", "input": 1024, "concurrency": 4},
+            {"attention_dp_size": 1, "max_num_tokens": 8192},
+            {"attention_dp_size": 1, "scheduler_recv_interval": 10},
+            None,
+        ),
+    ],
+)
+def test_sides_have_the_settings_of_recipes(workers, changes, prefill, decode, drafts):
+    _, config = apart(*workers, **changes)
+    assert {name: side_values(config, "prefill")[name] for name in prefill} == prefill
+    assert {name: side_values(config, "decode")[name] for name in decode} == decode
+    assert config.draft_mtp == drafts
+
+
+def test_sglang_accepts_as_the_model_does_where_drafts_are_overlapped():
+    drafted = {"engine": "sglang", "dtype": "fp8", "drafts": "mtp", "concurrency": 64}
+    rates = {gpu: apart("1x8", "1x8", **drafted, gpu=gpu)[1].acceptance_rate for gpu in ("b200", "h200")}
+    assert rates == {"b200": "0.63", "h200": "0.38"}
+    assert deepseek(**drafted)[1].acceptance_rate == "0.38"
+
+
+def test_a_recipe_is_of_one_deployment():
+    with RECIPES.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    of_all = [tuple(line[key] for key in (*RECIPE_KEYS, "concurrency")) for line in lines]
+    assert len(of_all) == len(set(of_all))
+    assert all(int(line["decode_batch"]) > 0 and 0 < float(line["decode_memory"]) < 1 for line in lines)
+    assert all((line["drafts"] == "none") == (line["num_drafts"] == "0") for line in lines)
+
+
+def test_which_of_aggregated_and_disaggregated_is_better_is_of_pairs_with_similar_tpot():
+    def measured(number: int, tpot_s: float, throughput: float, predicted: float, **row: Any) -> list[Comparison]:
+        row = {"id": number, "lengths_of": "1/1", "concurrency": 4, **row}
+        return [
+            Comparison(row, "tpot", tpot_s, 0.01),
+            Comparison(row, "throughput", throughput, predicted),
+        ]
+
+    alone = {"num_gpus": 8, "tp": 8}
+    sides = {"num_gpus": 16, "sides": {"prefill": {}, "decode": {}}}
+    rows = [
+        *measured(1, 0.010, 800.0, 700.0, **alone),  # 100 of each GPU, 87.5 predicted
+        *measured(2, 0.011, 3200.0, 2400.0, **sides),  # 200, 150: better, as predicted
+        *measured(3, 0.011, 3200.0, 2400.0, **sides),  # the same again
+        *measured(4, 0.012, 1760.0, 2000.0, **sides, concurrency=8),  # 110: within the noise
+        *measured(5, 0.013, 3200.0, 3200.0, **sides, concurrency=9),  # other TPOT
+        *measured(6, 0.009, 800.0, 1600.0, **sides, concurrency=16),  # 50: worse, but 100 predicted
+        *measured(7, 0.010, 9999.0, 9.0, **sides, drafts="mtp"),
+    ]
+    assert better_apart(rows) == {"pairs": 2, "right": 1, "apart_is_better": 1}
+
+
+def test_a_disaggregated_row_without_workers_is_not_replayed():
+    side = {"workers": 0, "tp": 28, "ep": 1, "dp_attention": False, "gpus": 28}
+    row = INFERENCEX | {"engine": "tensorrt-llm", "disaggregated": True, "prefill": side, "decode": side}
+    with pytest.raises(NotReplayable, match="its recipe is not known"):
+        check(standard_row(row))
+
+
+def test_a_disaggregated_row_has_as_many_rounds_as_are_affordable():
+    workers = {"engine": "tensorrt-llm", "gpu": "h200", "dtype": "fp8", "input": 1024}
+    rounds = {
+        clients: len(requests_of(apart("1x8", "9x8", **workers, concurrency=clients)[0])) for clients in (11, 576)
+    }
+    assert rounds == {11: 10 * 11, 576: 2 * 576}
 
 
 def test_a_disaggregated_row_is_replayed_where_the_engine_has_sides():
