@@ -82,8 +82,10 @@ def check(rows: list[dict[str, object]]) -> None:
             assert bool(row["group_products"]) == (row["gpu"] in WITH_GROUP_PRODUCTS), row
 
 
-def test_every_kernel_fits_on_hopper_and_blackwell(cache: Path) -> None:
+def test_every_kernel_fits_on_hopper_and_attention_on_blackwell(cache: Path) -> None:
     rows = compiled(cache, [90, 100, 120], [])
+    for kernel in ("_context_kernel", "_generation_kernel", "_join_kernel"):
+        assert {row["gpu"] for row in rows if row["kernel"] == kernel} == {90, 100, 120}
     assert {row["kernel"] for row in rows} == {
         "_context_kernel",
         "_generation_kernel",
