@@ -8,6 +8,7 @@ from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_file
+from ifbbench.fleet.sides import check_no_fleet
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_runs import starts_ranks
 from ifbbench.replay.single import (
@@ -43,6 +44,7 @@ def run_trace(
     if the input or the settings are bad, and RunFailed if the run ends early; its directory is then marked partial."""
     _check_outputs(config)
     _check_retries(config)
+    check_no_fleet(config)
     if config.is_disaggregated:
         from ifbbench.replay.disaggregated import run_disaggregated
 
@@ -77,6 +79,7 @@ def summarise_run(
 
     on_end: takes the recorder that made the summary. InputError and RunFailed as there."""
     _check_retries(config)
+    check_no_fleet(config)
     if config.is_disaggregated:
         from ifbbench.replay.disaggregated import summarise_disaggregated
 

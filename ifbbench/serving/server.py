@@ -22,6 +22,7 @@ from ifbbench.clock import PacedClock, WallClock
 from ifbbench.endpoint.loop import allow_many_connections, new_event_loop
 from ifbbench.endpoint.server import first_key
 from ifbbench.errors import InputError
+from ifbbench.fleet.sides import check_no_fleet
 from ifbbench.processes import usable_cores
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_processes import run_in_ranks
@@ -67,6 +68,7 @@ def serve(
     recording begins. InputError before anything is written if the settings are bad or the port is taken; RunFailed if a
     rank has failed, BatchManagerFailed if the engine of a single process has.
     """
+    check_no_fleet(config)
     if config.is_fleet:
         served_router(config)
     if not config.makes_no_tokens and starts_ranks(config):

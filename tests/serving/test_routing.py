@@ -258,6 +258,7 @@ def test_sessions_are_named_or_begin_alike() -> None:
         (["--router_only", "--backend", "x:1", "--router", "nothing"], "--router"),
         (["--replicas", "2", "--request_retries", "3"], "--request_retries"),
         (["--replicas", "2", "--router_state_age", "3"], "--router_state_age"),
+        (["--router_state_age", "3"], "--router_state_age: is for a fleet"),
         (["--replicas", "2", "--device", "cuda", "--model", "tiny"], "--replicas: device cuda"),
     ],
 )
