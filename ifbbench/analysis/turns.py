@@ -61,7 +61,7 @@ class Turn:
 
 
 class Turns:
-    """All later turns of a run whose turn before is in its trace, and shares tokens with it."""
+    """All later turns of a run that go on with a turn of its trace, and share tokens with it."""
 
     def __init__(self, run: RecordedRun) -> None:
         self.turns = list[Turn]()

@@ -108,7 +108,7 @@ def capacity(
     config = given_config(config_file, options, needs_model=False, runs_fleets=has_sides)
 
     from ifbbench.cli.console import progress_line
-    from ifbbench.fleet.sides import check_no_fleet
+    from ifbbench.replay.run import check_no_fleet
     from ifbbench.studies.capacity import study
 
     check_no_fleet(config)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import FLEET_SETTINGS, SIDE_SETTINGS, RunConfig
+from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
 from ifbbench.settings.fields import located
 from ifbbench.settings.names import setting
 
@@ -65,15 +65,3 @@ def check_no_sides(config: RunConfig) -> None:
     for name in SIDE_SETTINGS:
         if getattr(config, name) != getattr(usual, name):
             raise InputError(f"--{name}: is for a fleet with --prefill_replicas and --decode_replicas; add them.")
-
-
-def check_no_fleet(config: RunConfig) -> None:
-    """InputError for settings of a fleet where there is a single engine, which would not be used."""
-    if config.is_fleet:
-        return
-    usual = RunConfig()
-    for name in FLEET_SETTINGS:
-        if getattr(config, name) != getattr(usual, name):
-            needed = "--prefill_replicas and --decode_replicas" if name in SIDE_SETTINGS else "--replicas N"
-            needed = "--replica_events or --autoscale" if name == "replica_start_up" else needed
-            raise InputError(f"--{name}: is for a fleet, and there is one engine; add {needed}, or leave it out.")

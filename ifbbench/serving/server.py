@@ -22,11 +22,11 @@ from ifbbench.clock import PacedClock, WallClock
 from ifbbench.endpoint.loop import allow_many_connections, new_event_loop
 from ifbbench.endpoint.server import first_key
 from ifbbench.errors import InputError
-from ifbbench.fleet.sides import check_no_fleet
 from ifbbench.processes import usable_cores
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_processes import run_in_ranks
 from ifbbench.replay.rank_runs import WRITING, leading, starts_ranks
+from ifbbench.replay.run import check_no_fleet
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.fleet import replica_directory
 from ifbbench.serving.app import DRAINED, Endpoints
