@@ -41,7 +41,7 @@ def write_sessions(path: Path) -> str:
     return str(path)
 
 
-def turns_of(path: Path, trace: str, **asked: Any) -> tuple[Turns, dict[int, dict[str, Any]]]:
+def turns_of(path: Path, trace: str, **asked: Any) -> tuple[Turns, dict[Any, dict[str, Any]]]:
     run_trace(trace, config_of(**asked, output=str(path)))
     rows = {row["request_id"]: row for row in lines(path / "requests.jsonl")}
     return Turns(RecordedRun.load(path)), rows
