@@ -13,6 +13,7 @@ from ifbbench.analysis.generation_time import GenerationTime
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.pauses import PauseLedger, pause_ledger
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.turns import Turns
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import BINDING, setting_of, words_of
 from ifbbench.errors import InputError
@@ -93,6 +94,11 @@ class Findings:
             return None
         rows = self.run.row_of.values()
         return float(sum((row.get("attribution_s") or {}).get(TRANSFER, 0.0) for row in rows))
+
+    @cached_property
+    def turns(self) -> Turns:
+        """What sessions lost of the KV cache between their turns."""
+        return Turns(self.run)
 
     @property
     def head_of_line_blocked_s(self) -> float:
@@ -224,6 +230,7 @@ class Findings:
                 "gained_s": sum(entry.gained_s for entry in self.ledger.entries),
                 "thrashing": [{"request_id": one, "pauses": count} for one, count in self.ledger.thrashing()],
             },
+            "turns": self.turns.as_dict() if self.turns.turns else None,
             "generation": self.generation and self.generation.as_dict(),
             "lower_bound": {"unknown": bound} if isinstance(bound, str) else bound.as_dict(),
             "advice": {"text": self.waiting_text, "limit": next(iter(self.waiting_s), None)},

@@ -12,12 +12,14 @@ from ifbbench.cli.options import (
     SettingsCommand,
     given_config,
     json_instead_of_tables,
+    read_config_file,
     size_option,
 )
 from ifbbench.progress import Progress
 from ifbbench.settings.config import RunConfig, settings
 
 if TYPE_CHECKING:
+    from ifbbench.studies.capacity_sides import SidesStudy
     from ifbbench.workload.trace import TraceRequest
 
     Requests = list[TraceRequest]
@@ -45,6 +47,11 @@ USED = {one.name for one in settings() if one.group in ("scheduling", "kv cache"
     "dtype",
     "tp_size",
     "pp_size",
+    "prefill_replicas",
+    "decode_replicas",
+    "prefill",
+    "decode",
+    "transfer_bandwidth",
 }
 SETTING_HELP = {
     "reserve": "max_new_tokens of each request: trace (as recorded; with --output-len that many), actual (its output "
@@ -80,7 +87,8 @@ def capacity(
     """How much KV cache fits beside MODEL, and how many requests run in it at once.
 
     MODEL is a built-in model (tiny) or a directory with config.json. Nothing is loaded or run; requests are assumed to
-    share no blocks.
+    share no blocks. With --prefill_replicas and --decode_replicas: what each replica of both sides holds, and which
+    ratio of them balances.
     """
     if model_name is not None:
         if options["model"] not in (None, model_name):
@@ -95,15 +103,27 @@ def capacity(
         raise click.UsageError("--memory-gib and --memory-bytes exclude each other; leave out one of them.")
     if memory_gib is not None:
         memory_bytes = int(memory_gib * BYTES_PER_GIB)
-    config = given_config(config_file, options, needs_model=False)
+    from_file = read_config_file(config_file) if config_file else {}
+    has_sides = any(options.get(name) or from_file.get(name) for name in ("prefill_replicas", "decode_replicas"))
+    config = given_config(config_file, options, needs_model=False, runs_fleets=has_sides)
 
     from ifbbench.cli.console import progress_line
+    from ifbbench.replay.run import check_no_fleet
     from ifbbench.studies.capacity import study
 
+    check_no_fleet(config)
     with progress_line("capacity", config.quiet) as progress:
         requests = _requests(config, input_len, output_len, trace, progress)
         progress.stage("calculating")
-        found = study(config, requests, memory_bytes)
+        if config.is_disaggregated:
+            from ifbbench.studies.capacity_sides import study_sides
+
+            sides = study_sides(config, requests, memory_bytes)
+        else:
+            found = study(config, requests, memory_bytes)
+    if config.is_disaggregated:
+        _show_sides(sides, as_json)
+        return
     if as_json:
         from ifbbench.studies.capacity_tables import figures
 
@@ -113,6 +133,18 @@ def capacity(
     from ifbbench.studies.capacity_tables import print_study
 
     print_study(found, report_console())
+
+
+def _show_sides(sides: "SidesStudy", as_json: bool) -> None:
+    """Print the answer for a fleet with prefill and decode apart."""
+    from ifbbench.studies.capacity_tables import figures_of_sides, print_sides
+
+    if as_json:
+        click.echo(json.dumps(figures_of_sides(sides)))
+        return
+    from ifbbench.cli.console import report_console
+
+    print_sides(sides, report_console())
 
 
 def _requests(

@@ -145,6 +145,15 @@ class KvStore:
             self._link.begin(transfer, now_s)
         self.counters.max_behind = max(self.counters.max_behind, len(writes) - 1)
 
+    def lose_writes(self, owner: int, now_s: float) -> None:
+        """A replica has failed: what it has not written by now never comes. Bytes on their way keep their share of the
+        link until they would have left."""
+        self.advance(now_s)
+        arriving = [transfer for _, transfer in self._arriving if transfer.owner == owner]
+        for transfer in [*self._writes.pop(owner, ()), *arriving]:
+            self._writing.difference_update(transfer.writes)
+            transfer.writes = ()
+
     def arrival_of(self, transfer: Transfer) -> float:
         """When a load arrives if no other transfer begins before; it is not earlier."""
         if transfer.arrived_s < inf:

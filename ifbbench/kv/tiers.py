@@ -85,6 +85,11 @@ class KvTiers:
         """`request` has ended: it waits for nothing."""
         self._loading = [one for one in self._loading if one.request is not request]
 
+    def lose(self, now_s: float) -> None:
+        """The engine has failed: what it has not written is lost."""
+        for store in self.stores:
+            store.lose_writes(self.owner, now_s)
+
     # Asked by the loop.
 
     @property

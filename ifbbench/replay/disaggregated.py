@@ -16,6 +16,7 @@ from ifbbench.errors import InputError, RunFailed
 from ifbbench.fleet.links import Links
 from ifbbench.fleet.router import PREFILLS, STATE, Router, make_router
 from ifbbench.fleet.sides import check_sides, side_values
+from ifbbench.models.config import ModelConfig
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed, price_of, unlogged
@@ -142,7 +143,7 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
     if config.router_state_age and not any(STATE in one.looks_at for one in routers):
         raise InputError("--router_state_age: no router reads states of replicas; leave it out.")
     own = config.of_one_replica(concurrency=None, duration=None, output=None, **NO_SIDE_OUTPUTS)
-    prefill, decode = (own.with_values(**_own_values(config, side)) for side in SIDES)
+    prefill, decode = (own.with_values(**own_values(config, side)) for side in SIDES)
     for one in (prefill, decode):
         if one.type == BatchingType.V1 or one.kv_cache_type != "paged":
             raise InputError(
@@ -152,7 +153,7 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
     return routers, (prefill, decode)
 
 
-def _own_values(config: RunConfig, side: str) -> dict[str, Any]:
+def own_values(config: RunConfig, side: str) -> dict[str, Any]:
     """The settings in which the replicas of a side differ. A decode engine of SGLang keeps no prefixes unless it is
     told to (`--disaggregation-decode-enable-radix-cache`)."""
     keeps_none = side == DECODE and config.engine == SGLANG
@@ -209,15 +210,20 @@ def _links(config: RunConfig, engines: Sequence[Engine]) -> Links:
     """The link of each replica: what all of its devices send or receive at once, of the same tokens."""
     rates, latency_s = list[float](), config.transfer_latency
     for engine in engines:
-        per_gpu = config.transfer_bandwidth
-        if (name := engine.config.hardware) is not None:
-            hardware = load_hardware(name)
-            per_gpu = per_gpu or NETWORK_SHARE * hardware.network_bandwidth
-            latency_s = hardware.network_latency_s if latency_s is None else latency_s
-        shard = Shard.of_config(engine.model, engine.config)
-        rates.append(inf if per_gpu is None else per_gpu / shard.kv_bytes_per_token)
+        if (name := engine.config.hardware) is not None and latency_s is None:
+            latency_s = load_hardware(name).network_latency_s
+        rates.append(link_rate(config, engine.config, engine.model))
     number = config.prefill_replicas
     return Links(rates[:number], rates[number:], latency_s or 0.0)
+
+
+def link_rate(config: RunConfig, own: RunConfig, model: ModelConfig) -> float:
+    """Tokens per second whose keys and values all devices of a replica send, or receive, at once; infinite on a device
+    without a network. own: the resolved settings of the replica."""
+    per_gpu = config.transfer_bandwidth
+    if own.hardware is not None:
+        per_gpu = per_gpu or NETWORK_SHARE * load_hardware(own.hardware).network_bandwidth
+    return inf if per_gpu is None else per_gpu / Shard.of_config(model, own).kv_bytes_per_token
 
 
 @contextmanager

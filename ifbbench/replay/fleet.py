@@ -238,7 +238,7 @@ def _known_shares(trace: Trace, config: RunConfig, plan: Plan) -> list["array[in
         return None
     if count == 1:
         return [array("q", range(len(trace)))]
-    keeps_sessions = columns.after is None or config.router == "session"
+    keeps_sessions = columns.after is None or (config.router == "session" and columns.session_id is None)
     if router.looks_at or config.concurrency is not None or not keeps_sessions:
         return None
     replicas = [Replica(number, PrefixIndex(0)) for number in range(count)]
@@ -269,7 +269,8 @@ def _run_independent(
     trace = in_memory(trace) if len(shares) > 1 else trace
     columns, count = columns_of(trace.requests), len(shares)
     # Requests and sessions that go to replicas in turn are those of --replica.
-    in_turn = count > 1 and config.router in (None, ROUTERS[0], "session")
+    is_in_turn = config.router in (None, ROUTERS[0]) or (config.router == "session" and columns.session_id is None)
+    in_turn = count > 1 and is_in_turn
 
     def run(number: int, report: Callable[[int], None]) -> Ended:
         own = configs[number].with_values(replica=f"{number + 1}/{count}" if in_turn else None)

@@ -21,7 +21,7 @@ from ifbbench.replay.single import (
 )
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import SummaryRecorder
-from ifbbench.settings.config import SIDE_OUTPUTS, RunConfig
+from ifbbench.settings.config import FLEET_SETTINGS, SIDE_OUTPUTS, SIDE_SETTINGS, RunConfig
 from ifbbench.workload.load import Source, for_other_process, load_trace
 from ifbbench.workload.trace import Trace
 
@@ -43,6 +43,7 @@ def run_trace(
     if the input or the settings are bad, and RunFailed if the run ends early; its directory is then marked partial."""
     _check_outputs(config)
     _check_retries(config)
+    check_no_fleet(config)
     if config.is_disaggregated:
         from ifbbench.replay.disaggregated import run_disaggregated
 
@@ -77,6 +78,7 @@ def summarise_run(
 
     on_end: takes the recorder that made the summary. InputError and RunFailed as there."""
     _check_retries(config)
+    check_no_fleet(config)
     if config.is_disaggregated:
         from ifbbench.replay.disaggregated import summarise_disaggregated
 
@@ -105,6 +107,18 @@ def _check_retries(config: RunConfig) -> None:
             "--request_retries: no replica fails; add --replica_events with a `fail`, or leave it out. It does not "
             "change how often a request to an --endpoint is repeated: that is --endpoint_retries."
         )
+
+
+def check_no_fleet(config: RunConfig) -> None:
+    """InputError for settings of a fleet where there is a single engine, which would not be used."""
+    if config.is_fleet:
+        return
+    usual = RunConfig()
+    for name in FLEET_SETTINGS:
+        if getattr(config, name) != getattr(usual, name):
+            needed = "--prefill_replicas and --decode_replicas" if name in SIDE_SETTINGS else "--replicas N"
+            needed = "--replica_events or --autoscale" if name == "replica_start_up" else needed
+            raise InputError(f"--{name}: is for a fleet, and there is one engine; add {needed}, or leave it out.")
 
 
 def _run_endpoint(

@@ -134,6 +134,8 @@ class SteppedReplica:
 
         error_of(index): why the request has failed; None if it is sent again."""
         self.loop.lose_engine(time_s)
+        if self.engine.tiers is not None:
+            self.engine.tiers.lose(time_s)
         self.failed_s, lost = time_s, list[tuple[int, int]]()
         for own in self.client.open:
             index = self.members[own]

@@ -25,6 +25,8 @@ def print_findings(findings: Findings, slow: list[SlowRequest], slowest: int, co
     if run.partial:
         console.print("[yellow]Partial: the run did not reach its end; this covers what was recorded.[/yellow]")
     console.print(f"\n{findings.waiting_text}\n", soft_wrap=True, markup=False)
+    if text := findings.turns.text:
+        console.print(f"{text}\n", soft_wrap=True, markup=False)
     for culprit in findings.culprits:
         console.print(culprit.text, soft_wrap=True, markup=False)
     if findings.culprits:

@@ -148,6 +148,7 @@ class TraceLine(Struct):
     lora_task_id: int | UnsetType
     stop_ids: list[int] | UnsetType
     request_class: str | UnsetType = field(name="class")
+    session_id: int | UnsetType
     added_in: int | UnsetType
     added_with: int | UnsetType
     stopped_in: int | UnsetType

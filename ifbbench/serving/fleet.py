@@ -33,7 +33,7 @@ from ifbbench.serving.sessions import Sessions
 from ifbbench.serving.statistics import LiveStatistics
 from ifbbench.settings.config import ROUTERS, SIDE_SETTINGS, RunConfig
 from ifbbench.workload.formats import write_lines
-from ifbbench.workload.trace import ID, SECONDS, Trace, TraceRequest
+from ifbbench.workload.trace import ID, NO_SESSION, SECONDS, Trace, TraceRequest
 
 # Settings of fleets that change or differ.
 CHANGES = ("replica_config", "replica_events", "request_retries", "autoscale", "replica_start_up")
@@ -112,7 +112,7 @@ class FleetService:
         self.members = [array("q") for _ in services]
         self.sent_to = [0 for _ in services]
         # The first id of each HTTP request, and what the router saw then: as many values as there are replicas.
-        self._first_ids = array("q")
+        self._first_ids, self._session_of = array("q"), array("q")
         self._seen: dict[str, array[Any]] = {
             name: array(SECONDS if name == "kv_use" else ID) for name in self.front.names
         }
@@ -178,12 +178,13 @@ class FleetService:
         received_s = max(self.real_now() if received_s is None else received_s, self._latest_arrival_s)
         self._read_states(received_s)
         prompt_len = sum(len(one.input_ids) for one in requests)
+        session_number = self._sessions.number(session)
         routed = RoutedRequest(
             self.front.routed,
             self.front.routed,
             received_s,
             prompt_len,
-            self._sessions.number(session),
+            session_number,
             self._pieces(requests[0]),
         )
         sent = self.front.route(routed, views, len(self.services))
@@ -199,6 +200,7 @@ class FleetService:
         self.members[number].extend(ids)
         self.sent_to[number] += 1
         self._first_ids.append(ids[0])
+        self._session_of.append(NO_SESSION if session is None and len(ids) == 1 else session_number)
         for name, values in sent.seen.items():
             self._seen[name].extend(values)
         self._latest_arrival_s = found[-1].arrival_s
@@ -210,6 +212,10 @@ class FleetService:
         first = (bisect_right(self._first_ids, request_id) - 1) * count
         seen = {name: values[first : first + count].tolist() for name, values in self._seen.items()}
         return offers(seen) if seen else None
+
+    def session_of(self, request_id: int) -> int:
+        """The number of the session of a request; NO_SESSION if no other one has it."""
+        return self._session_of[bisect_right(self._first_ids, request_id) - 1]
 
     def cancel(self, generations: Sequence[Generation]) -> None:
         """Stop those that have not ended."""
@@ -304,7 +310,7 @@ class FleetRecording:
         members = [array("q", [position[one] for one in sorted(ids)]) for ids in service.members]
         request_ids = list(position)
         paths = [replica_directory(directory, number) / self._trace for number in range(len(ended))]
-        write_lines(_in_order(paths), directory / self._trace, overwrite=True)
+        write_lines(_in_order(paths, service), directory / self._trace, overwrite=True)
         configs = [config.of_one_replica()] * len(ended)
         run = FleetRun(ended, members, configs)
         summary, _ = fleet_summary(Trace(directory.name, [], "", SOURCE), config, self._engines[0], run)
@@ -337,9 +343,11 @@ def _lateness(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _in_order(paths: Sequence[Path]) -> Iterator[str]:
-    """The lines of the traces of all replicas, each in order of its ids, in that order."""
-    return (line for _, line in merge(*map(_numbered, paths), key=lambda one: one[0]))
+def _in_order(paths: Sequence[Path], service: FleetService) -> Iterator[str]:
+    """The lines of the traces of all replicas, each in order of its ids, in that order, with their sessions."""
+    for request_id, line in merge(*map(_numbered, paths), key=lambda one: one[0]):
+        session = service.session_of(request_id)
+        yield line if session == NO_SESSION else f'{line.rstrip()[:-1]},"session_id":{session}}}\n'
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:

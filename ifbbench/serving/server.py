@@ -26,6 +26,7 @@ from ifbbench.processes import usable_cores
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_processes import run_in_ranks
 from ifbbench.replay.rank_runs import WRITING, leading, starts_ranks
+from ifbbench.replay.run import check_no_fleet
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.fleet import replica_directory
 from ifbbench.serving.app import DRAINED, Endpoints
@@ -67,6 +68,7 @@ def serve(
     recording begins. InputError before anything is written if the settings are bad or the port is taken; RunFailed if a
     rank has failed, BatchManagerFailed if the engine of a single process has.
     """
+    check_no_fleet(config)
     if config.is_fleet:
         served_router(config)
     if not config.makes_no_tokens and starts_ranks(config):

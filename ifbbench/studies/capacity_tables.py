@@ -16,6 +16,7 @@ from ifbbench.settings.modes import BatchingType
 from ifbbench.settings.names import setting
 from ifbbench.settings.servers import SERVERS
 from ifbbench.studies.capacity import Fit, Study
+from ifbbench.studies.capacity_sides import SidesStudy, side_figures, side_sentences
 
 HINT = "Give --input-len and --output-len, or --trace, to see how many requests run at once."
 
@@ -36,6 +37,31 @@ def print_study(study: Study, console: Console) -> None:
         console.print(escape(sentence), highlight=False, soft_wrap=True)
     if not study.requests:
         console.print(HINT, highlight=False)
+
+
+def print_sides(found: SidesStudy, console: Console) -> None:
+    """Print what fits on both sides of a fleet, and how they balance."""
+    for side in (found.prefill, found.decode):
+        console.print()
+        console.print(f"[bold]{side.name}[/bold]  {escape(_title(side.study))}", highlight=False)
+        console.print()
+        console.print(_memory_table(side.study))
+    console.print()
+    if found.decode.study.requests:
+        console.print(_requests_line(found.decode.study), style="bold", highlight=False)
+        console.print()
+    for sentence in side_sentences(found):
+        console.print(escape(sentence), highlight=False, soft_wrap=True)
+    if not found.decode.study.requests:
+        console.print(HINT, highlight=False)
+
+
+def figures_of_sides(found: SidesStudy) -> dict[str, Any]:
+    """All figures of both sides, each as `figures`, and `side_sentences`, for JSON."""
+    of_fleet = side_figures(found)
+    for side in (found.prefill, found.decode):
+        of_fleet["sides"][side.name] |= figures(side.study)
+    return of_fleet | {"summary": side_sentences(found)}
 
 
 def _title(study: Study) -> str:

@@ -136,8 +136,8 @@ class IfbbenchFormat(TraceFormat):
 
     Either of the last two stands in for the other. If the first rows have no `arrival_s`, all requests arrive at once.
     Optional: `request_id` (default: the row's number, from 0), `priority`, `beam_width`, `lora_task_id`, `stop_ids`,
-    `class`, `after` with `think_s` and `also_after`, `has_next_turn`, `added_in`, `added_with`, `stopped_in`; beside
-    `prompt_len`, `prefix_ids` and `prefix_lens`. Other keys are ignored.
+    `class`, `after` with `think_s` and `also_after`, `has_next_turn`, `session_id`, `added_in`, `added_with`,
+    `stopped_in`; beside `prompt_len`, `prefix_ids` and `prefix_lens`. Other keys are ignored.
     `write_trace` is the inverse.
     """
 
@@ -169,7 +169,7 @@ class IfbbenchFormat(TraceFormat):
             return (TraceRequest(request_id, arrival_s, prompt_len, max_new_tokens, output_len),)
         priority, beam_width, task_id = get("priority"), get("beam_width"), get("lora_task_id")
         request_class, after, think_s = get("class"), get("after"), get("think_s")
-        added_in, stopped_in = get("added_in"), get("stopped_in")
+        added_in, stopped_in, session_id = get("added_in"), get("stopped_in"), get("session_id")
         prefix_ids, prefix_lens = _prefix(row, prompt_len, output_len)
         return (
             TraceRequest(
@@ -193,6 +193,7 @@ class IfbbenchFormat(TraceFormat):
                 stopped_in=None if stopped_in is None else integer(stopped_in, "stopped_in", 0, MAX_ID),
                 also_after=_also_after(row),
                 has_next_turn=_has_next_turn(row),
+                session_id=None if session_id is None else integer(session_id, "session_id", 0, MAX_ID),
             ),
         )
 
@@ -304,7 +305,7 @@ def _line(request: TraceRequest) -> str:
         record["also_after"] = request.also_after
     if request.has_next_turn:
         record["has_next_turn"] = True
-    for name in ("added_in", "added_with", "stopped_in"):
+    for name in ("session_id", "added_in", "added_with", "stopped_in"):
         if (value := getattr(request, name)) is not None and (name, value) != ("added_with", 0):
             record[name] = value
     return _encode(record) + "\n"

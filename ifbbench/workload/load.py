@@ -28,6 +28,7 @@ from ifbbench.workload.reading import read_trace
 from ifbbench.workload.trace import (
     NO_ITERATION,
     NO_ORIGIN,
+    NO_SESSION,
     RequestColumns,
     Reserve,
     Trace,
@@ -210,9 +211,10 @@ def _until(duration_s: float | None, columns: RequestColumns, keeps_arrivals: bo
 
 
 def _share(columns: RequestColumns, replica: str) -> RequestColumns:
-    """The requests of replica K of N (`K/N`): requests, and sessions as a whole, go to the replicas in turn."""
+    """The requests of replica K of N (`K/N`): requests, and sessions whose turns wait for each other as a whole, go to
+    the replicas in turn."""
     number, replicas = map(int, replica.split("/"))
-    turn = session_numbers(columns)
+    turn = _waiting_sessions(columns)
     chosen = np.flatnonzero(turn % replicas == number - 1)
     if not len(chosen):
         kind = "requests" if columns.after is None else "sessions"
@@ -227,13 +229,26 @@ def stretch_of(trace: Trace, number: int, count: int) -> Trace:
     """The `number`-th, from 0 on, of `count` stretches of `trace` with equally many requests, or sessions as a whole.
     Its first request arrives at 0."""
     columns = columns_of(trace.requests)
-    session = session_numbers(columns)
+    session = _waiting_sessions(columns)
     chosen = np.flatnonzero(session * count // (session.max() + 1) == number)
     return replace(trace, requests=_from_zero(chosen_requests(columns, chosen)))
 
 
 def session_numbers(columns: RequestColumns) -> NDArray[np.int64]:
-    """The number of each request's session, in the order in which sessions start; each request is one without them."""
+    """The number of each request's session, as routers see it, in the order in which sessions start. Sessions are those
+    of `session_id`, and of `after` where a request has none; each request is one without them."""
+    numbers = _waiting_sessions(columns)
+    if columns.session_id is None:
+        return numbers
+    given = np.asarray(columns.session_id)
+    numbers = np.where(given == NO_SESSION, numbers + given.max() + 1, given)
+    _, firsts, number_of = np.unique(numbers, return_index=True, return_inverse=True)
+    ranks: NDArray[np.int64] = np.argsort(np.argsort(firsts))
+    return ranks[number_of]
+
+
+def _waiting_sessions(columns: RequestColumns) -> NDArray[np.int64]:
+    """As `session_numbers`, of sessions in which requests wait for others (`after`)."""
     if columns.after is None:
         return np.arange(len(columns))
     found: NDArray[np.int64] = np.unique(session_starts(predecessors(columns)), return_inverse=True)[1]

@@ -43,6 +43,8 @@ class TraceRequest(Struct, frozen=True, gc=False):
         the last of all ends. Empty without `after`.
     has_next_turn: whether a later turn of its session comes after it, as far as a run with --kv_retention_priority
         has to know.
+    session_id: the session that routers see, an integer that its requests have in common; None if it is that of
+        `after`. It makes no request wait.
     added_in, stopped_in: of a recorded engine, the iteration before which the request entered its queue, and the one
         before which its client stopped it; None where that is not known, or it was not stopped.
     added_with: iterations that were in flight when the request entered the queue.
@@ -68,6 +70,7 @@ class TraceRequest(Struct, frozen=True, gc=False):
     stopped_in: int | None = None
     also_after: tuple[int, ...] = ()
     has_next_turn: bool = False
+    session_id: int | None = None
 
     @property
     def has_only_numbers(self) -> bool:
@@ -83,6 +86,7 @@ class TraceRequest(Struct, frozen=True, gc=False):
             and self.after is None
             and self.added_in is None
             and not self.has_next_turn
+            and self.session_id is None
         )
 
     def prefix_runs(self) -> list[PrefixRun]:
@@ -158,7 +162,7 @@ Floats: TypeAlias = "array[float]"
 Recall: TypeAlias = Callable[[int], TraceRequest]
 """Makes the request of an origin again."""
 
-NO_TOKEN = NO_ORIGIN = NO_CLASS = NO_REQUEST = NO_ITERATION = -1
+NO_TOKEN = NO_ORIGIN = NO_CLASS = NO_REQUEST = NO_ITERATION = NO_SESSION = -1
 ID, LENGTH, SECONDS = "q", "i", "d"
 
 
@@ -199,6 +203,7 @@ class RequestColumns(Sequence[TraceRequest]):
     after: NO_REQUEST for a request that follows no other; with `think_s`, None if there are no sessions.
     also_after: by request_id, of the requests that wait for more than one.
     next_turns: the request_ids of those that have a next turn, where that was asked for.
+    session_id: NO_SESSION where a request has none; None if no request has one.
     added_in, stopped_in: NO_ITERATION where a request has none; with `added_with`, None if no request has one.
     """
 
@@ -222,6 +227,7 @@ class RequestColumns(Sequence[TraceRequest]):
     stopped_in: "Integers | None" = None
     also_after: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     next_turns: frozenset[int] = frozenset()
+    session_id: "Integers | None" = None
 
     def __len__(self) -> int:
         return len(self.request_id)
@@ -293,6 +299,7 @@ class ColumnsBuilder:
         self._think_s: Floats = array(SECONDS)
         self._also_after: dict[int, tuple[int, ...]] = {}
         self._next_turns = set[int]()
+        self._session_id: Integers | None = None
         self._added_in: Integers | None = None
         self._stopped_in: Integers = array(ID)
         self._added_with: Integers = array(LENGTH)
@@ -327,6 +334,10 @@ class ColumnsBuilder:
             self._also_after[request.request_id] = request.also_after
         if request.has_next_turn:
             self._next_turns.add(request.request_id)
+        if self._session_id is None and request.session_id is not None:
+            self._session_id = identifiers([NO_SESSION]) * (len(columns) - 1)
+        if self._session_id is not None:
+            self._session_id.append(NO_SESSION if request.session_id is None else request.session_id)
         if self._added_in is None and request.added_in is not None:
             self._added_in, self._stopped_in = (identifiers([NO_ITERATION]) * (len(columns) - 1) for _ in range(2))
             self._added_with = integers([0]) * (len(columns) - 1)
@@ -357,6 +368,7 @@ class ColumnsBuilder:
             think_s=None if self._after is None else self._think_s,
             also_after=self._also_after,
             next_turns=frozenset(self._next_turns),
+            session_id=self._session_id,
             added_in=self._added_in,
             stopped_in=None if self._added_in is None else self._stopped_in,
             added_with=None if self._added_in is None else self._added_with,

@@ -264,6 +264,25 @@ def test_settings_that_a_fleet_cannot_have(settings: dict[str, Any], message: st
     assert not (tmp_path / "fleet").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({"router_state_age": 0.5}, "--replicas N"),
+        ({"replica_start_up": 3.0}, "--replica_events or --autoscale"),
+        ({"prefill": "tp_size=2"}, "--prefill_replicas and --decode_replicas"),
+        ({"decode_router": "random"}, "--prefill_replicas and --decode_replicas"),
+        ({"transfer_by": "layer"}, "--prefill_replicas and --decode_replicas"),
+    ],
+)
+def test_settings_of_a_fleet_without_one(settings: dict[str, Any], needed: str, tmp_path: Path) -> None:
+    """They would not be used."""
+    with pytest.raises(InputError, match=f"--{next(iter(settings))}: is for a fleet.*add {needed}"):
+        run_trace(None, config_of(output=str(tmp_path / "run"), **settings))
+    with pytest.raises(InputError, match="is for a fleet"):
+        summarise_run(None, config_of(**settings))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_fleet_is_overwritten_as_a_whole(tmp_path: Path) -> None:
     trace = write_rows(tmp_path / "trace.jsonl", Random(6), 20)
     config = config_of(replicas=4, output=str(tmp_path / "fleet"))

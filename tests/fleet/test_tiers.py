@@ -10,6 +10,7 @@ import pytest
 
 from ifbbench.engine.transferring_loop import TransferringLoop
 from ifbbench.errors import InputError
+from ifbbench.kv.store import KvStore
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.replay.single import client_of, engine_for, next_change, recorder_of, use_tiers, wait
 from ifbbench.schedulers.engines import make_loop
@@ -223,3 +224,34 @@ def test_what_is_not_built_is_refused(
     with pytest.raises(InputError) as refusal:
         summarise_run(trace, config_of(**{"engine": "vllm"} | values))
     assert expected in str(refusal.value)
+
+
+def test_what_a_replica_that_fails_has_not_written_never_comes() -> None:
+    store = KvStore(REMOTE, capacity=100, block_bytes=10.0, bandwidth=10.0, latency_s=0.5)
+    store.write(1, ["a"], (), 0.0)  # there at 1.5 s
+    store.write(1, ["b"], (), 0.0)
+    store.write(1, ["c"], (), 0.0)
+    store.advance(1.9)
+    store.write(2, ["d"], (), 1.9)  # shares the link with b
+    store.lose_writes(1, 2.0)
+    store.advance(1000.0)
+    assert [key for key in "abcd" if store.has(key)] == ["a", "d"]
+    store.write(2, ["b", "c"], (), 1000.0)  # others may write the same
+    store.advance(2000.0)
+    assert [key for key in "abcd" if store.has(key)] == ["a", "b", "c", "d"]
+    assert store.counters.stored == len(store) == 4
+
+
+def test_a_store_serves_a_fleet_in_which_a_replica_fails(tmp_path: Path) -> None:
+    """The requests of the lost replica find in the store what it had written."""
+    trace = write_rows(tmp_path / "trace.jsonl", Random(9), 60, sessions=True)
+    (tmp_path / "events.json").write_text(json.dumps([{"at": 1.0, "fail": 0}, {"at": 1.0, "start": 1}]))
+    asked = {"engine": "vllm", "replicas": 2, "router": "least_tokens", "max_tokens_in_paged_kvcache": 4096}
+    config = config_of(**asked, kv_remote_bytes=10**12, replica_events=str(tmp_path / "events.json"))
+    rows = []
+    for name in ("one", "other"):
+        run_trace(str(trace), config.with_values(output=str(tmp_path / name)))
+        rows.append(lines(tmp_path / name / "requests.jsonl"))
+    assert rows[0] == rows[1]
+    assert all(row["outcome"] == "completed" for row in rows[0])
+    assert any(row.get("retries") and row.get("remote_reused_tokens") for row in rows[0])

@@ -46,8 +46,10 @@ def get(url: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def post(server: ServerProcess, body: dict[str, Any], path: str = "completions") -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(f"{server.url}/v1/{path}", json.dumps(body).encode())
+def post(
+    server: ServerProcess, body: dict[str, Any], path: str = "completions", headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(f"{server.url}/v1/{path}", json.dumps(body).encode(), headers or {})
     try:
         with urllib.request.urlopen(request, timeout=300) as response:
             return response.status, json.load(response)
@@ -132,6 +134,30 @@ def test_a_fleet_on_one_address_is_recorded_and_replayed(tmp_path: Path) -> None
         assert [(again[key]["replica"], again[key]["offers"]) for key in together] == [
             (ended[key]["replica"], ended[key]["offers"]) for key in together
         ]
+
+
+def test_a_replay_routes_sessions_as_the_server_did(tmp_path: Path) -> None:
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    names = ["a", "b", "", "a", "c", "b", "a", "", "c"]
+    device = ("--device", "sim:h100-sxm", "--model", "llama-3.1-8b")
+    with server_process(*device, "--replicas", "2", "--router", "session", "--record", str(recorded)) as server:
+        for name in names:
+            headers = {"x-session-id": name} if name else {}
+            body = {"model": "llama-3.1-8b", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+            assert post(server, body, headers=headers)[0] == 200
+        status, output = server.end(signal.SIGINT)
+    assert status == 0, output
+    # The third and the eighth request are sessions of their own.
+    sessions = [row.get("session_id") for row in lines(recorded / "trace.jsonl")]
+    assert sessions == [0, 1, None, 0, 3, 1, 0, None, 3]
+    expected = [0, 1, 0, 0, 1, 1, 0, 0, 1]
+    again = ["run", str(recorded), "--config", str(recorded), "--output", str(replayed), "--quiet"]
+    result = CliRunner().invoke(main, again)
+    assert result.exit_code == 0, result.output
+    for directory in (recorded, replayed):
+        rows = sorted(lines(directory / "requests.jsonl"), key=lambda row: row["index"])
+        assert [row["replica"] for row in rows] == expected
+    check(replayed)
 
 
 def test_replicas_that_compute_give_the_tokens_of_one_engine(tmp_path: Path) -> None:
@@ -258,6 +284,7 @@ def test_sessions_are_named_or_begin_alike() -> None:
         (["--router_only", "--backend", "x:1", "--router", "nothing"], "--router"),
         (["--replicas", "2", "--request_retries", "3"], "--request_retries"),
         (["--replicas", "2", "--router_state_age", "3"], "--router_state_age"),
+        (["--router_state_age", "3"], "--router_state_age: is for a fleet"),
         (["--replicas", "2", "--device", "cuda", "--model", "tiny"], "--replicas: device cuda"),
     ],
 )

@@ -16,6 +16,7 @@ AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 NOT_THERE_THEN = (
     ", after=None, think_s=0.0, added_in=None, added_with=0, stopped_in=None, also_after=(), has_next_turn=False"
+    ", session_id=None"
 )
 
 

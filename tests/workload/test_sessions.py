@@ -1,5 +1,6 @@
 """Drawn conversations."""
 
+import json
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -8,12 +9,16 @@ import pytest
 from msgspec import structs
 
 from ifbbench.errors import InputError
+from ifbbench.settings.config import RunConfig
 from ifbbench.workload.arrival_processes import AllAtOnce, Poisson
 from ifbbench.workload.distributions import ExponentialTime, Fixed, FixedTime, Geometric, Uniform
 from ifbbench.workload.draw import draw_trace
+from ifbbench.workload.formats import write_trace
+from ifbbench.workload.load import load_trace, session_numbers
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.reuse import tokens_seen_before
 from ifbbench.workload.spec import Sessions, SharedPrefix, WorkloadSpec
+from ifbbench.workload.trace import columns_of
 
 SESSIONS = Sessions(Geometric(3.0), ExponentialTime(20.0))
 SPEC = WorkloadSpec("some", 2_000, Uniform(50, 700), Uniform(5, 300), Poisson(0.5), sessions=SESSIONS)
@@ -119,3 +124,24 @@ def test_conversations_that_begin_with_a_shared_prefix(length):
 def test_identity():
     others = [replace(SPEC, sessions=None), replace(SPEC, sessions=Sessions(Geometric(2.0), ExponentialTime(20.0)))]
     assert len({draw_trace(spec, 0, "", 1).sha256 for spec in (SPEC, *others)}) == 3
+
+
+def test_sessions_that_routers_see_have_the_numbers_of_their_first_requests(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    given = [7, None, 3, 7, None, 3, 5]
+    rows = [
+        {"request_id": at, "arrival_s": at, "prompt_len": 4, "output_len": 2}
+        | ({} if session is None else {"session_id": session})
+        for at, session in enumerate(given)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    trace = load_trace(str(path), RunConfig())
+    columns = columns_of(trace.requests)
+    assert session_numbers(columns).tolist() == [0, 1, 2, 0, 3, 2, 4]
+    assert [row.session_id for row in trace] == given
+    write_trace(trace.requests, tmp_path / "again.jsonl")
+    again = load_trace(str(tmp_path / "again.jsonl"), RunConfig())
+    assert list(again) == list(trace)
+    # Their requests do not wait for each other, so that they are divided in turn.
+    share = load_trace(str(path), RunConfig(replica="1/2"))
+    assert [row.request_id for row in share] == [0, 2, 4, 6]
