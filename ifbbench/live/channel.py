@@ -1,7 +1,7 @@
 """The way from an engine's scheduler to the process that writes its recording.
 
-The engine's thread only puts an event into a queue, if there is room. A thread encodes it and writes it to a pipe, and a
-process of its own does all the rest: lines, figures and files need no time of the engine's interpreter, and a server
+The engine's thread only puts an event into a queue, if there is room. A thread encodes it and writes it to a pipe, and
+a process of its own does all the rest: lines, figures and files need no time of the engine's interpreter, and a server
 that is killed leaves a directory that this process completes.
 """
 
