@@ -68,14 +68,15 @@ class _Witnessed:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        scheduler: Any = self
         if output.num_scheduled_tokens or output.preempted_req_ids:
             seen = {
                 "scheduled": [[name, count, 0] for name, count in output.num_scheduled_tokens.items()],
                 "preempted": sorted(output.preempted_req_ids or ()),
-                "free_blocks": self.kv_cache_manager.block_pool.get_num_free_blocks(),
-                "running": len(self.running),
-                "cut": [one.request_id for one in self.running if one.num_computed_tokens < one.num_tokens],
-                "waiting": [one.request_id for one in self.waiting if one not in self.deferred_waiting],
+                "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+                "running": len(scheduler.running),
+                "cut": [one.request_id for one in scheduler.running if one.num_computed_tokens < one.num_tokens],
+                "waiting": [one.request_id for one in scheduler.waiting if one not in scheduler.deferred_waiting],
             }
             self._witness.write(json.dumps(seen) + "\n")
         return output
