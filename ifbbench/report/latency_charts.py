@@ -73,12 +73,14 @@ def draw_latency(run: RunData) -> Figure:
     _distribution(grid[0, 0], grid[1, 0], Pool.of(ttft), "TTFT", "requests", SERIES[0])
     runs = [run]
     if run.is_fleet and not run.is_disaggregated:
-        runs = [load_run(path) for path in replica_directories(run.path)]
+        replicas = map(load_run, replica_directories(run.path))
+        runs = [one for one in replicas if (one.summary or {}).get("iterations", 1)]
     if any(one.recorded_every > 1 or one.has_only_summary for one in runs):
         _unrecorded_gaps(grid[0, 1], grid[1, 1], run)
     else:
         of_runs = [TokenGaps.of(one) for one in runs]
-        gaps, counts = (np.concatenate([getattr(one, name) for one in of_runs]) for name in ("seconds", "count"))
+        gaps = np.concatenate([np.empty(0), *(one.seconds for one in of_runs)])
+        counts = np.concatenate([np.empty(0, np.int64), *(one.count for one in of_runs)])
         _distribution(grid[0, 1], grid[1, 1], Pool.of(gaps, counts), "ITL", "gaps", SERIES[0])
     grid[1, 0].set_ylabel("share of values up to here")
     heading(grid[0, 0], "Latency", run)

@@ -161,6 +161,14 @@ def test_plot_draws_a_lane_for_each_replica(fleets: Path, tmp_path: Path) -> Non
     assert " · ".join(shown) in (tmp_path / "latency.svg").read_text()
 
 
+def test_a_replica_without_requests_has_an_empty_lane(tmp_path: Path) -> None:
+    trace = str(write_rows(tmp_path / "trace.jsonl", Random(5), 2))
+    run_trace(trace, config_of(replicas=3, router="round_robin", output=str(tmp_path / "fleet")))
+    ifbbench("plot", tmp_path / "fleet", "--format", "svg", "--output", tmp_path / "charts")
+    assert "replica 2" in (tmp_path / "charts/replicas.svg").read_text()
+    assert "ITL" in (tmp_path / "charts/latency.svg").read_text()
+
+
 def test_requests_that_stand_aside_for_prompts_are_not_in_the_queue_of_a_lane(tmp_path: Path) -> None:
     """SGLang runs prompts alone: those that generate meanwhile are left out of the iteration, and wait in no queue."""
     trace = str(write_rows(tmp_path / "trace.jsonl", Random(3), 40))

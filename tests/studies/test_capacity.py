@@ -1,6 +1,7 @@
 """The size of the KV cache from memory and settings, and the device that has the memory."""
 
 import random
+import subprocess
 import sys
 from typing import Any
 
@@ -173,6 +174,10 @@ def test_given_memory_asks_no_device(monkeypatch):
 def test_a_cpu_is_asked_without_torch_and_gives_the_cache_two_gib(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(host, "available_host_bytes", lambda: 7 * GIB)
+    # The tests' own process has smaller caches (conftest.py).
+    printed = "from ifbbench.torch import host; print(host.MAX_CPU_KV_BYTES)"
+    of_a_user = int(subprocess.run([sys.executable, "-c", printed], capture_output=True, text=True, check=True).stdout)
+    monkeypatch.setattr(host, "MAX_CPU_KV_BYTES", of_a_user)
     assert find_device(RunConfig(device="cpu")) == Device("cpu", 7 * GIB, 2 * GIB, is_cpu=True)
     assert find_device(RunConfig(device="cpu"), GIB) == Device("cpu", GIB, 2 * GIB, is_cpu=True)
 
