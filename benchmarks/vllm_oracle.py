@@ -304,8 +304,9 @@ def assert_settings(scheduler: Scheduler, settings: dict[str, Any]) -> None:
 
 
 def _is_prefill_chunk(request: Request) -> bool:
-    """Whether the prompt goes on after what was scheduled; older versions have no name for it."""
-    known = request.num_tokens + request.num_output_placeholders
+    """Whether the prompt goes on after what was scheduled. Version 0.15 has no name for it; there, a step that returns
+    a token has counted its placeholder by now."""
+    known = request.num_tokens + max(request.num_output_placeholders - 1, 0)
     return getattr(request, "is_prefill_chunk", request.num_computed_tokens < known)
 
 

@@ -4,8 +4,9 @@ Runs where vLLM is installed, beside this project's dependencies; docs/live.md h
 benchmarks.vllm_server [--requests 2000]` starts vLLM's API server with a small random model, few KV blocks and
 `--scheduler-cls`, and sends it requests with shared prefixes: one half by `ifbbench run --endpoint`, the other at the
 same time by the package `openai`. Then it compares the recording with what a wrapper around `schedule` saw, with both
-clients, with the server's /metrics, with its log of iterations, and with a replay. Prints one JSON object; exit status
-1 for a difference.
+clients, with the server's /metrics, and with a replay. It does so for a server with synchronous scheduling, and for one
+with asynchronous scheduling, which vLLM turns off on a CPU (`benchmarks.vllm_async_cpu` turns it on). Prints one JSON
+object; exit status 1 for a difference.
 """
 
 import argparse
@@ -27,16 +28,18 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from benchmarks import vllm_async_cpu
 from benchmarks.vllm_end_to_end import MODEL
 from benchmarks.vllm_recording import difference_of_recording
 from ifbbench.live.notes import RECORD
-from ifbbench.live.vllm import RecordingScheduler
+from ifbbench.live.vllm import RecordingAsyncScheduler, RecordingScheduler
 from tests.live.recordings import decisions, difference_of_replay, holders_of, lines
 
 WITNESS = "IFBBENCH_WITNESS"
 WAIT_S = 600.0
 SAMPLED = 100  # iterations in which `why` is asked who holds a request
 VOCABULARY = range(10, 900)
+MODES = ("sync", "async")
 BLOCKS = "num-gpu-blocks-override"
 SETTINGS = {
     "max-model-len": 1024,
@@ -55,26 +58,39 @@ METRICS = {
 }
 
 
-class WitnessedScheduler(RecordingScheduler):
-    """A recorded scheduler around whose `schedule` somebody else looks, too."""
+class _Witnessed:
+    """A recorded scheduler around whose `schedule` somebody else looks, too. waiting: without the requests that vLLM
+    passes over, because outputs from before their pre-emption are in flight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._witness = open(os.environ[WITNESS], "w", buffering=1)  # noqa: SIM115 - as long as the server runs
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        scheduler: Any = self
         if output.num_scheduled_tokens or output.preempted_req_ids:
             seen = {
                 "scheduled": [[name, count, 0] for name, count in output.num_scheduled_tokens.items()],
                 "preempted": sorted(output.preempted_req_ids or ()),
-                "free_blocks": self.kv_cache_manager.block_pool.get_num_free_blocks(),
-                "running": len(self.running),
-                "cut": [one.request_id for one in self.running if one.num_computed_tokens < one.num_tokens],
-                "waiting": [request.request_id for request in self.waiting],
+                "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+                "running": len(scheduler.running),
+                "cut": [one.request_id for one in scheduler.running if one.num_computed_tokens < one.num_tokens],
+                "waiting": [one.request_id for one in scheduler.waiting if one not in scheduler.deferred_waiting],
             }
             self._witness.write(json.dumps(seen) + "\n")
         return output
+
+
+class WitnessedScheduler(_Witnessed, RecordingScheduler):
+    """The synchronous one."""
+
+
+class WitnessedAsyncScheduler(_Witnessed, RecordingAsyncScheduler):
+    """The asynchronous one."""
+
+
+SCHEDULERS = dict(zip(MODES, (WitnessedScheduler, WitnessedAsyncScheduler), strict=True))
 
 
 def draw_requests(count: int, seed: int) -> list[dict[str, Any]]:
@@ -92,17 +108,23 @@ def draw_requests(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def server(folder: Path, port: int, blocks: int) -> Iterator[str]:
-    """The address of a server, which is recorded in folder/recording and logs to folder/server.log."""
+def server(folder: Path, port: int, blocks: int, mode: str) -> Iterator[str]:
+    """The address of a server, which is recorded in folder/recording and logs to folder/server.log. mode: of its
+    scheduling, in MODES."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": 2048}))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "model", "--port", str(port)]
     command += ["--skip-tokenizer-init", "--load-format", "dummy", "--dtype", "float32", "--enforce-eager"]
-    command += ["--scheduler-cls", f"benchmarks.vllm_server.{WitnessedScheduler.__name__}"]
+    command += ["--scheduler-cls", f"benchmarks.vllm_server.{SCHEDULERS[mode].__name__}"]
     command += ["--enable-logging-iteration-details"]
+    paths = [str(Path(__file__).parents[1])]
+    if mode == "async":
+        vllm_async_cpu.describe(folder / "plugins")
+        paths.append(str(folder / "plugins"))
+        command += ["--async-scheduling"]
     command += [part for name, value in {**SETTINGS, BLOCKS: blocks}.items() for part in (f"--{name}", str(value))]
     environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join(paths),
         "IFBBENCH_PURE_PYTHON": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -204,10 +226,10 @@ def recorded_figures(directory: Path) -> dict[str, int]:
     }
 
 
-def check(folder: Path, count: int, seed: int, port: int, blocks: int = SETTINGS[BLOCKS]) -> dict[str, Any]:
+def check(folder: Path, count: int, seed: int, port: int, blocks: int, mode: str) -> dict[str, Any]:
     """Serve `count` requests; what was counted, and under `differences` where it is not the same."""
     rows, differences = draw_requests(count, seed), dict[str, Any]()
-    with server(folder, port, blocks) as address:
+    with server(folder, port, blocks, mode) as address:
         begun_s = time.monotonic()
         own, foreign = drive(folder, address, rows)
         took_s = time.monotonic() - begun_s
@@ -218,7 +240,10 @@ def check(folder: Path, count: int, seed: int, port: int, blocks: int = SETTINGS
     for who, counted in (("clients", clients), ("/metrics", metrics)):
         if wrong := {name: (value, recorded[name]) for name, value in counted.items() if value != recorded[name]}:
             differences[f"{who}, recording"] = wrong
-    if found := difference_of_recording(recording, seen, "sync"):
+    run = json.loads((recording / "run.json").read_text())
+    if run["config"]["async_scheduling"] != (mode == "async"):
+        differences["server"] = f"its scheduling is not {mode}"
+    if found := difference_of_recording(recording, seen, mode):
         differences["wrapper, recording"] = found
     holders = holders_of(recording, seen, SETTINGS["max-num-seqs"], SETTINGS["max-num-batched-tokens"], SAMPLED, seed)
     if wrong_holders := [one for one in holders if one.expected != one.found]:
@@ -243,6 +268,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the requests (default 0)")
     parser.add_argument("--port", type=int, default=8123, help="of the server (default 8123)")
     parser.add_argument("--blocks", type=int, default=SETTINGS[BLOCKS], help="KV blocks of 32 tokens (default 60)")
+    parser.add_argument("--mode", choices=MODES, help="only this scheduling (default: one after the other)")
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="keep all files in this new directory")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
@@ -250,9 +276,13 @@ def main(arguments: list[str]) -> int:
         if options.keep is not None:
             folder = options.keep.absolute()
             folder.mkdir(parents=True)
-        report = check(folder, options.requests, options.seed, options.port, options.blocks)
-    print(json.dumps(report, indent=1))
-    return 1 if report["differences"] else 0
+        modes = MODES if options.mode is None else (options.mode,)
+        reports = {
+            mode: check(folder / mode, options.requests, options.seed, options.port, options.blocks, mode)
+            for mode in modes
+        }
+    print(json.dumps(reports, indent=1))
+    return 1 if any(report["differences"] for report in reports.values()) else 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 Original = Callable[..., Any]
+_REASON = attrgetter("finished_reason")
 _log = logging.getLogger("sglang.ifbbench")
 
 
@@ -273,9 +275,10 @@ class _Notes(Notes):
         if not self.in_flight:
             return  # it was decided before the recording began
         pending = self.in_flight.popleft()
-        for req in [req for req in batch.reqs if req.finished_reason is not None]:
-            if self.known.pop(req.rid, None) is not None:
-                self.ended.append(self._ended(req, _outcome(req), self.num_in_flight()))
+        if any(map(_REASON, batch.reqs)):
+            for req in [req for req in batch.reqs if req.finished_reason is not None]:
+                if self.known.pop(req.rid, None) is not None:
+                    self.ended.append(self._ended(req, _outcome(req), self.num_in_flight()))
         self.send(pending, ended_s, {})
 
     def present(self) -> list[Added]:
