@@ -3,7 +3,6 @@
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from ifbbench.engine.arrays import Rows
@@ -150,7 +149,6 @@ class IterationRecord:
         return self.num_context_tokens + self.num_generation_tokens
 
 
-@dataclass(slots=True)
 class InFlightIteration:
     """One iteration from its submission to its outputs.
 
@@ -159,13 +157,18 @@ class InFlightIteration:
     is_repeated: one of `Scheduler.repeat`, which has no batch.
     """
 
-    record: IterationRecord
-    batches: tuple[Batch, ...]
-    output_rows: Rows
-    dropped: set[int] = field(default_factory=set)
-    num_submitted: int = 0
-    error: Exception | None = None
-    is_repeated: bool = False
+    def __init__(
+        self,
+        record: IterationRecord,
+        batches: tuple[Batch, ...],
+        output_rows: Rows,
+        dropped: set[int] | None = None,
+        is_repeated: bool = False,
+    ) -> None:
+        self.record, self.batches, self.output_rows, self.is_repeated = record, batches, output_rows, is_repeated
+        self.dropped = set[int]() if dropped is None else dropped
+        self.num_submitted = 0
+        self.error: Exception | None = None
 
     @property
     def is_empty(self) -> bool:

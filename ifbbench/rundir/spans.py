@@ -66,7 +66,8 @@ def tokens_of(span: Span, last: int, every: int) -> int:
 class RequestTimeline:
     """One request from its arrival to its end, in iterations.
 
-    closed: (name in the attribution, first iteration) of each closed span. last_iteration: of the latest closed span.
+    closed_names, closed_from: of each closed span, its name in the attribution and its first iteration (two lists: a
+    request that often stands aside has hundreds of spans). last_iteration: of the latest closed span.
     first_run: the first iteration in which it ran, -1 before.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
     produced: the number of these tokens, and of the first one where another engine computed it (`has_first_token`).
@@ -76,7 +77,8 @@ class RequestTimeline:
 
     __slots__ = (
         "arrival_s",
-        "closed",
+        "closed_from",
+        "closed_names",
         "every",
         "first_run",
         "has_first_token",
@@ -104,7 +106,8 @@ class RequestTimeline:
         self.head, self.queue_head = head, queue_head
         self.arrival_s = arrival_s
         self.open: Span | None = None
-        self.closed: list[tuple[str, int]] = []
+        self.closed_names: list[str] = []
+        self.closed_from: list[int] = []
         self.first_run = self.last_iteration = -1
         self.token_iterations: list[tuple[int, int]] = []
         self.produced, self.has_first_token = 0, False
@@ -134,7 +137,8 @@ class RequestTimeline:
             else:
                 self.token_iterations += stretches_of(span.first, steps_of(span.first, last, span.extra), produced)
             self.produced += produced
-        self.closed.append((span.name, span.first))
+        self.closed_names.append(span.name)
+        self.closed_from.append(span.first)
         self.last_iteration = last
         return self._line(span, last, produced) if self.is_written else None
 
@@ -171,8 +175,8 @@ class RequestTimeline:
         seconds: dict[str, float] = {}
         name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
         loads = self.request.loads
-        for next_name, first in self.closed:
-            until_s = starts[first]
+        for index, next_name in enumerate(self.closed_names):
+            until_s = starts[self.closed_from[index]]
             if until_s < arrival_s:
                 until_s = arrival_s
             for load in loads:

@@ -40,8 +40,9 @@ class Need(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The requests that decode, [requests]: lengths of their prompts, which are read without a tree only, how many
-    outputs they have and may have, and whether they are certain to have all, None if none is."""
+    """The requests that decode, [requests]: lengths of their prompts, how many outputs they have and may have, and
+    whether they are certain to have all, None if none is. With a tree, prompts are not read, and of outputs only how
+    many more there may be."""
 
     prompt_len: Rows
     outputs: Rows
@@ -76,8 +77,8 @@ class PrefillPass:
         if len(running.outputs):
             expected = np.minimum(running.max_new_tokens - running.outputs, MAX_EXPECTED)
             certain = running.ignores_eos
-            if certain is not None and certain.all():
-                self._total += int(expected.sum())
+            if certain is not None and np.logical_and.reduce(certain):
+                self._total += int(np.add.reduce(expected))
             else:
                 shares = expected * ratio if certain is None else np.where(certain, expected, expected * ratio)
                 self._total = sum(shares.tolist(), self._total)  # one after the other, as SGLang rounds

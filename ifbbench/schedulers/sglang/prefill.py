@@ -56,9 +56,11 @@ def _new_pass(state: SglangState) -> PrefillPass:
     deferred: int | Rows = table.deferred_confirmed
     if deferred and state.has_finishing:  # those with the last output in flight are counted one by one
         deferred = np.array([deferred if request.in_generation else 0 for request in state.running], np.int64)
-    outputs = table.joined[rows] + (table.confirmed[rows] + deferred)
-    maximum = table.reserved[rows] + table.joined[rows]
-    ends = table.stop_after[rows] == table.reserved[rows] if state.rules.ignores_eos else None
+    outputs, maximum = table.confirmed[rows] + deferred, table.reserved[rows]
+    ends = table.stop_after[rows] == maximum if state.rules.ignores_eos else None
+    if tree is None:  # outputs of before a retraction count too
+        joined = table.joined[rows]
+        outputs, maximum = outputs + joined, maximum + joined
     return PrefillPass(
         state.rules,
         state.kv_cache.page_size,
@@ -106,7 +108,7 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
 def _try(state: SglangState, decision: Decision, request: Request, batch: PrefillPass) -> Verdict:
     """Judge a waiting request, and start it if it is taken. What it reuses is locked while it is judged."""
     match = state.kv_cache.match(request, request.prompt_len - 1)
-    if match is not None and match.host_length < MIN_LOADED:
+    if match is not None and 0 < match.host_length < MIN_LOADED:
         match = match._replace(host_length=0, host_node=match.node)
     state.kv_cache.lock(match)
     need = _need_of(state, request, *((0, 0) if match is None else (match.length, match.host_length)))

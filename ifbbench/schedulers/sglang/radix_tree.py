@@ -7,7 +7,7 @@ only the host has are only such nodes.
 
 from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -111,8 +111,8 @@ class RadixTree:
         self._free, self._rank = free, RANKS[eviction_policy]
         self.root = Node(None, None, b"", 0, np.zeros(0, np.int32), 0, 0.0)
         self._now = 0
-        # Leaves that could be evicted when they were added, by rank; entries may be out of date.
-        self._leaves: list[tuple[Rank, int, Node]] = []
+        # Leaves that could be evicted when they were added: rank, number, node; entries may be out of date.
+        self._leaves: list[tuple[Any, ...]] = []
         self._num_offers, self._max_leaves = 0, MIN_LEAVES
         # Nodes that the present insertion copies to the host.
         self._to_store: list[Node] = []
@@ -187,9 +187,10 @@ class RadixTree:
         they had. What the host has of them stays in the tree."""
         evicted, host = 0, self.host
         while evicted < num_tokens and self._leaves:
-            rank, _number, node = heappop(self._leaves)
+            entry = heappop(self._leaves)
+            node: Node = entry[-1]
             parent = node.parent
-            if parent is None or not node.is_evictable or rank != self._rank(node):
+            if parent is None or not node.is_evictable or entry[:-2] != self._rank(node):
                 continue
             if host is not None and host.writes_back and node.host_pages is None:
                 self._store(node)
@@ -361,9 +362,10 @@ class RadixTree:
         if not node.is_evictable:
             return
         self._num_offers += 1
-        heappush(self._leaves, (self._rank(node), self._num_offers, node))
+        heappush(self._leaves, (*self._rank(node), self._num_offers, node))
         if len(self._leaves) > self._max_leaves:  # most entries are out of date
-            self._leaves = [(self._rank(one), index, one) for index, one in enumerate(self.nodes()) if one.is_evictable]
+            evictable = [one for one in self.nodes() if one.is_evictable]
+            self._leaves = [(*self._rank(one), index, one) for index, one in enumerate(evictable)]
             heapify(self._leaves)
             self._max_leaves = 2 * len(self._leaves) + MIN_LEAVES
 
