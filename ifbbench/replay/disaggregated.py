@@ -18,7 +18,7 @@ from ifbbench.fleet.router import PREFILLS, STATE, Router, make_router
 from ifbbench.fleet.sides import check_sides, side_values
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed, price_of, unlogged
+from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed, price_of
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
@@ -28,6 +28,7 @@ from ifbbench.replay.single import (
     places,
     recorder_of,
     summary_recorder_of,
+    unlogged,
     write_fleet_end,
 )
 from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
@@ -49,8 +50,6 @@ from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.trace import Trace, columns_of
 
 SIDES = (PREFILL, DECODE)
-# Requests of TensorRT-LLM that are sent at a time, at most: so many for each active one, or so many in all.
-SENDING, MIN_SENDING = 2, 64
 NOT_BUILT = {
     "draft_model": "drafts are not sent", "draft_ngram": "drafts are not sent", "draft_mtp": "drafts are not sent",
     "draft_len": "drafts are not sent", "acceptance_rate": "drafts are not sent",
@@ -169,7 +168,7 @@ def _engines(
             else:
                 engine = stack.enter_context(engine_for(trace, side, progress))
             # The null device takes no time on the one clock of a fleet.
-            engine = with_slots_to_send(engine)
+            engine = replace(engine, limits=engine.limits.with_slots_to_send())
             is_real_time = not isinstance(engine.clock, VirtualClock)
             engines.append(replace(engine, clock=VirtualClock()) if is_real_time else engine)
     kinds = {engine.config.kv_cache_dtype or engine.config.weight_dtype for engine in engines}
@@ -179,16 +178,6 @@ def _engines(
             "Give --kv_cache_dtype."
         )
     return engines
-
-
-def with_slots_to_send(engine: Engine) -> Engine:
-    """The engine with slots for requests that are not active while they are sent: TensorRT-LLM gives their own to
-    others, so that blocks limit how many they are."""
-    limits = engine.limits
-    if limits.has_one_policy:
-        return engine
-    num_sending = min(limits.num_blocks, max(SENDING * limits.max_active, MIN_SENDING))
-    return replace(engine, limits=replace(limits, num_sending=num_sending))
 
 
 def _description(trace: Trace, config: RunConfig, engine: Engine, own: RunConfig) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _run_endpoint(
     if config.enable_steady_state:
         summary = steady_summary(directory)
     if config.responses_json:
-        write_responses(Path(config.responses_json), trace, client)
+        write_responses(Path(config.responses_json), trace, client.outputs)
     return RunResult(directory, summary, summary["requests"]["failed"], description)
 
 
