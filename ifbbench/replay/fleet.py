@@ -236,10 +236,10 @@ def check_settings(config: RunConfig) -> None:
     if config.arrival == BY_ITERATION:
         raise InputError(f"--arrival {BY_ITERATION}: iterations are those of one engine, and a fleet has several.")
     if not config.makes_no_tokens:
-        _check_computing(config)
+        check_computing(config)
 
 
-def _check_computing(config: RunConfig) -> None:
+def check_computing(config: RunConfig) -> None:
     """InputError for settings that no fleet can have whose replicas compute."""
     if config.device == "cuda":
         raise InputError(
