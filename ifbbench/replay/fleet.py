@@ -89,7 +89,7 @@ REFUSED = {
     "log_iteration_data": "a fleet has no iterations; its replicas have",
 }
 # Settings that a fleet does not have whose replicas compute.
-NOT_COMPUTED = ("draft_model", "draft_ngram", "num_loras", "lora_dir", "profile")
+NOT_COMPUTED = ("num_loras", "lora_dir", "profile")
 NO_SIDE_OUTPUTS = dict.fromkeys((*SIDE_OUTPUTS, "result_format"))
 # Settings of the fleet that its replicas do not have.
 OF_FLEET: dict[str, Any] = {"concurrency": None, "duration": None, "output": None, **NO_SIDE_OUTPUTS}

@@ -198,6 +198,14 @@ class ReplicaEngines:
         return process
 
 
+def engines_in_processes(stack: ExitStack, config: RunConfig, count: int) -> list[Engine]:
+    """Engines for live traffic, each in a process, until `stack` ends."""
+    processes = [ReplicaProcess(ReplicaJob(config, 1, count, None), f"replica {number}") for number in range(count)]
+    for one in processes:
+        stack.callback(one.end)
+    return [engine_elsewhere(config, 1, ProcessExecutor(one), WallClock(), one.result()) for one in processes]
+
+
 def process_of(engine: Engine) -> ReplicaProcess:
     """The process of a replica that computes."""
     assert isinstance(engine.executor, ProcessExecutor)
