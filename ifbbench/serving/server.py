@@ -88,7 +88,7 @@ def serve(
 
 @contextmanager
 def serving_engines(config: RunConfig, progress: Progress = NO_PROGRESS) -> Iterator[list[Engine]]:
-    """The engine of `config`, or those of all replicas, as `serving_engine`. Replicas that compute do so in processes of
+    """The engine of `config`, or those of all replicas, as `serving_engine`. Those that compute do so in processes of
     their own, which share the cores."""
     own = config.of_one_replica()
     with ExitStack() as stack:
