@@ -51,6 +51,8 @@ class IterationClock:
 
     def tokens(self, iterations: ArrayLike) -> Floats:
         """When the output tokens of these iterations reached their clients, in seconds."""
+        if not len(self.numbers):  # a replica that got no request
+            return np.empty(0)
         return np.asarray(np.interp(np.asarray(iterations, dtype=float), self.numbers, self.delivered_s))
 
 
