@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ifbbench.engine.arrays import IntArray
+from ifbbench.engine.arrays import Int64Array, IntArray
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.plan import ContextChunk
 from ifbbench.engine.request import Request
@@ -83,7 +83,7 @@ class SentBatch(NamedTuple):
 
     rest: Batch
     chunks: tuple[SentChunk, ...]
-    rows: IntArray
+    rows: Int64Array
     tables: tuple[IntArray, ...]
     num_slots: int
 
