@@ -8,7 +8,9 @@ import ctypes
 import os
 import platform
 import signal
-from collections.abc import Callable, Generator
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -46,6 +48,30 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def start_python(code: str, connection: Connection, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A new interpreter that runs `code`, with the number of the file of `connection` and the id of this process as
+    arguments. It is in a session of its own: Ctrl+C is for this process. It begins with SIGINT blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(connection.fileno()), str(os.getpid())],
+            pass_fds=[connection.fileno()],
+            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def death_of(status: int) -> str:
+    """How a process with this exit status ended; that of a signal is negative."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    reason = ", perhaps for lack of memory" if -status == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-status).name}{reason}"
 
 
 def run_in_processes(

@@ -109,13 +109,16 @@ def build_engine(
     owns_process: bool = False,
     communicator: "Communicator | None" = None,
     make_simulated_clock: Callable[[], VirtualClock] = VirtualClock,
+    num_sharing: int = 1,
+    sends: bool = False,
 ) -> Engine:
     """Load the model, size the KV cache and make the executor. InputError if the settings do not fit together.
 
     beam_width: the largest of any request, where the settings do not say. owns_process: whether a CPU engine may set
     malloc options and the number of threads for the whole process; without it only the number that `config` asks for
     is set. communicator: of the ranks that share the model, with several; all call this together. make_simulated_clock:
-    makes the clock of a simulated device."""
+    makes the clock of a simulated device. num_sharing: engines, or their ranks, that share the memory of a host. sends:
+    keys and values are sent to another engine."""
     if config.is_fleet:
         raise InputError("--replicas, --router: this is one engine, and they are for a fleet; leave them out.")
     model = load_model_config(config.model)
@@ -129,7 +132,9 @@ def build_engine(
             f"--tp_size {config.tp_size} --pp_size {config.pp_size}: this runs in one process, and they "
             f"need {config.num_ranks}; leave them out, or give a batch manager a communicator."
         )
-    return _engine_with_model(config, model, beam_width, owns_process, communicator)
+    if communicator is not None:
+        num_sharing = communicator.local_size
+    return _engine_with_model(config, model, beam_width, owns_process, communicator, num_sharing, sends)
 
 
 def _engine_with_model(
@@ -138,6 +143,8 @@ def _engine_with_model(
     beam_width: int,
     owns_process: bool,
     communicator: "Communicator | None",
+    num_sharing: int,
+    sends: bool,
 ) -> Engine:
     """A device that computes `model`; see `build_engine`."""
     # Imported here because torch takes seconds to load; other devices and invalid settings do not need it.
@@ -145,7 +152,6 @@ def _engine_with_model(
     from ifbbench.torch.device import copy_bytes_per_s, matmul_flops_per_s
 
     device = build.choose_device(config) if communicator is None else communicator.device
-    num_sharing = 1 if communicator is None else communicator.local_size
     resolved = resolve_limits(config, model.max_position_embeddings, device.type == "cpu", beam_width)
     if device.type == "cpu":
         resolved = resolved.with_values(cpu_threads=_threads(resolved, owns_process))
@@ -166,6 +172,7 @@ def _engine_with_model(
     if communicator is not None:
         layout = _smallest(layout, communicator)
     limits = batching_config(resolved, layout, model.vocab_size, model.hidden_size, lora)
+    limits = limits.with_slots_to_send() if sends else limits
     if resolved.tier_settings:
         check_tiers(resolved, limits)
     steps, profile = None, None
@@ -201,6 +208,42 @@ def _engine_with_model(
         profile=profile,
         communicator=communicator,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """What another process needs to know of the engine here. blocks: of each attention window, on the device and in
+    host memory."""
+
+    device: str
+    cpu_threads: int | None
+    blocks: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, engine: Engine) -> "EngineSizes":
+        limits = engine.limits
+        blocks = tuple([(window.num_blocks, window.num_host_blocks) for window in limits.windows])
+        own = ((limits.num_blocks, limits.num_host_blocks),)
+        return cls(engine.device, engine.config.cpu_threads, blocks or own)
+
+
+def engine_elsewhere(
+    config: RunConfig, beam_width: int, executor: Executor, clock: Clock, sizes: EngineSizes, sends: bool = False
+) -> Engine:
+    """The engine of `config` here, whose `executor` runs batches in another process, which has built it as one of these
+    `sizes`."""
+    model = load_model_config(config.model)
+    resolved = resolve_limits(config, model.max_position_embeddings, sizes.device == "cpu", beam_width)
+    resolved = resolved.with_values(cpu_threads=sizes.cpu_threads)
+    layout = cache_layout(resolved, model, None)
+    windows = tuple(
+        replace(window, num_blocks=primary, num_host_blocks=secondary)
+        for window, (primary, secondary) in zip(layout.windows, sizes.blocks, strict=True)
+    )
+    limits = batching_config(resolved, replace(layout, windows=windows), model.vocab_size, model.hidden_size)
+    limits = limits.with_slots_to_send() if sends else limits
+    resolved = _with_cache_size(resolved, limits)
+    return Engine(executor, clock, resolved, limits, model, sizes.device, makes_tokens=True)
 
 
 def _threads(resolved: RunConfig, owns_process: bool) -> int:

@@ -6,7 +6,7 @@ Never compiled, because a class in Python cannot derive from a protocol that is.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ifbbench.engine.batch import AdapterUse, Batch, BatchLayout, StepInputs, StepOutputs
+from ifbbench.engine.batch import AdapterUse, Batch, BatchLayout, BlockCopy, StepInputs, StepOutputs
 from ifbbench.engine.plan import ContextChunk, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration, IterationRecord
 from ifbbench.engine.request import Request, RequestTable
@@ -19,6 +19,10 @@ NO_LIMIT = -1
 
 class SchedulerStalled(IfbbenchError):
     """Requests are active, but the scheduler runs none of them, or more than fit."""
+
+
+class EngineLost(IfbbenchError):
+    """The process of an executor has ended, and with it the keys and values of all requests."""
 
 
 class RequestSource(NamedTuple):
@@ -148,6 +152,10 @@ class KvScheduler(Protocol):
     def receive(self, requests: Sequence[Request]) -> None:
         """The keys and values that these requests of `Plan.receiving` waited for are in their blocks. The engine
         computes the last token of the prompt again (vLLM), or got the first output with them (`Plan.continued`)."""
+        ...
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies of blocks that no batch has made yet, and that come before what is received."""
         ...
 
 

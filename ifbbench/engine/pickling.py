@@ -1,5 +1,5 @@
-"""Pickling of requests and outputs, which ranks send each other. Compiled classes have no state that pickle finds: they
-are sent as the arguments that make them."""
+"""Pickling of requests, outputs and parts of batches, which processes send each other. Compiled classes have no state
+that pickle finds: they are sent as the arguments that make them."""
 
 import copyreg
 from dataclasses import fields
@@ -7,7 +7,8 @@ from functools import partial
 from pickle import dumps, loads
 from typing import Any
 
-from ifbbench.engine.batch import BeamCandidates, StepOutputs
+from ifbbench.engine.batch import BeamCandidates, BeamInputs, BlockCopy, StepOutputs
+from ifbbench.engine.drafts import DraftInputs
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.retention import Retention, RetentionRange
 
@@ -39,5 +40,14 @@ def _reduce_dataclass(value: Any) -> tuple[Any, ...]:
 
 
 copyreg.pickle(Request, _reduce_request)
-for _class in (StepOutputs, BeamCandidates, ReuseIdentity, Retention, RetentionRange):
+for _class in (
+    StepOutputs,
+    BeamCandidates,
+    BeamInputs,
+    BlockCopy,
+    DraftInputs,
+    ReuseIdentity,
+    Retention,
+    RetentionRange,
+):
     copyreg.pickle(_class, _reduce_dataclass)

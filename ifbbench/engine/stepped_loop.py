@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from ifbbench.clock import tick
+from ifbbench.engine.interfaces import EngineLost
 from ifbbench.engine.predicted_loop import RanTogether
 from ifbbench.engine.transferring_loop import TransferringLoop
 
@@ -80,7 +81,10 @@ class SteppedLoop(TransferringLoop):
         return True
 
     def _complete_all_but(self, count: int) -> None:
-        """Collect the oldest iteration in flight, and hold it; end the step if only so many are left."""
+        """Collect the oldest iteration in flight, and hold it; end the step if only so many are left. EngineLost, with
+        all requests as they were, if the newest one could not be submitted because of that."""
+        if self._in_flight and isinstance(lost := self._in_flight[-1].error, EngineLost):
+            raise lost
         if len(self._in_flight) <= count:
             self._end_step()
             return

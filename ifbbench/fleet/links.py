@@ -1,6 +1,7 @@
 """Transfers of keys and values between the replicas of a fleet, which share the links of their two ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from math import inf
 
 from ifbbench.clock import tick, to_seconds
@@ -69,6 +70,36 @@ class Links:
             flow.rate = min(out_rate / self._num_out[flow.source], in_rate / self._num_in[flow.target])
             duration_s = flow.tokens / flow.rate if flow.tokens > 0 else 0.0
             flow.end_s = to_seconds(tick(now_s + duration_s))
+
+
+class MeasuredLinks:
+    """`Links` of replicas that compute: keys and values are copied when a transfer begins, and arrive after the time
+    that this took. As each was copied alone, one follows another through the link of a replica.
+
+    move(key): copies them, and returns the seconds. num_out, num_in: how many replicas send, and receive."""
+
+    def __init__(self, num_out: int, num_in: int, move: Callable[[int], float]) -> None:
+        self._out_s, self._in_s, self._move = [0.0] * num_out, [0.0] * num_in, move
+        self._arriving: list[tuple[float, int]] = []
+
+    @property
+    def next_s(self) -> float:
+        """See Links."""
+        return self._arriving[0][0] if self._arriving else inf
+
+    def send(self, key: int, source: int, target: int, tokens: float, now_s: float) -> None:
+        """See Links."""
+        begin_s = max(now_s, self._out_s[source], self._in_s[target])
+        end_s = to_seconds(tick(begin_s + self._move(key)))
+        self._out_s[source] = self._in_s[target] = end_s
+        heappush(self._arriving, (end_s, key))
+
+    def take(self, now_s: float) -> list[int]:
+        """See Links."""
+        arrived = list[int]()
+        while self._arriving and self._arriving[0][0] <= now_s:
+            arrived.append(heappop(self._arriving)[1])
+        return arrived
 
 
 def left_after_prefill(tokens: int, layers: int, rate: float, computing_s: float) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 from ifbbench.build.engine import Engine
 from ifbbench.build.resolve import kv_value_bytes
 from ifbbench.clock import VirtualClock
+from ifbbench.engine.arrays import IntArray
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.fleet.links import Links
 from ifbbench.fleet.router import PREFILLS, STATE, Router, make_router
@@ -19,7 +20,8 @@ from ifbbench.fleet.sides import check_sides, side_values
 from ifbbench.models.config import ModelConfig
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_settings, closed, price_of, unlogged
+from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_computing, check_settings, closed, price_of
+from ifbbench.replay.replica_processes import ReplicaEngines
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
@@ -29,7 +31,9 @@ from ifbbench.replay.single import (
     places,
     recorder_of,
     summary_recorder_of,
+    unlogged,
     write_fleet_end,
+    write_responses,
 )
 from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
 from ifbbench.rundir import run_directory
@@ -50,8 +54,6 @@ from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.trace import Trace, columns_of
 
 SIDES = (PREFILL, DECODE)
-# Requests of TensorRT-LLM that are sent at a time, at most: so many for each active one, or so many in all.
-SENDING, MIN_SENDING = 2, 64
 # What a request has beside its prompt's keys and values. The model's own draft layer (`--draft_mtp`) needs none of it.
 NOT_BUILT = {
     "draft_model": "drafts are not sent",
@@ -65,6 +67,11 @@ NOT_BUILT = {
 }
 
 
+# Settings that mean nothing where transfers are measured, and what does not go with keys and values there.
+NOT_MEASURED = ("transfer_bandwidth", "transfer_latency")
+NOT_SENT = ("return_log_probs", "return_context_logits", "return_generation_logits")
+
+
 @dataclass(frozen=True)
 class _Ran:
     """What is left of the replicas once they have ended. ended: of each, those of prefill first."""
@@ -73,6 +80,16 @@ class _Ran:
     ended: list[Ended]
     engines: list[Engine]
     bytes_per_token: float
+
+    def outputs(self) -> dict[int, IntArray]:
+        """The tokens of each request, by id, where they are kept: those of a request that went on are of its decode
+        replica."""
+        found = {name: tokens for one in self.fleet.prefill for name, tokens in one.client.outputs.items()}
+        for one in self.fleet.decode:
+            for name in columns_of(one.trace.requests).request_id:
+                found.pop(name, None)
+            found |= one.client.outputs
+        return found
 
 
 def run_disaggregated(
@@ -95,6 +112,8 @@ def run_disaggregated(
         )
         with _running(trace, config, routers, own, engines, directory, progress) as ran:
             ran.fleet.run()
+        if config.responses_json:
+            write_responses(Path(config.responses_json), trace, ran.outputs())
         write_lines(directory, config.recording_format, ran.fleet.lines)
         summary, _ = _summary(trace, config, ran)
         return write_fleet_end(directory, description, summary)
@@ -145,12 +164,33 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
     own = config.of_one_replica(concurrency=None, duration=None, output=None, **NO_SIDE_OUTPUTS)
     prefill, decode = (own.with_values(**own_values(config, side)) for side in SIDES)
     for one in (prefill, decode):
+        if not one.makes_no_tokens:
+            _check_computing(one, config)
         if one.type == BatchingType.V1 or one.kv_cache_type != "paged":
             raise InputError(
                 "--type v1, --kv_cache_type contiguous: are not built with --prefill_replicas and --decode_replicas; "
                 "leave them out."
             )
     return routers, (prefill, decode)
+
+
+def _check_computing(own: RunConfig, config: RunConfig) -> None:
+    """InputError for settings that replicas of a side cannot have if they compute. own: of the replica."""
+    check_computing(own)
+    if config.engine == SGLANG:
+        raise InputError(
+            "--engine sglang: copies of retracted requests in host memory are not built on --device cpu: prefill "
+            "and decode apart compute for trtllm and vllm only; choose one, or a simulated device."
+        )
+    if config.transfer_by == BY_LAYER:
+        raise InputError(f"--transfer_by {BY_LAYER}: is simulated only; leave it out, or choose --device sim:PROFILE.")
+    usual = RunConfig()
+    for name in NOT_MEASURED:
+        if getattr(config, name) != getattr(usual, name):
+            raise InputError(f"--{name}: transfers between processes are measured; leave it out.")
+    for name in NOT_SENT:
+        if getattr(own, name) != getattr(usual, name):
+            raise InputError(f"--{name}: is not sent between the processes of two replicas; leave it out.")
 
 
 def own_values(config: RunConfig, side: str) -> dict[str, Any]:
@@ -164,6 +204,8 @@ def _engines(
     stack: ExitStack, trace: Trace, config: RunConfig, own: tuple[RunConfig, RunConfig], progress: Progress
 ) -> list[Engine]:
     """An engine for each replica, those of prefill first."""
+    if not own[0].makes_no_tokens:
+        return _computing_engines(stack, trace, config, own, progress)
     engines: list[Engine] = []
     for side, count in zip(own, (config.prefill_replicas, config.decode_replicas), strict=True):
         for number in range(count):
@@ -173,7 +215,7 @@ def _engines(
             else:
                 engine = stack.enter_context(engine_for(trace, side, progress))
             # The null device takes no time on the one clock of a fleet.
-            engine = with_slots_to_send(engine)
+            engine = replace(engine, limits=engine.limits.with_slots_to_send())
             is_real_time = not isinstance(engine.clock, VirtualClock)
             engines.append(replace(engine, clock=VirtualClock()) if is_real_time else engine)
     kinds = {engine.config.kv_cache_dtype or engine.config.weight_dtype for engine in engines}
@@ -185,14 +227,22 @@ def _engines(
     return engines
 
 
-def with_slots_to_send(engine: Engine) -> Engine:
-    """The engine with slots for requests that are not active while they are sent: TensorRT-LLM gives their own to
-    others, so that blocks limit how many they are."""
-    limits = engine.limits
-    if limits.has_one_policy:
-        return engine
-    num_sending = min(limits.num_blocks, max(SENDING * limits.max_active, MIN_SENDING))
-    return replace(engine, limits=replace(limits, num_sending=num_sending))
+def _computing_engines(
+    stack: ExitStack, trace: Trace, config: RunConfig, own: tuple[RunConfig, RunConfig], progress: Progress
+) -> list[Engine]:
+    """The engines of replicas that compute, in processes."""
+    if columns_of(trace.requests).max_beam_width > 1:
+        raise InputError(f"{trace.name}: requests have beams, and {NOT_BUILT['beam_width']}; leave them out.")
+    progress.stage("loading model")
+    configs = [own[0]] * config.prefill_replicas + [own[1]] * config.decode_replicas
+    processes = ReplicaEngines(stack, trace, configs, sends=True)
+    engines = [processes.make(one) for one in configs]
+    if any(window.is_limited for engine in engines for window, _ in engine.limits.pools):
+        raise InputError(
+            "--prefill_replicas, --decode_replicas: attention windows are not sent between processes; choose a model "
+            "without, or a simulated device."
+        )
+    return engines
 
 
 def _description(trace: Trace, config: RunConfig, engine: Engine, own: RunConfig) -> dict[str, Any]:
@@ -269,11 +319,14 @@ def _running(
             config,
             routers,
             sides,
-            _links(config, engines),
+            None if engines[0].makes_tokens else _links(config, engines),
             progress,
             reserves_first=is_reserved,
             layers=engines[0].model.num_layers if is_by_layer else None,
         )
+        if config.responses_json:
+            for one in replicas:
+                one.client.keep_outputs()
         per_token = engines[0].model.kv_bytes_per_token(kv_value_bytes(engines[0].config))
         ran = _Ran(fleet, [], engines, per_token)
         progress.stage(REPLAYING)
@@ -321,4 +374,6 @@ def _summary(trace: Trace, config: RunConfig, ran: _Ran) -> tuple[dict[str, Any]
     of_sides = imbalance(summaries[:count]), imbalance(summaries[count:])
     figures["imbalance"] = {name: max(one[name] for one in of_sides) for name in of_sides[0]}
     figures["transfers"] = transfer_figures(ran.fleet.lines, ran.bytes_per_token)
+    if ran.engines[0].makes_tokens:
+        figures["transfers"]["bytes"] = ran.fleet.moved_bytes
     return summary | {"fleet": figures}, whole

@@ -7,12 +7,11 @@ share, in a process of its own. Otherwise, and where replicas start or end (`fle
 
 import gc
 import hashlib
-import logging
 import shutil
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import current_process
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 from ifbbench.build.engine import Engine
 from ifbbench.build.kv_tiers import make_tiers, remote_store
 from ifbbench.clock import VirtualClock
+from ifbbench.engine.arrays import IntArray
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.fleet.events import ReplicaEvent, read_events
 from ifbbench.fleet.prefix_index import PrefixIndex
@@ -34,6 +34,7 @@ from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.replica_configs import own_settings, replica_configs
+from ifbbench.replay.replica_processes import ReplicaEngines
 from ifbbench.replay.requests import request_maker
 from ifbbench.replay.single import (
     REPLAYING,
@@ -47,7 +48,9 @@ from ifbbench.replay.single import (
     run_loaded,
     summarise_loaded,
     summary_recorder_of,
+    unlogged,
     write_fleet_end,
+    write_responses,
 )
 from ifbbench.replay.stepped_fleet import SteppedFleet, SteppedReplica
 from ifbbench.rundir import run_directory
@@ -85,7 +88,11 @@ REFUSED = {
     "result_format": "it lists the gaps between tokens, which replicas have; report one replica with it",
     "log_iteration_data": "a fleet has no iterations; its replicas have",
 }
+# Settings that a fleet does not have whose replicas compute.
+NOT_COMPUTED = ("num_loras", "lora_dir", "profile")
 NO_SIDE_OUTPUTS = dict.fromkeys((*SIDE_OUTPUTS, "result_format"))
+# Settings of the fleet that its replicas do not have.
+OF_FLEET: dict[str, Any] = {"concurrency": None, "duration": None, "output": None, **NO_SIDE_OUTPUTS}
 OnEnd = Callable[[SummaryRecorder], None]
 Ended = tuple[dict[str, Any], tuple[Any, ...]]
 """The summary of a replica, and the parts of its recorder."""
@@ -110,12 +117,14 @@ class Plan:
 @dataclass(frozen=True)
 class FleetRun:
     """A fleet that has run. ended: each replica. members: the index in the whole trace of each of its requests, by
-    replica. configs: the settings of each. stepped: of a fleet whose replicas were stepped together."""
+    replica. configs: the settings of each. stepped: of a fleet whose replicas were stepped together.
+    outputs: the tokens of each request, by id, if they are asked for."""
 
     ended: Sequence[Ended]
     members: Sequence[Sequence[int]]
     configs: Sequence[RunConfig]
     stepped: SteppedFleet | None = None
+    outputs: Mapping[int, IntArray] = field(default_factory=dict)
 
 
 def run_fleet(
@@ -130,10 +139,12 @@ def run_fleet(
     trace = load_trace(source, config, progress)
     plan = _plan(config)
     run_directory.check_some(places(config, trace), config.overwrite)
-    with engine_for(trace, plan.configs[0], progress) as engine:
+    with _first_engine(trace, plan, progress) as (engine, others):
         description = describe_fleet(trace, engine, config, plan.configs)
         with fleet_recording(trace, config, description, progress, on_recording, on_recorded) as directory:
-            run = _run(trace, config, plan, directory, progress)
+            run = _run(trace, config, plan, directory, progress, others)
+            if config.responses_json:
+                write_responses(Path(config.responses_json), trace, run.outputs)
             progress.stage("writing requests")
             summary, whole = fleet_summary(trace, config, engine, run)
             _write_requests(directory, config, run, whole.lost)
@@ -146,11 +157,26 @@ def summarise_fleet(
     """`summarise_run` of a fleet. on_end: takes a recorder of all replicas together."""
     trace = load_trace(source, config, progress)
     plan = _plan(config)
-    with engine_for(trace, plan.configs[0], progress) as engine:
-        run = _run(trace, config, plan, None, progress)
+    with _first_engine(trace, plan, progress) as (engine, others):
+        run = _run(trace, config, plan, None, progress, others)
         summary, recorder = fleet_summary(trace, config, engine, run)
     on_end(recorder)
     return summary
+
+
+@contextmanager
+def _first_engine(trace: Trace, plan: Plan, progress: Progress) -> Iterator[tuple[Engine, ReplicaEngines | None]]:
+    """The engine of the first replica, to describe the fleet by; and those of all replicas, where these compute."""
+    first = plan.configs[0]
+    if first.makes_no_tokens:
+        with engine_for(trace, first, progress) as engine:
+            yield engine, None
+        return
+    progress.stage("loading model")
+    with ExitStack() as stack:
+        engines = ReplicaEngines(stack, trace, [one.with_values(**OF_FLEET) for one in plan.configs])
+        own = {name: getattr(first, name) for name in OF_FLEET}
+        yield replace(engines.first, config=engines.first.config.with_values(**own)), engines
 
 
 def describe_fleet(trace: Trace, engine: Engine, config: RunConfig, own: Sequence[RunConfig]) -> dict[str, Any]:
@@ -186,6 +212,8 @@ def _checked_router(config: RunConfig, own: Sequence[RunConfig]) -> Router:
     """The router. own: the settings of each replica. InputError for settings that a fleet cannot have."""
     for one in own:
         check_settings(config.with_values(device=one.device))
+    if len({one.makes_no_tokens for one in own}) > 1:
+        raise InputError("--replica_config: some replicas compute, and others do not; give all of them one --device.")
     check_no_sides(config)
     if config.kv_remote_bytes:
         for name in SAME_IN_A_STORE:
@@ -208,10 +236,22 @@ def check_settings(config: RunConfig) -> None:
     if config.arrival == BY_ITERATION:
         raise InputError(f"--arrival {BY_ITERATION}: iterations are those of one engine, and a fleet has several.")
     if not config.makes_no_tokens:
+        check_computing(config)
+
+
+def check_computing(config: RunConfig) -> None:
+    """InputError for settings that no fleet can have whose replicas compute."""
+    if config.device == "cuda":
         raise InputError(
-            f"--replicas, --router: --device {config.device} runs one engine; a fleet needs a simulated device "
-            "(--device sim:PROFILE), or null."
+            "--replicas, --router: device cuda has one engine; choose --device cpu, on which each replica has a "
+            "process, or a simulated device (--device sim:PROFILE)."
         )
+    if config.num_ranks > 1:
+        raise InputError("--tp_size, --pp_size: replicas that compute are one process each; leave them out.")
+    usual = RunConfig()
+    for name in NOT_COMPUTED:
+        if getattr(config, name) != getattr(usual, name):
+            raise InputError(f"--{name}: is not built for a fleet whose replicas compute; leave it out.")
 
 
 def _run(
@@ -220,11 +260,12 @@ def _run(
     plan: Plan,
     directory: Path | None,
     progress: Progress,
+    engines: ReplicaEngines | None,
 ) -> FleetRun:
     """Run all replicas, into their directories in that of the fleet, or without files."""
     shares = _known_shares(trace, config, plan)
     if shares is None:
-        return _run_stepped(trace, config, plan, directory, progress)
+        return _run_stepped(trace, config, plan, directory, progress, engines)
     return FleetRun(_run_independent(trace, config, plan.configs, shares, directory, progress), shares, plan.configs)
 
 
@@ -316,15 +357,18 @@ def _run_stepped(
     plan: Plan,
     directory: Path | None,
     progress: Progress,
+    engines: ReplicaEngines | None,
 ) -> FleetRun:
-    """Run all replicas together, in steps from one arrival to the next."""
-    of_fleet = {"concurrency": None, "duration": None, "output": None, **NO_SIDE_OUTPUTS}
-    configs = [one.with_values(**of_fleet) for one in plan.configs]
+    """Run all replicas together, in steps from one arrival to the next. engines: of replicas that compute."""
+    configs = [one.with_values(**OF_FLEET) for one in plan.configs]
     descriptions: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:
         of_replicas, remotes = list[RunConfig](), list[KvStore | None]()
 
         def make_engine(own: RunConfig) -> Engine:
+            if engines is not None:
+                of_replicas.append(own)
+                return engines.make(own)
             with unlogged():
                 engine = stack.enter_context(engine_for(trace, own))
             of_replicas.append(own)
@@ -354,7 +398,10 @@ def _run_stepped(
         def make_replica(number: int, like: int) -> SteppedReplica:
             sees_first_tokens = PREFILLS in plan.router.looks_at
             sees_first_tokens |= plan.rule is not None and plan.rule.measure == TTFT
-            return SteppedReplica(number, make_engine(configs[like]), trace, make_recorder, sees_first_tokens)
+            one = SteppedReplica(number, make_engine(configs[like]), trace, make_recorder, sees_first_tokens)
+            if config.responses_json:
+                one.client.keep_outputs()
+            return one
 
         replicas = [make_replica(number, number) for number in range(len(configs))]
         changes = Changes(plan.events, plan.rule, config.replica_start_up, make_replica)
@@ -375,7 +422,8 @@ def _run_stepped(
             gc.unfreeze()
             for number, one in enumerate(replicas):
                 ended.append(closed(one, not fleet.front.done, descriptions.get(number), directory))
-    return FleetRun(ended, [one.members for one in replicas], of_replicas, fleet)
+    outputs = {name: tokens for one in replicas for name, tokens in one.client.outputs.items()}
+    return FleetRun(ended, [one.members for one in replicas], of_replicas, fleet, outputs)
 
 
 def closed(one: SteppedReplica, is_partial: bool, description: dict[str, Any] | None, directory: Path | None) -> Ended:
@@ -487,14 +535,3 @@ class _Answered:
     def update(self, completed: int, total: int | None, text: str) -> None:
         if self._is_replaying:
             self._report(completed)
-
-
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Leave out the warnings of a replica: the fleet's own engine has given them."""
-    logger = logging.getLogger("ifbbench")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled

@@ -95,7 +95,7 @@ class Changes:
         while self._due and self._due[0].at_s <= time_s:
             change = heappop(self._due)
             if change.kind == FAIL:
-                self._fail(change.value, time_s)
+                self.fail(change.value, time_s)
             elif change.kind == DRAIN:
                 self._drain(change.value, time_s)
             elif change.kind == START:
@@ -118,8 +118,9 @@ class Changes:
     def _note(self, time_s: float, event: str, replica: int, facts: Mapping[str, Any] | None = None) -> None:
         self.log.append({"at_s": time_s, "event": event, "replica": replica, **(facts or {})})
 
-    def _fail(self, number: int, time_s: float) -> None:
-        """The replica is lost with all that it holds; its requests are sent again, or lost."""
+    def fail(self, number: int, time_s: float, reason: str | None = None) -> None:
+        """The replica is lost with all that it holds; its requests are sent again, or lost. reason: why, if that was
+        not asked for."""
         if not self._is_up(number):
             return
         service = self.services[number]
@@ -129,7 +130,7 @@ class Changes:
         one = self._fleet.replicas[number]
         self._fleet.views = [view for view in self._fleet.views if view.number != number]
         position = len(self.log)
-        self._note(time_s, FAIL, number)
+        self._note(time_s, FAIL, number, None if reason is None else {"reason": reason})
         self.log[position] |= self._fleet.fail(one, time_s)
 
     def _drain(self, number: int, time_s: float, facts: Mapping[str, Any] | None = None) -> None:

@@ -6,7 +6,6 @@ What the ranks do, also without this parent under torchrun or mpirun: see `rank_
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from subprocess import Popen
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +23,7 @@ from ifbbench.clock import WallClock
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.models.config import check_ranks
 from ifbbench.models.named_models import load_model_config
-from ifbbench.processes import end_with_parent
+from ifbbench.processes import death_of, end_with_parent, start_python
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_runs import WRITING, end_others, follow, starts_ranks
 from ifbbench.settings.config import RunConfig
@@ -121,7 +121,7 @@ class _Rank:
     is that of another rank, which, with is_timed_out, does not answer. has_ended: whether its connection is closed."""
 
     number: int
-    process: subprocess.Popen[bytes] | None = None
+    process: Popen[bytes] | None = None
     connection: Connection | None = None
     failure: BaseException | None = None
     is_lost: bool = False
@@ -142,11 +142,7 @@ class _Rank:
 
     def death(self) -> str:
         """How the process ended."""
-        status = self.status()
-        if status >= 0:
-            return f"ended with exit status {status}"
-        reason = ", perhaps for lack of memory" if -status == signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-status).name}{reason}"
+        return death_of(self.status())
 
 
 class Ranks:
@@ -167,18 +163,7 @@ class Ranks:
             os.environ.update(Place(0, self._size, 0, self._size).environment(self._store))
         for number in range(len(self._ranks), self._size):
             connection, theirs = Pipe()
-            # In a session of its own: Ctrl+C is for this process, which interrupts rank 0.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until START handles it
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid())],
-                    pass_fds=[theirs.fileno()],
-                    env=self._environment(number),
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            process = start_python(START, theirs, self._environment(number))
             theirs.close()
             self._ranks.append(_Rank(number, process, connection))
             with suppress(BrokenPipeError):  # a process that has died; `result` notices it
@@ -186,7 +171,6 @@ class Ranks:
 
     def _environment(self, number: int) -> dict[str, str]:
         environment = dict(os.environ) | Place(number, self._size, number, self._size).environment(self._store)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._size)))
         return environment

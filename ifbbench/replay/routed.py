@@ -62,6 +62,10 @@ class _Routed:
         if share.priority is not None:
             client._queue = _GrowingQueue(share.priority)
 
+    def keep_outputs(self: Any) -> None:
+        """Keep the tokens of each request, in `outputs`."""
+        self._keeps_outputs = True
+
     def offer(self: Any, arrival_s: float, earlier: EarlierAttempts | None = None) -> None:
         """The share has one more request, which arrives then, not before the others."""
         self.open[len(self._arrivals)] = None

@@ -102,7 +102,8 @@ def summarise_run(
 
 def _check_retries(config: RunConfig) -> None:
     """InputError for retries where no replica can fail."""
-    if config.replica_events is None and config.request_retries != RunConfig().request_retries:
+    may_fail = config.replica_events is not None or (config.is_fleet and not config.makes_no_tokens)
+    if not may_fail and config.request_retries != RunConfig().request_retries:
         raise InputError(
             "--request_retries: no replica fails; add --replica_events with a `fail`, or leave it out. It does not "
             "change how often a request to an --endpoint is repeated: that is --endpoint_retries."
@@ -132,7 +133,7 @@ def _run_endpoint(
     if config.enable_steady_state:
         summary = steady_summary(directory)
     if config.responses_json:
-        write_responses(Path(config.responses_json), trace, client)
+        write_responses(Path(config.responses_json), trace, client.outputs)
     return RunResult(directory, summary, summary["requests"]["failed"], description)
 
 

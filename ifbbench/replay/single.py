@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ifbbench.build.engine import Engine, build_engine, loop_maker, warm_up
 from ifbbench.clock import WallClock
 from ifbbench.compressed import open_to_read
+from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.interfaces import Delivery, Observer
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.transferring_loop import TransferringLoop
@@ -85,7 +86,7 @@ def run_loaded(
                 if on_recorded:
                     outputs.callback(on_recorded, directory)
                 if config.responses_json:
-                    outputs.callback(write_responses, Path(config.responses_json), trace, client)
+                    outputs.callback(write_responses, Path(config.responses_json), trace, client.outputs)
                 summary = _replay(trace, engine, client, recorder, progress, f"results are kept in {directory}")
                 on_end(recorder)
                 if config.enable_steady_state:
@@ -164,14 +165,29 @@ def engine_for(
     with leading(config, beam_width) if config.num_ranks > 1 else nullcontext() as communicator:
         engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
         with closing(engine.executor):
-            for refusal, count in expected_refusals(trace, engine.config, engine.limits):
-                share = f"{count:,} of {len(trace):,}"
-                _log.warning("%s requests will be refused: %s. %s", share, refusal.text, advice(refusal, engine.config))
+            warn_of_refusals(trace, engine)
             if engine.makes_tokens:
                 check_vocabulary(trace, engine.model.vocab_size)
             _tell_last_arrival(trace, engine)
             warm_up(engine, progress)
             yield engine
+
+
+def warn_of_refusals(trace: Trace, engine: Engine) -> None:
+    """Warn of the requests that the engine will refuse."""
+    for refusal, count in expected_refusals(trace, engine.config, engine.limits):
+        share = f"{count:,} of {len(trace):,}"
+        _log.warning("%s requests will be refused: %s. %s", share, refusal.text, advice(refusal, engine.config))
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Leave out the warnings of a replica: the fleet's own engine has given them."""
+    was_disabled, _log.disabled = _log.disabled, True
+    try:
+        yield
+    finally:
+        _log.disabled = was_disabled
 
 
 def _tell_last_arrival(trace: Trace, engine: Engine) -> None:
@@ -465,11 +481,11 @@ def say_number(config: RunConfig, trace: Trace, directory: Path) -> None:
         run_directory.say_number(run_directory.RESULTS / trace.name, directory)
 
 
-def write_responses(path: Path, trace: Trace, client: ReplayClient) -> None:
-    """The generated tokens of each request that completed, in the order of the trace."""
+def write_responses(path: Path, trace: Trace, outputs: Mapping[int, IntArray]) -> None:
+    """The generated tokens of each request that completed, in the order of the trace. outputs: by id."""
     responses = [
-        {"response_id": request.request_id, "response_tokens": client.outputs[request.request_id].tolist()}
+        {"response_id": request.request_id, "response_tokens": outputs[request.request_id].tolist()}
         for request in trace
-        if request.request_id in client.outputs
+        if request.request_id in outputs
     ]
     replace_file(path, json.dumps(responses) + "\n")

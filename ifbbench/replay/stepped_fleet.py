@@ -9,7 +9,7 @@ from typing import Any
 
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, VirtualClock
-from ifbbench.engine.interfaces import NO_LIMIT
+from ifbbench.engine.interfaces import NO_LIMIT, EngineLost
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.engine.responses import Response
 from ifbbench.engine.stepped_loop import SteppedLoop
@@ -136,6 +136,8 @@ class SteppedReplica:
         self.loop.lose_engine(time_s)
         if self.engine.tiers is not None:
             self.engine.tiers.lose(time_s)
+        if self.engine.makes_tokens:
+            self.engine.executor.close()  # ends its process
         self.failed_s, lost = time_s, list[tuple[int, int]]()
         for own in self.client.open:
             index = self.members[own]
@@ -208,6 +210,8 @@ class SteppedFleet:
         self._earlier: dict[int, EarlierAttempts] = {}
         self.lost: dict[int, tuple[float, str]] = {}
         self._retries, self._shares_store = config.request_retries, config.kv_remote_bytes > 0
+        # The process of a replica that computes may end at any time.
+        self._computes = any(one.engine.makes_tokens for one in replicas)
         self.changes = changes
         changes.begin(self)
 
@@ -320,7 +324,7 @@ class SteppedFleet:
         return self._run_all(time_s)
 
     def _run_all(self, time_s: float) -> bool:
-        if not self.front.is_open_loop or self._shares_store:
+        if not self.front.is_open_loop or self._shares_store or self._computes:
             return self._run_in_turn(time_s)
         for one in self.replicas:
             if one.clock.now() < time_s:
@@ -356,8 +360,8 @@ class SteppedFleet:
         self.front.send_response(final_response(index))
 
     def _run_in_turn(self, time_s: float) -> bool:
-        """Where answers let requests arrive, or replicas share a store: no replica runs an iteration that starts later
-        than another one may answer or write. False if one has let a request arrive."""
+        """Where answers let requests arrive, replicas share a store, or they compute: no replica runs an iteration that
+        starts later than another one may answer, write or fail. False if one has let a request arrive, or failed."""
         event_s = self.front.next_event_s
         while True:
             answered = [(one.client.answers[0][0], at) for at, one in enumerate(self.replicas) if one.client.answers]
@@ -378,10 +382,14 @@ class SteppedFleet:
             one.client.answers_let_in = not self.front.is_open_loop
             # A step asks and writes a store only when it begins, and at its end, which is held.
             one.client.horizon_s = time_s if self.front.is_open_loop else min(time_s, others_s, answered_s)
-            if not one.advance():  # a request of its own comes when another one may answer
-                own_s = one.client.answers[0][0] if one.client.answers else inf
-                one.client.horizon_s = min(time_s, answered_s, own_s)
-                one.advance()
+            try:
+                if not one.advance():  # a request of its own comes when another one may answer
+                    own_s = one.client.answers[0][0] if one.client.answers else inf
+                    one.client.horizon_s = min(time_s, answered_s, own_s)
+                    one.advance()
+            except EngineLost as error:
+                self.changes.fail(chosen, one.clock.now(), str(error))
+                return False
 
     def _route(self, request: Request, arrival_s: float, is_later: bool = False) -> None:
         """Send a request to a replica at `arrival_s`. is_later: it had arrived before."""

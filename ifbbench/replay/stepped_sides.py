@@ -15,23 +15,29 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS, VirtualClock
-from ifbbench.engine.interfaces import NO_LIMIT
+from ifbbench.engine.arrays import IntArray
+from ifbbench.engine.interfaces import NO_LIMIT, KvScheduler
+from ifbbench.engine.plan import ContextChunk
 from ifbbench.engine.request import EarlierAttempts, Request
+from ifbbench.engine.sent_batches import SentChunk
 from ifbbench.errors import RunFailed
-from ifbbench.fleet.links import Links, left_after_prefill
+from ifbbench.fleet.links import Links, MeasuredLinks, left_after_prefill
 from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
 from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, RoutedRequest, Router
 from ifbbench.progress import Progress
 from ifbbench.replay.client import make_client
+from ifbbench.replay.replica_processes import FirstToken, KvPart, move_kv, process_of
 from ifbbench.replay.routed import RoutedClient, RoutedServedClient
 from ifbbench.replay.served import ServedClient
 from ifbbench.replay.stepped_fleet import SHOWN_EVERY, MakeRecorder, SteppedReplica, arriving, final_response
 from ifbbench.rundir.disaggregated import Passage
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
-from ifbbench.settings.config import RunConfig
+from ifbbench.settings.config import VLLM, RunConfig
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import RequestColumns, Trace, columns_of
 
@@ -41,13 +47,13 @@ class KvMailbox:
 
     held: those that are complete, while their blocks are kept. completions: of these, when their prompts were complete,
     until the fleet takes them. reservations: those that have got blocks for what is sent to them, until the fleet takes
-    them, and when."""
+    them, and when. receiving: these requests, until that has come."""
 
     def __init__(self) -> None:
         self.held: dict[int, Request] = {}
         self.completions: list[tuple[float, Request]] = []
         self.reservations: list[tuple[float, Request]] = []
-        self._receiving: dict[int, Request] = {}
+        self.receiving: dict[int, Request] = {}
         self._sent: list[Request] = []
         self._received: list[Request] = []
 
@@ -62,11 +68,11 @@ class KvMailbox:
 
     def received(self, index: int) -> None:
         """What the decode replica waited for has come."""
-        self._received.append(self._receiving.pop(index))
+        self._received.append(self.receiving.pop(index))
 
     def forget(self, index: int) -> None:
         """Nothing is sent to this request."""
-        self._receiving.pop(index, None)
+        self.receiving.pop(index, None)
 
     # Called by the loop.
 
@@ -76,7 +82,7 @@ class KvMailbox:
 
     def reserved(self, requests: Sequence[Request], now_s: float) -> None:
         for request in requests:
-            self._receiving[request.index] = request
+            self.receiving[request.index] = request
             self.reservations.append((now_s, request))
 
     def take_sent(self) -> Sequence[Request]:
@@ -212,6 +218,11 @@ class SideReplica(SteppedReplica):
         self._idle_at = None
         self.loop.wake()
 
+    @property
+    def kv_scheduler(self) -> KvScheduler:
+        assert isinstance(self.loop.scheduler, KvScheduler)
+        return self.loop.scheduler
+
     def shorten_latest(self) -> None:
         """The request that was offered last ends with its first token."""
         self._columns.max_new_tokens[-1] = self._columns.output_len[-1] = 1
@@ -244,14 +255,17 @@ class SteppedSides:
         config: RunConfig,
         routers: tuple[Router, Router],
         sides: tuple[Sequence[SideReplica], Sequence[SideReplica]],
-        links: Links,
+        links: Links | None,
         progress: Progress,
         *,
         reserves_first: bool = False,
         layers: int | None = None,
     ) -> None:
-        self._columns, self._routers, self._links, self._progress = columns_of(trace.requests), routers, links, progress
+        self._columns, self._routers, self._progress = columns_of(trace.requests), routers, progress
         self.prefill, self.decode = sides
+        # Whose first tokens come with the keys and values, and bytes that were copied.
+        self._sends_first, self.moved_bytes = config.engine != VLLM, 0
+        self._links = links or MeasuredLinks(len(self.prefill), len(self.decode), self._move)
         self._reserves_first, self._layers = reserves_first, layers
         self.replicas = [*self.prefill, *self.decode]
         self._clock = VirtualClock()
@@ -425,10 +439,12 @@ class SteppedSides:
             if passage.reserved_s >= 0:
                 if passage.prefilled_s < 0:  # it failed
                     self._decode_of(passage).stop(passage.of_decode, one.lines[own].error or "its prefill failed")
-            elif own in one.mail.held:
+            elif (held := one.mail.held.get(own)) is not None and not _has_ended(held):
                 passage.prefilled_s = answered_s
                 self._offer_to_decode(passage, answered_s)
-            else:  # it failed
+            else:  # it failed, or its first token has ended it
+                if held is not None:
+                    self._release(passage, answered_s)
                 self._uncount(self._decode_of(passage).view, index)
                 passage.decode = None
                 self._end(passage, answered_s)
@@ -483,6 +499,27 @@ class SteppedSides:
         passage.transfer_s = now_s
         self._links.send(passage.index, *self._ends_of(passage), tokens, now_s)
 
+    def _move(self, index: int) -> float:
+        """Copy the keys and values of a request between the processes of its replicas; returns how many seconds that
+        took."""
+        passage = self._passages[index]
+        prefill, decode = self._prefill_of(passage), self._decode_of(passage)
+        held, request = prefill.mail.held[passage.of_prefill], decode.mail.receiving[passage.of_decode]
+        start, end = request.prompt_len - passage.tokens, request.prompt_len
+        sent = KvPart(_tables_of(prefill, held), start, end)
+        received = KvPart(_tables_of(decode, request), start, end, decode.kv_scheduler.take_copies())
+        first = None
+        if self._sends_first:
+            assert held.table is not None
+            assert request.table is not None
+            token = held.table.outputs(held.slot, 0, 1)
+            request.table.write_outputs(np.array([request.slot]), np.array([0]), token)
+            chunk = ContextChunk(request, end - 1, 1)
+            first = FirstToken(SentChunk.of(chunk), int(token[0]))
+        seconds, num_bytes = move_kv(process_of(prefill.engine), sent, process_of(decode.engine), received, first)
+        self.moved_bytes += num_bytes
+        return seconds
+
     def _ends_of(self, passage: Passage) -> tuple[int, int]:
         """Both ends of the transfer, as the links number them."""
         assert passage.prefill is not None
@@ -522,3 +559,15 @@ class SteppedSides:
     def _decode_of(self, passage: Passage) -> SideReplica:
         assert passage.decode is not None
         return self.replicas[passage.decode]
+
+
+def _tables_of(one: SideReplica, request: Request) -> tuple[IntArray, ...]:
+    """The blocks of a request, of each attention window."""
+    return tuple([table[request.slot, 0] for table in one.loop.scheduler.layout.block_tables])
+
+
+def _has_ended(request: Request) -> bool:
+    """Whether the first token of a request has ended it; of symbolic tokens that is not known."""
+    if request.table is None or not request.table.makes_tokens:
+        return False
+    return int(request.table.outputs(request.slot, 0, 1)[0]) in request.stop.end_tokens

@@ -299,8 +299,8 @@ class TransferFigures(Struct):
 
 class FleetEvent(Struct):
     """What happened to a replica of a fleet: start, ready, drain or fail. Of a failure: requests that were sent again,
-    that were lost, and tokens that had been computed for them. Of the autoscaler: how many replicas it wanted, and what
-    it had measured."""
+    that were lost, tokens that had been computed for them, and why, unless it was asked for. Of the autoscaler: how
+    many replicas it wanted, and what it had measured."""
 
     at_s: float
     event: str
@@ -308,6 +308,7 @@ class FleetEvent(Struct):
     retried: int | UnsetType
     lost: int | UnsetType
     lost_tokens: int | UnsetType
+    reason: str | UnsetType
     wanted: int | UnsetType
     measured: str | UnsetType
 

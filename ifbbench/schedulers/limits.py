@@ -1,6 +1,6 @@
 """The engine's limits, all resolved, as `ifbbench.build.resolve` or a script sets them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
 from ifbbench.kv.adapters import LoraConfig
@@ -24,6 +24,8 @@ LOOK_AHEAD = 8
 # Slots that vLLM's scheduler has at least, for requests that were pre-empted.
 MIN_SLOTS = 64
 BLOCK_ID_BYTES = 4
+# Requests of TensorRT-LLM that are sent at a time, at most: so many for each active one, or so many in all.
+SENDING, MIN_SENDING = 2, 64
 V1_POLICY = "guaranteed_no_evict"
 CONTIGUOUS_POLICY = "max_requests"
 
@@ -172,6 +174,13 @@ class BatchingConfig:
         if self.has_one_policy:
             return max(2 * self.max_active, MIN_SLOTS)
         return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD) + self.num_sending
+
+    def with_slots_to_send(self) -> "BatchingConfig":
+        """With slots for requests that are not active while they are sent: TensorRT-LLM gives their own to others, so
+        that blocks limit how many they are."""
+        if self.has_one_policy:
+            return self
+        return replace(self, num_sending=min(self.num_blocks, max(SENDING * self.max_active, MIN_SENDING)))
 
     @property
     def attention_window(self) -> AttentionWindow:

@@ -22,7 +22,7 @@ from ifbbench.errors import InputError
 from ifbbench.fleet.front import Front, Sent, offers, read_at_ns
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex, prompt_pieces
 from ifbbench.fleet.router import IDLE, STATE, Replica, ReplicaState, RoutedRequest, Router, make_router
-from ifbbench.replay.fleet import Ended, FleetRun, describe_fleet, fleet_summary
+from ifbbench.replay.fleet import Ended, FleetRun, check_computing, describe_fleet, fleet_summary
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.fleet import Offers, replica_directory, write_requests
 from ifbbench.serving.library.request import InferenceRequest
@@ -41,17 +41,17 @@ CHANGES = ("replica_config", "replica_events", "request_retries", "autoscale", "
 
 def served_router(config: RunConfig) -> Router:
     """The router of a fleet that serves. InputError for settings that it cannot have."""
-    if config.replicas > 1 and not config.makes_no_tokens and config.device not in ("cpu", "auto"):
+    if config.replicas > 1 and config.device == "cuda":
         raise InputError(
-            f"--replicas: device {config.device} has one engine; serve several on the CPU or on a simulated device, "
-            "or start a server for each GPU and route to them with --router_only."
+            "--replicas: device cuda has one engine; serve several on the CPU or on a simulated device, or start a "
+            "server for each GPU and route to them with --router_only."
         )
     usual = RunConfig()
     for name in (*CHANGES, *SIDE_SETTINGS):
         if getattr(config, name) != getattr(usual, name):
             raise InputError(f"--{name}: a fleet that serves does not have it; leave it out.")
-    if config.num_ranks > 1 and not config.makes_no_tokens:
-        raise InputError("--replicas: replicas of several ranks that compute are not built; leave out --tp_size.")
+    if config.replicas > 1 and not config.makes_no_tokens:
+        check_computing(config)
     router = make_router(config.router or ROUTERS[0], config.replicas, config.seed)
     if config.router_state_age and STATE not in router.looks_at:
         raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")

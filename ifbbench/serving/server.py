@@ -26,6 +26,7 @@ from ifbbench.processes import usable_cores
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.rank_processes import run_in_ranks
 from ifbbench.replay.rank_runs import WRITING, leading, starts_ranks
+from ifbbench.replay.replica_processes import engines_in_processes
 from ifbbench.replay.run import check_no_fleet
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.fleet import replica_directory
@@ -89,12 +90,16 @@ def serve(
 
 @contextmanager
 def serving_engines(config: RunConfig, progress: Progress = NO_PROGRESS) -> Iterator[list[Engine]]:
-    """The engine of `config`, or those of all replicas, as `serving_engine`. Engines that compute share the cores."""
+    """The engine of `config`, or those of all replicas, as `serving_engine`. Those that compute do so in processes of
+    their own, which share the cores."""
     own = config.of_one_replica()
-    if config.replicas > 1 and not config.makes_no_tokens:
-        threads = config.cpu_threads or max(usable_cores() // config.replicas, 1)
-        own = own.with_values(device="cpu", cpu_threads=threads)
     with ExitStack() as stack:
+        if config.replicas > 1 and not config.makes_no_tokens:
+            threads = config.cpu_threads or max(usable_cores() // config.replicas, 1)
+            own = own.with_values(device="cpu", cpu_threads=threads, max_queue_size=None)
+            progress.stage("loading model")
+            yield engines_in_processes(stack, own, config.replicas)
+            return
         yield [stack.enter_context(serving_engine(own, progress)) for _ in range(config.replicas)]
 
 

@@ -183,6 +183,15 @@ class CacheWindows:
             inputs.update(dict.fromkeys(window.layers, layer))
         return tuple(inputs[layer] for layer in range(self._num_layers))
 
+    def rows_of(self, tables: Sequence[IntArray], start: int, end: int) -> Iterator[tuple[PagedKvCache, Tensor]]:
+        """The cache rows of positions `start` to `end` - 1 of a sequence with one beam, in the storage of each window.
+        tables: [blocks] of the sequence, of each window, none of which is overwritten."""
+        positions = np.arange(start, end)
+        for window, table in zip(self.windows, tables, strict=True):
+            assert isinstance(window.cache, PagedKvCache)
+            rows = window.attention.cache_rows(table[None], np.zeros_like(positions), positions)
+            yield window.cache, self._tensor(rows)
+
     def _shared_prompts(self, batch: Batch, packed: PackedBatch) -> tuple[RowCopy, ...]:
         """Copies of the chunks' keys and values to the other beams of their requests; a paged cache shares blocks."""
         if not self._is_contiguous or not batch.context:

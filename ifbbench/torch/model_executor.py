@@ -1,7 +1,7 @@
 """The executor that runs a model with PyTorch."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ifbbench.engine.batch import Batch, BeamInputs, StepOutputs
+from ifbbench.engine.arrays import IntArray
+from ifbbench.engine.batch import Batch, BeamInputs, BlockCopy, StepOutputs
+from ifbbench.engine.plan import ContextChunk
 from ifbbench.kv.adapters import LoraConfig
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.torch.adapters import AdapterPool
-from ifbbench.torch.cache_windows import CacheWindows, copy_rows
+from ifbbench.torch.cache_windows import CacheMoves, CacheWindows, copy_rows
 from ifbbench.torch.device import needing_memory
 from ifbbench.torch.draft_model import DraftModel
 from ifbbench.torch.drafted_batches import AcceptDrafts, DraftedBatches
@@ -133,6 +135,37 @@ class ModelExecutor:
         with torch.inference_mode():
             return outputs_of_oldest()
 
+    def read_kv(self, tables: Sequence[IntArray], start: int, end: int) -> Iterator[Tensor]:
+        """Keys and values of a sequence, of positions `start` to `end` - 1, a tensor of each layer and kind. All
+        batches were collected. tables: see `CacheWindows.rows_of`."""
+        with torch.inference_mode():
+            for cache, rows in self._cache.rows_of(tables, start, end):
+                yield from cache.read_rows(rows)
+
+    def write_kv(
+        self,
+        tables: Sequence[IntArray],
+        start: int,
+        end: int,
+        read: Callable[[Tensor], Tensor],
+        copies: tuple[BlockCopy, ...] = (),
+    ) -> None:
+        """Store what `read_kv` of another executor of the same model has yielded; see `PagedKvCache.write_rows`.
+        copies: to be made before."""
+        with torch.inference_mode():
+            self._cache.move_before(CacheMoves(copies))
+            for cache, rows in self._cache.rows_of(tables, start, end):
+                cache.write_rows(rows, read)
+
+    def begin_generation(self, chunk: ContextChunk, token: int) -> None:
+        """The request of `chunk`, the last one of its prompt, goes on in its slot with `token`, its first one."""
+        owner = SlotOwner.of(chunk)
+        with torch.inference_mode():
+            self._assign(owner)
+            newest = self._newest.new_tensor([token])
+            self._newest[owner.slot] = newest[0]
+            self._processors.note(newest, np.array([owner.slot]))
+
     def close(self) -> None:
         """Free the KV cache. The executor cannot be used afterwards."""
         self._in_flight.clear()
@@ -201,17 +234,20 @@ class ModelExecutor:
     def _launch(self, batch: PreparedBatch) -> Callable[[], StepOutputs]:
         """Start `batch`. The result waits for its outputs and returns them."""
         for owner in batch.owners:
-            self._sampler.assign(owner.slot, owner.sampling, owner.original_prompt_len)
-            self._processors.assign(
-                owner.slot, owner.sampling, owner.end_tokens, owner.original_prompt_len, owner.prompt, owner.beam_width
-            )
-            self._optional.assign(owner.slot, owner.options)
+            self._assign(owner)
         self._cache.move_before(batch.moves)
         if batch.drafts is not None:
             return OutputsInFlight(self._model.device, **self._drafted.run(batch.drafts, batch)).wait
         logits = batch.forward(self._generation_tokens(batch))
         copy_rows(batch.moves.after)
         return self._outputs(batch, logits)
+
+    def _assign(self, owner: SlotOwner) -> None:
+        self._sampler.assign(owner.slot, owner.sampling, owner.original_prompt_len)
+        self._processors.assign(
+            owner.slot, owner.sampling, owner.end_tokens, owner.original_prompt_len, owner.prompt, owner.beam_width
+        )
+        self._optional.assign(owner.slot, owner.options)
 
     def _generation_tokens(self, batch: PreparedBatch) -> Tensor:
         """Newest token of each generation request and beam, [requests · beams]."""

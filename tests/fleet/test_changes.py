@@ -386,7 +386,7 @@ def test_replicas_that_differ_are_runs_with_their_settings(tmp_path: Path) -> No
         ("replica_config", "- {router: random}", "router is a setting of the whole fleet"),
         ("replica_config", "- {count: 0}", "count is '0'"),
         ("replica_config", "- {count: 3}", "--replicas: 2, and"),
-        ("replica_config", "- {count: 2, device: cpu}", "a fleet needs a simulated device"),
+        ("replica_config", "[{device: cpu, model: tiny}, {device: h200}]", "some replicas compute, and others do not"),
         ("replica_config", "- {a: b", "not valid YAML"),
         ("replica_events", "- {fail: 0}", "has no key 'at'"),
         ("replica_events", "- {at: 1}", "no event"),

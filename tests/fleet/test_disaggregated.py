@@ -485,7 +485,6 @@ BAD = [
     ({"prefill": "tp_size=2,tp_size=1"}, "--prefill gives tp_size twice"),
     ({"decode": "max_batch_size=0"}, "--decode: --max_batch_size is '0'"),
     ({"prefill": "batch=3"}, "--prefill: 'batch' is not a setting"),
-    ({"device": "cpu"}, "a fleet needs a simulated device"),
     ({"engine": "trtllm", "type": "v1"}, "--type v1, --kv_cache_type contiguous: are not built"),
     ({"transfer_by": "block"}, "--transfer_by is 'block'"),
     ({"router_state_age": 1.0}, "--router_state_age: no router reads states"),

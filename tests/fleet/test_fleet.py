@@ -245,7 +245,6 @@ def test_a_router_of_a_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": "cpu", "model": "tiny"}, "a fleet needs a simulated device"),
         ({"router_state_age": 0.5}, "reads no state of replicas"),
         ({"replica": "1/2"}, "--replica: a fleet replays all requests"),
         ({"enable_steady_state": True}, "--enable_steady_state"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import urllib.error
 import urllib.request
@@ -176,6 +177,43 @@ def test_replicas_that_compute_give_the_tokens_of_one_engine(tmp_path: Path) -> 
     replicas = Counter(line["replica"] for line in lines(recorded / "requests.jsonl"))
     assert sum(replicas.values()) == 15  # 6, half of 6, and 6
     assert abs(replicas[0] - replicas[1]) <= 1
+
+
+def test_a_replica_that_is_killed_while_it_streams(tmp_path: Path) -> None:
+    """Streams of the other replica go on, its own end with an error that says why, and it gets no more requests."""
+    recorded = tmp_path / "recorded"
+    options = ("--replicas", "2", "--router", "round_robin", "--record", str(recorded))
+    with server_process(*TINY, *options) as server:
+        alone = greedy(server)
+        streams = asyncio.run(_streams_while_one_is_killed(server))
+        errors = [stream.error for stream in streams]
+        assert errors[0] == errors[2] == ""
+        assert [stream.tokens for stream in streams] == [240, errors[1] and 0, 240, errors[3] and 0]
+        assert all("the process of replica 1 was killed by SIGKILL" in error for error in (errors[1], errors[3]))
+        assert greedy(server) == alone
+        assert json.loads(get(f"{server.url}/health")[1])["status"] == "ok"
+        status, said = server.end()
+    assert "the process of replica 1 was killed by SIGKILL" in said
+    assert "Traceback" not in said
+    ended = lines(recorded / "requests.jsonl")
+    assert [line["replica"] for line in ended[-6:]] == [0] * 6
+    assert sum(line["outcome"] == "failed" for line in ended) == 2
+    assert status == 1
+
+
+async def _streams_while_one_is_killed(server: ServerProcess) -> list[Stream]:
+    """Four streams, two on each replica; the process of replica 1 is killed once all have begun."""
+    begun = [asyncio.Event() for _ in range(4)]
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 240, "ignore_eos": True, "temperature": 0}
+    body["stream_options"] = {"include_usage": True}
+    tasks = []
+    for one in begun:
+        tasks.append(asyncio.create_task(stream_completion(server.port, body, begun=one)))
+        await one.wait()
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    replicas = [one for one in children if b"replica_processes" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    os.kill(int(replicas[1]), signal.SIGKILL)
+    return list(await asyncio.gather(*tasks))
 
 
 def test_a_router_passes_on_what_a_server_answers(servers: list[ServerProcess], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.clock import Clock
-from ifbbench.engine.batch import AdapterUse, BatchLayout, StepInputs, StepOutputs
+from ifbbench.engine.batch import AdapterUse, BatchLayout, BlockCopy, StepInputs, StepOutputs
 from ifbbench.engine.interfaces import RequestSource
 from ifbbench.engine.passes import confirm
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
@@ -134,6 +134,9 @@ class SglangScheduler(QueueingScheduler):
         for request in requests:
             self.remote.receive(request)
 
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        return () if self.kv_cache.host is None else self.kv_cache.host.take_copies()
+
     # The decision for one iteration.
 
     def schedule(
@@ -220,8 +223,7 @@ class SglangScheduler(QueueingScheduler):
     def allocate(self, plan: Plan) -> StepInputs:
         """The pages were taken with the decision."""
         self._count_tokens(plan)
-        host = self.kv_cache.host
-        copies = () if host is None else host.take_copies()
+        copies = self.take_copies()
         drafts = None
         if self.drafts is not None:
             drafts = self.drafts.inputs(len([chunk for chunk in plan.chunks if chunk.is_last]), plan.rows)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ifbbench.clock import Clock
 from ifbbench.engine.arrays import Rows
-from ifbbench.engine.batch import AdapterUse, BatchLayout, StepInputs, StepOutputs
+from ifbbench.engine.batch import AdapterUse, BatchLayout, BlockCopy, StepInputs, StepOutputs
 from ifbbench.engine.drafts import DraftInputs
 from ifbbench.engine.interfaces import RequestSource, SchedulerStalled
 from ifbbench.engine.passes import confirm
@@ -142,6 +142,9 @@ class TensorRtLlmScheduler:
 
     def receive(self, requests: Sequence[Request]) -> None:
         self._transfers.receive(requests)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        return self.kv_cache.take_copies() if self._reuses_blocks else ()
 
     # The decision for one iteration.
 
@@ -300,7 +303,7 @@ class TensorRtLlmScheduler:
                 positions -= bubble
             if self._any_retention:
                 cache.refresh(self._now_s)
-            copies = cache.take_copies() if self._reuses_blocks else ()
+            copies = self.take_copies()
             adapters: AdapterUse | None = None
             if self.adapters is not None and self.active.num_with_lora:
                 adapters = self._use_adapters(self.adapters, plan)

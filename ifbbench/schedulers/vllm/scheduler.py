@@ -8,7 +8,7 @@ import numpy as np
 
 from ifbbench.clock import Clock
 from ifbbench.engine.arrays import NO_ROWS, Rows
-from ifbbench.engine.batch import AdapterUse, BatchLayout, StepInputs, StepOutputs
+from ifbbench.engine.batch import AdapterUse, BatchLayout, BlockCopy, StepInputs, StepOutputs
 from ifbbench.engine.passes import confirm
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
@@ -113,6 +113,9 @@ class VllmScheduler(QueueingScheduler):
             self.kv_cache.set_hashes(request, computed)
             self.queue.add_received(request, number)
             self.state.num_with_rows += 1
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        return ()
 
     # Stores beneath the device memory.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ifbbench.build.engine import Engine, build_engine, loop_maker
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits
 from ifbbench.clock import WallClock
-from ifbbench.engine.interfaces import Executor, Observer
+from ifbbench.engine.interfaces import EngineLost, Executor, Observer
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
 from ifbbench.errors import IfbbenchError, InputError
@@ -329,6 +329,7 @@ class BatchManager:
     def _fail(self, error: BaseException) -> None:
         # No traceback for a rank that failed, or a full disk of what the observer writes.
         is_foreseen = isinstance(cause_of(error), RankFailed) or isinstance(error, OutputError | OSError)
+        is_foreseen |= isinstance(error.__cause__, EngineLost)
         _log.error("the batch manager ends: %s", _reason(error), exc_info=None if is_foreseen else error)
         self._error = error
         self._ended = True
@@ -348,7 +349,8 @@ class BatchManager:
                 self._failures = 0
         except ExecutorFailed as error:
             self._failures += 1
-            if self._failures >= MAX_FAILURES or self._communicator is not None:  # other ranks have gone on
+            is_lost = isinstance(error.__cause__, EngineLost)
+            if self._failures >= MAX_FAILURES or is_lost or self._communicator is not None:  # other ranks have gone on
                 raise
             _log.exception("%s; its requests had an error response", error)
             worked = True

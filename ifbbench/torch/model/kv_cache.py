@@ -3,7 +3,7 @@
 A token's cache row is block id · tokens per block + position in the block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import pairwise
 from typing import Self
@@ -149,6 +149,17 @@ class PagedKvCache:
         """Copy keys and values of the blocks `sources` [blocks] to `destinations` [blocks], as `copy_rows`."""
         for blocks in self._all_in_blocks():
             blocks.index_copy_(0, destinations, blocks.index_select(0, sources))
+
+    def read_rows(self, rows: Tensor) -> Iterator[Tensor]:
+        """Keys and values of the cache rows `rows` [tokens] as they are stored, of each layer: copies."""
+        for storage in self._all():
+            yield storage.index_select(0, rows)
+
+    def write_rows(self, rows: Tensor, read: Callable[[Tensor], Tensor]) -> None:
+        """Store in the cache rows `rows` [tokens] what `read_rows` of a cache of the same layers has yielded.
+        read(like): what came next, in the form of such a tensor."""
+        for storage in self._all():
+            storage.index_copy_(0, rows, read(storage[: len(rows)]))
 
     def offload(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copy keys and values of `blocks` to `host_blocks`, all different, in all layers."""
