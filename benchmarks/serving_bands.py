@@ -9,7 +9,7 @@ any other, whatever the number of its rows, and a band is tried on a curve that 
 - A regime (figure, engine, GPU and load) of few curves says little of a further one. Where it has fewer than CURVES,
   all curves of its GPU stand together for as many as are missing, then those of its engine, then those of all engines.
 - A further curve lies further out than those that a band is made of, as likely as not. So the quantile is taken at
-  COVERAGE (1 + FURTHER / curves). With these rules bands of simulated curves cover 78 to 84 % of the rows of a further
+  COVERAGE (1 + FURTHER / curves). With these rules bands of simulated curves cover 79 to 84 % of the rows of a further
   one, whether a regime has one curve or eight (tests/simulated/test_serving_rows.py). No measured row decided them.
 - `held_out` says how many rows are in the band that is made without their curve, by engine, GPU and load.
 """
