@@ -121,7 +121,7 @@ class Known:
 
 def scores_of(comparisons: Iterable[Comparison]) -> list[tuple[Cell, Score]]:
     """The scores of comparisons of servers, each with its cell."""
-    found = []
+    found = list[tuple[Cell, Score]]()
     for one in comparisons:
         engine, figure = engine_name(one.row), FIGURES.get(one.metric)
         if engine is not None and figure is not None:
