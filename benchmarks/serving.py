@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fit_rows import FIT, JUDGED, part_of
-from benchmarks.serving_bands import bands, chosen_share, held_out, write_bands
+from benchmarks.serving_bands import bands, held_out, write_bands
 from benchmarks.serving_differences import better_apart, differences
 from benchmarks.serving_rows import (
     METRICS,
@@ -145,7 +145,6 @@ def _print_coverage(part: str, found: Mapping[str, Any]) -> None:
     print(f"\n{part + ' rows, in a range without their curve':<{width}}    rows  curves  inside  each curve once")
     for name, one in groups.items():
         print(f"{name:<{width}}  {one['rows']:6} {one['curves']:7} {one['inside']:7.1%} {one['inside_by_curve']:16.1%}")
-    print(f"a range is made for {found['made_for']:.0%} of its own rows, as fit rows need it")
 
 
 def _print_table(title: str, groups: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
@@ -209,9 +208,8 @@ def main() -> None:
     result = {**about, **report(comparisons)}
     if asked.bands:
         published = json.loads(asked.published.read_text()) if asked.published else None
-        made_for = chosen_share(comparisons)
         judged = [one for one in comparisons if part_of(one.row) == JUDGED]
-        write_bands(bands(judged, made_for), published, made_for)
+        write_bands(bands(judged), published)
     if asked.plot:
         from benchmarks.serving_charts import draw
 

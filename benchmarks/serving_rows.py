@@ -19,7 +19,10 @@ NotReplayable, with the reason.
 - AICONFIGURATOR's rows of TensorRT-LLM (ONE_BY_ONE): measured TTFTs do not depend on the output length. They grow by
   half the time of a prompt for each client in the first round, and are two to three iterations later on: prompts that
   arrive together run one after the other, one an iteration, and so their clients return one an iteration for ever. So
-  at most one prompt and a token a client run in an iteration.
+  at most one prompt and a token a client run in an iteration. (The rule of its generator today,
+  rule_plugin/benchmark/trtllm.rule, has room for PROMPT_ROOM more; with it TTFT of these rows is predicted worse.)
+  Beside quantized weights the generator gives its servers a KV cache of 8 bits (sdk/models/helpers.py, and
+  `kv_cache_dtype` of its rules), which no row says.
 - With NIM 1.0, load generators send ROUNDS requests a client. The first round and LATER_ROUNDS more are
   replayed, and the means weighted as if there were all. The load generator takes CLIENT_S of a TTFT itself, which is no
   part of the server, and output lengths spread by SPREAD around those of the row, so that clients of equal requests do
@@ -82,6 +85,8 @@ NEAREST_DTYPES = {"mxfp4": "int4", "nvfp4": "int4", "w4a16": "int4", "awq": "int
 WITH_BLOCK_SCALES = ("qwen3", "deepseek")
 # Overheads of compiled engines behind NIM, by generation of the row.
 NIM = {"2024": "tensorrt-llm-nim", "current": "tensorrt-llm-compiled"}
+# Data types of weights beside which AICONFIGURATOR's generator gives servers of TensorRT-LLM a KV cache of 8 bits.
+WITH_EIGHT_BIT_CACHE = ("fp8", "fp8_block", "nvfp4")
 Row = Mapping[str, Any]
 SETTINGS = {field.name for field in dataclasses.fields(RunConfig)}
 
@@ -221,6 +226,8 @@ def config_of(row: Row, model: str) -> RunConfig:
     elif engine == ONE_BY_ONE and concurrency and row.get("source") == AICONFIGURATOR:
         one_prompt = longest_prompt + concurrency
         values["max_num_tokens"] = min(one_prompt, values.get("max_num_tokens", one_prompt))
+        if values["dtype"] in WITH_EIGHT_BIT_CACHE:
+            values.setdefault("kv_cache_dtype", "fp8")
     values |= row.get("settings", {})
     usual = engine_defaults(values)
     if values["dtype"] not in ("fp8", "fp8_block", "int4", "nvfp4"):

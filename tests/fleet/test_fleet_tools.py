@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,6 +177,7 @@ def test_requests_that_stand_aside_for_prompts_are_not_in_the_queue_of_a_lane(tm
     run_trace(trace, all_at_once)
     run = load_run(tmp_path / "run")
     in_queue, aside = np.zeros(len(run.iterations)), np.zeros(len(run.iterations))
+    span: Any
     for span in run.spans.itertuples():
         counted = {"waiting": in_queue, "paused": in_queue, "skipped": aside}.get(span.phase)
         if counted is not None:

@@ -5,8 +5,11 @@ The figures of the rows here are made up.
 
 import csv
 import json
+import math
 import subprocess
 import sys
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from benchmarks.inferencex_recipes import KEYS as RECIPE_KEYS
 from benchmarks.inferencex_recipes import TABLE as RECIPES
 from benchmarks.inferencex_rows import standard_row
 from benchmarks.serving import errors, fastest_degree
-from benchmarks.serving_bands import band, bands, chosen_share, curve_of, held_out
+from benchmarks.serving_bands import Known, band, bands, curve_of, held_out, limit, weighted
 from benchmarks.serving_differences import better_apart
 from benchmarks.serving_rows import (
     AICONFIGURATOR,
@@ -89,6 +92,17 @@ def test_at_most_one_prompt_of_tensorrt_llm_runs_in_an_iteration():
     assert config_of(row | {"max_num_tokens": 64}, row["model"]).max_num_tokens == 64
     assert config_of(row | {"source": "other"}, row["model"]).max_num_tokens == 2048
     assert {request.output_len for request in requests_of(row)} == {16}
+
+
+def test_servers_of_tensorrt_llm_of_aiconfigurator_have_a_cache_of_8_bits_beside_quantized_weights():
+    row = ROW | {"source": AICONFIGURATOR, "engine": "tensorrt-llm", "version": "1.0.0rc3", "model": "qwen3-32b"}
+    quantized = row | {"dtype": "fp8"}
+
+    assert config_of(row, row["model"]).kv_cache_dtype is None
+    assert config_of(quantized, row["model"]).dtype == "fp8_block"
+    assert config_of(quantized, row["model"]).kv_cache_dtype == "fp8"
+    assert config_of(quantized | {"kv_cache_dtype": "bf16"}, row["model"]).kv_cache_dtype == "bf16"
+    assert config_of(quantized | {"source": "other"}, row["model"]).kv_cache_dtype is None
 
 
 def test_first_requests_count_by_their_share_of_all_that_the_source_sent():
@@ -466,17 +480,74 @@ def test_the_fastest_degree_is_found_where_several_were_measured():
     assert fastest_degree(right[:1])["groups"] == 0
 
 
-def test_a_band_has_its_share_of_the_curves():
-    ratios = [(str(index), 1 + index / 100) for index in range(100)]
-    low, high = band(ratios, 0.9)
-    inside = sum(low <= ratio - 1 <= high for _, ratio in ratios)
+def test_a_band_is_a_factor_that_its_share_of_the_curves_is_within():
+    # 0.8 (1 + 0.5 / 100) of a hundred curves: the 81st of them.
+    scores = [(str(index), index / 100) for index in range(100)]
+    assert limit(weighted(scores)) == 0.8
+    assert band(weighted(scores)) == (round(math.exp(-0.8) - 1, 3), round(math.exp(0.8) - 1, 3))
+    # A curve with many rows counts as much as one with a single row, and few curves are within their farthest.
+    many = [("many", 2.0)] * 1000 + [(str(index), index / 100) for index in range(9)]
+    assert limit(weighted(many)) == 0.08
+    assert limit(weighted([("a", 0.1), ("b", 0.3), ("c", 0.2)])) == 0.3
 
-    assert 90 <= inside <= 92
-    assert band([("a", 1.1), ("b", 1.5), ("c", 1.3)], 0.9) == (0.1, 0.5)
-    # A curve with many rows counts as much as one with a single row.
-    many = [("many", 2.0)] * 1000 + [(str(index), 1 + index / 100) for index in range(9)]
-    assert band(many, 0.9) == (0.0, 1.0)
-    assert band(many, 0.6) == (0.02, 0.07)
+
+def test_curves_that_a_regime_lacks_are_those_of_its_gpu_then_of_its_engine():
+    own = [(("ttft_s", "vllm", "h100-sxm", "8"), (str(index), 0.1)) for index in range(3)]
+    of_gpu = [(("ttft_s", "vllm", "h100-sxm", "32"), ("gpu", 0.2))]
+    of_engine = [(("ttft_s", "vllm", "b200", "8"), (f"engine {index}", 0.3)) for index in range(9)]
+    of_others = [(("ttft_s", "sglang", "b200", "8"), ("other", 0.4)), (("itl_s", "vllm", "h100-sxm", "8"), ("x", 9.0))]
+    known = Known([*own, *of_gpu, *of_engine, *of_others])
+
+    def weights(*cell: str, without: str | None = None) -> dict[float, float]:
+        found: dict[float, float] = {}
+        for score, weight in known.of_cell(cell, without):
+            found[score] = round(found.get(score, 0.0) + weight, 9)
+        return found
+
+    # Three of its own; four of the GPU, of which three are its own; one that stands for the 13 of the engine.
+    whole = {0.1: 3 + 3 + 3 / 13, 0.2: 1 + 1 / 13, 0.3: 9 / 13}
+    assert weights("ttft_s", "vllm", "h100-sxm", "8") == pytest.approx(whole)
+    assert weights("ttft_s", "vllm", "h100-sxm", "8", without="0")[0.1] == pytest.approx(2 + 2 + 3 * 2 / 12)
+    assert weights("ttft_s", "vllm", "l4", "8") == pytest.approx({0.1: 24 / 13, 0.2: 8 / 13, 0.3: 72 / 13})
+    assert weights("itl_s", "sglang", "b200", "8") == {9.0: 1.0}
+    assert weights("itl_s", "sglang", "b200", "8", without="x") == {}
+
+
+@pytest.mark.parametrize("has_long_tails", [False, True])
+def test_bands_cover_further_curves_as_often_as_they_say(has_long_tails):
+    """Simulated errors of three engines with three GPUs and three loads each: engine, GPU and curve err together, GPUs
+    more or less so, and a regime has one to eight curves of one to eight rows. One further curve is tried on each band.
+    """
+    random, inside = Random(0), {number: list[float]() for number in range(1, 9)}
+
+    def deviation() -> float:
+        drawn = random.gauss(0, 1)
+        if not has_long_tails:
+            return drawn
+        return drawn / math.sqrt(sum(random.gauss(0, 1) ** 2 for _ in range(3)) / 3) / 1.7  # Student's t, 3 degrees
+
+    for _ in range(60):
+        scores, further = [], {}
+        for engine in "abc":
+            of_engine = random.gauss(0, 0.05)
+            for gpu in "abc":
+                of_gpu, spread = of_engine + random.gauss(0, 0.07), 0.12 * math.exp(random.gauss(0, 0.4))
+                for load in LOADS[:3]:
+                    cell, curves = ("ttft_s", engine, gpu, str(load)), random.randint(1, 8)
+                    for curve in range(curves + 1):
+                        of_curve = of_gpu + spread * deviation()
+                        rows = [abs(of_curve + random.gauss(0, 0.03)) for _ in range(random.randint(1, 8))]
+                        if curve == curves:
+                            further[cell] = curves, rows
+                        else:
+                            scores += [(cell, (f"{cell} {curve}", row)) for row in rows]
+        known = Known(scores)
+        for cell, (curves, rows) in further.items():
+            most = limit(known.of_cell(cell))
+            inside[curves].append(fmean(row <= most for row in rows))
+    assert fmean(one for found in inside.values() for one in found) == pytest.approx(COVERAGE, abs=0.03)
+    for number, found in inside.items():
+        assert fmean(found) == pytest.approx(COVERAGE, abs=0.08), number  # some 200 curves: a deviation of 0.03
 
 
 def test_rows_of_a_curve_differ_in_load_and_date():
@@ -497,30 +568,28 @@ def comparisons_of(curves: int, clients: int, **changes) -> list[Comparison]:
     ]
 
 
-def test_bands_are_by_engine_and_load_where_there_are_curves_enough():
-    (setup,) = bands(comparisons_of(20, 4) + comparisons_of(2, 64), 0.9)
+def test_bands_are_by_engine_and_load():
+    (setup,) = bands(comparisons_of(20, 4) + comparisons_of(2, 64))
 
     assert (setup["engine"], setup["hardware"], setup["tp_sizes"]) == ("vllm", "h100-sxm", [1])
-    assert [(part["up_to"], part["curves"]) for part in setup["loads"]] == [(LOADS[0], 20)]
+    assert [(part["up_to"], part["curves"]) for part in setup["loads"]] == [(LOADS[0], 20), (LOADS[2], 2)]
     assert setup["all_loads"]["curves"] == 20  # the two of the other load have the lengths of others
-    assert bands(comparisons_of(3, 4), 0.9) == []
+    low, high = setup["loads"][0]["bands"]["itl_s"]
+    assert (1 + low) * (1 + high) == pytest.approx(1, abs=1e-3)
+    assert bands(comparisons_of(3, 4)) == []
 
 
-def test_the_share_of_a_band_is_chosen_so_that_it_covers_curves_that_are_left_out():
-    listed = {"source": "aiconfigurator-gap", "version": "0.12.0"}
-    fit, judged = comparisons_of(12, 4, **listed), comparisons_of(12, 4)
-    assert part_of(fit[0].row) == "fit"
-    share = chosen_share([*fit, *judged])
-    assert share == chosen_share(fit)
-    assert share == pytest.approx(0.82)  # the range of the eleven others; with 0.8 one at each end is outside
-    for part in ("fit", "judged"):
-        found = held_out([*fit, *judged], part)
-        assert found["made_for"] == share
-        assert COVERAGE <= found["all"]["all"]["inside"] < COVERAGE + 0.1
-        assert found["by_regime"].keys() == {"vllm h100-sxm up to 8"}
-    # A judged row that is far from all others is in no band.
+def test_rows_are_tried_on_a_band_without_their_curve():
+    judged = comparisons_of(20, 4)
+    found = held_out(judged)
+    assert found["by_regime"].keys() == {"vllm h100-sxm up to 8"}
+    # The first 16, which are within the 16th of the 19 others.
+    assert found["all"]["all"] == {"rows": 40, "curves": 20, "inside": 0.8, "inside_by_curve": 0.8}
+    assert held_out(judged, "fit")["all"] == {}
+    # A row that is far from all others is in no band, and alone it has none.
     far = Comparison(ROW | {"input": 999, "concurrency": 4}, "itl", 9.0, 1.0)
-    assert held_out([*fit, *judged, far])["all"]["all"]["rows"] == 25
+    assert held_out([*judged, far])["all"]["all"]["inside"] == round(34 / 41, 4)
+    assert held_out([far])["all"] == {}
 
 
 def test_predictions_that_were_interrupted_go_on(tmp_path, capsys):
