@@ -335,4 +335,4 @@ def _bytes_of(tensor: "Tensor") -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     import torch
 
-    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+    return tensor.flatten().view(torch.uint8).numpy().data

@@ -488,7 +488,7 @@ class SteppedSides:
         By layer, the keys and values of a layer leave once it is computed. Layers take equal times of the prefill, and
         have the link for themselves meanwhile; the last layer is sent after the prefill."""
         passage.prefilled_s, left = now_s, float(passage.tokens)
-        if self._layers is not None:
+        if self._layers is not None and isinstance(self._links, Links):  # measured transfers are of whole prompts
             line = self._prefill_of(passage).lines[passage.of_prefill]
             rate = self._links.rate(*self._ends_of(passage))
             computing_s = now_s - value_of(line.first_scheduled_s)

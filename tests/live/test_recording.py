@@ -300,6 +300,6 @@ def test_a_server(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from benchmarks.vllm_server import check as check_server
 
-    report = check_server(tmp_path / "server", 60, seed=1, port=8139, blocks=36)
+    report = check_server(tmp_path / "server", 60, seed=1, port=8139, blocks=36, mode="sync")
     assert report["differences"] == {}
     assert report["recording"]["requests"] == 60
