@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable
 
-from ifbbench.clock import tick
 from ifbbench.engine.predicted_loop import RanTogether
 from ifbbench.engine.transferring_loop import TransferringLoop
+from ifbbench.virtual_clock import tick
 
 
 class SteppedLoop(TransferringLoop):

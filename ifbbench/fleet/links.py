@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import inf
 
-from ifbbench.clock import tick, to_seconds
+from ifbbench.virtual_clock import tick, to_seconds
 
 
 class _Flow:

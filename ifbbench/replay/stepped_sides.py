@@ -16,7 +16,7 @@ from math import inf
 from typing import Any
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, VirtualClock
+from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.interfaces import NO_LIMIT
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.errors import RunFailed
@@ -32,6 +32,7 @@ from ifbbench.rundir.disaggregated import Passage
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
 from ifbbench.settings.config import RunConfig
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import RequestColumns, Trace, columns_of
 
