@@ -377,7 +377,8 @@ def _state(one: Iterations | None, words: Words, size: str) -> str:
     if one.left_out_pairs:
         request_id, limit = one.left_out_pairs[0]
         reason = f"request {request_id} was left out first, for {words.waits_for(limit)}"
-    return f"{one.active[0]:,} active requests, {one.budget_used[0]:,} tokens{blocks}; {reason}"
+    active = f"{one.active[0]:,} active request{'s' if one.active[0] != 1 else ''}"
+    return f"{active}, {one.budget_used[0]:,} tokens{blocks}; {reason}"
 
 
 def _behind(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> str:

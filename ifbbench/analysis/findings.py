@@ -16,8 +16,11 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import BINDING, setting_of, words_of
 from ifbbench.errors import InputError
-from ifbbench.rundir.metrics import TRANSFER, limit_waited_for
+from ifbbench.rundir.metrics import TRANSFER, WAITING_ITERATION, limit_waited_for
 from ifbbench.rundir.rows import Id
+
+# The text names waiting that no limit caused from this share on: some requests of every run come during an iteration.
+TOLD_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Findings:
         if self.load_s is not None:  # spans do not say when keys and values came from stores
             for row in self.run.row_of.values():
                 for part, seconds in (row.get("attribution_s") or {}).items():
-                    if seconds and (waited_for := limit_waited_for(part)) is not None:
+                    waited_for = limit_waited_for(part)
+                    if seconds and waited_for is not None and waited_for != "none":
                         waited[waited_for] = waited.get(waited_for, 0.0) + seconds
             return dict(sorted(waited.items(), key=lambda item: -item[1]))
         for (_, limit), seconds in self.heads.own_waiting_s.items():
@@ -73,6 +77,14 @@ class Findings:
         for blocker in self.heads.blockers:
             waited[blocker.limit] = waited.get(blocker.limit, 0.0) + blocker.waited_s
         return dict(sorted(waited.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def all_waiting_s(self) -> dict[str, float]:
+        """`waiting_s`, and last, as "none", the request-seconds in queues that no limit caused: requests waited for the
+        iteration in progress to end."""
+        rows = self.run.row_of.values()
+        seconds = sum((row.get("attribution_s") or {}).get(WAITING_ITERATION, 0.0) for row in rows)
+        return self.waiting_s | ({"none": float(seconds)} if seconds else {})
 
     @cached_property
     def load_s(self) -> float | None:
@@ -152,7 +164,7 @@ class Findings:
         if self.run.lacks_requests:
             about = self.run.data.run["imported"]
             return f"What requests waited for is not known: {about['file']} ({about['format']}) has no requests."
-        total, lost_s = sum(self.waiting_s.values()), sum(entry.lost_s for entry in self.ledger.entries)
+        waited, lost_s = self.all_waiting_s, sum(entry.lost_s for entry in self.ledger.entries)
         pauses = ""
         if lost_s:
             pauses = (
@@ -165,9 +177,14 @@ class Findings:
                 f" Keys and values were on their way from stores for {significant(self.load_s)} request-seconds, "
                 f"{percent(share)} of the time until first tokens."
             )
-        if not total:
+        if not any(self.waiting_s.values()):
             return f"No request waited for a limit.{pauses}"
-        shares = [f"{percent(spent / total)} for {self._named(limit)}" for limit, spent in self.waiting_s.items()]
+        total = sum(waited.values())
+        shares = [
+            f"{percent(spent / total)} for {self._named(limit)}"
+            for limit, spent in waited.items()
+            if limit != "none" or spent >= TOLD_SHARE * total
+        ]
         behind_s, mean_s = self.head_of_line_blocked_s, total / len(self.run.spans)
         return (
             f"Requests waited {significant(total)} request-seconds, {significant(mean_s)} s each on average: "
@@ -187,7 +204,7 @@ class Findings:
         self, slowest: int, by: str = "e2e", of_class: str | None = None, missed: bool = False
     ) -> dict[str, Any]:
         """For JSON; arguments as of `slowest`."""
-        waited, bound = self.waiting_s, self.lower_bound
+        waited, bound = self.all_waiting_s, self.lower_bound
         total = sum(waited.values()) or 1.0
         return {
             "run": str(self.run.data.path),

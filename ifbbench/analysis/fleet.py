@@ -169,7 +169,8 @@ class FleetFindings:
         if self.changes is not None:
             found += self.changes.sentences()
         worst = max(self.waiting, key=lambda one: one.waited_s)
-        found.append(f"`ifbbench why {self.run.path}/replica={worst.replica}` says what bound the replica with most.")
+        command = f"`ifbbench why {self.run.path}/replica={worst.replica}`"
+        found.append(f"{command} says what bound the replica whose requests waited longest.")
         return found
 
     def as_dict(self) -> dict[str, Any]:

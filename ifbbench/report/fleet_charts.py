@@ -16,6 +16,7 @@ from ifbbench.report.colours import LIMIT_COLOURS, PAUSE
 from ifbbench.report.style import MAX_BINS, WIDTH, chosen_ticks, heading, in_percent, round_ticks, steps
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.reader import Floats, RunData, load_run
+from ifbbench.settings.config import SGLANG
 
 LANE_HEIGHT, OTHER_HEIGHT = 0.8, 1.4
 GREY = "0.5"
@@ -27,7 +28,7 @@ def draw_replicas(run: RunData) -> Figure:
     a fleet that changes, how many replicas take requests; below them, transfers of keys and values, between replicas
     or from stores. While a replica is not there, its lane is grey."""
     changes = FleetFindings(run).changes
-    replicas = [_lane(load_run(path)) for path in replica_directories(run.path)]
+    replicas = [lane_of(load_run(path)) for path in replica_directories(run.path)]
     if changes is not None:
         replicas = [_until(lane, one["ended_s"]) for lane, one in zip(replicas, changes.replicas, strict=True)]
     end_s = max((float(times[-1]) for times, _, _ in replicas if len(times)), default=1e-3)
@@ -101,9 +102,10 @@ def _draw_transfers(axes: Axes, run: RunData, edges_s: Floats, scale: float) -> 
     under_way = np.cumsum(np.repeat([1.0, -1.0], len(starts))[order])
     found = _at(edges_s, times[order], under_way)
     steps(axes, found, edges_s * scale, fill=True, color=TRANSFER_COLOUR, alpha=0.6, linewidth=0)
-    axes.set(ylim=(0, max(1.0, float(found.max())) * 1.05))
+    highest = max(1.0, float(found.max()))
+    axes.set(ylim=(0, highest * 1.05))
     name_lane(axes, "transfers")
-    round_ticks(axes.yaxis, 2, whole=True)
+    chosen_ticks(axes.yaxis, (0.0, highest))
 
 
 def _shade_absence(axes: Axes, replica: Mapping[str, Any], end_s: float, scale: float) -> None:
@@ -130,14 +132,16 @@ def _draw_sizes(axes: Axes, changes: FleetChanges, edges_s: Floats, scale: float
     name_lane(axes, "replicas")
 
 
-def _lane(run: RunData) -> tuple[Floats, Floats, Floats]:
-    """The starts of the iterations of a replica in seconds, the share of the KV cache in use, the requests waiting."""
+def lane_of(run: RunData) -> tuple[Floats, Floats, Floats]:
+    """The starts of the iterations of a replica in seconds, and in each the share of the KV cache in use and the number
+    of requests that wait."""
     if not (run.summary or {}).get("iterations", 1):
         return np.empty(0), np.empty(0), np.empty(0)
     table = run.iterations
     used, pool, _ = run.blocks_of_fullest()
     times = table["start_s"].to_numpy(dtype=float)
-    waiting = table["waiting"].to_numpy(dtype=float)
+    # All of SGLang's requests that wait are in its queue; those that generate stand aside while prompts run.
+    waiting = table["queued" if run.config.get("engine") == SGLANG else "waiting"].to_numpy(dtype=float)
     # What an iteration began with does not last beyond it where no other one follows.
     ends_s = times[-1:] + table["latency_ms"].to_numpy(dtype=float)[-1:] / 1e3
     held = np.nan_to_num(used) / max(pool, 1)

@@ -16,8 +16,9 @@ from ifbbench.analysis.words import Words, words_of
 from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES, limit_colours
 from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks, steps
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
+from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.metrics import limit_waited_for
-from ifbbench.rundir.reader import Floats, RunData
+from ifbbench.rundir.reader import Floats, RunData, load_run
 
 # A request is coloured by the limit that it waited for if that took more than this share of its TTFT.
 NOTABLE_WAIT = 0.1
@@ -70,11 +71,15 @@ def draw_latency(run: RunData) -> Figure:
     grid = figure.subplots(2, 2, sharex="col", gridspec_kw={"height_ratios": [1, 1.6]})
     ttft = run.completed["ttft_s"].dropna().to_numpy(dtype=float)
     _distribution(grid[0, 0], grid[1, 0], Pool.of(ttft), "TTFT", "requests", SERIES[0])
-    if run.recorded_every > 1 or run.has_only_summary:
+    runs = [run]
+    if run.is_fleet and not run.is_disaggregated:
+        runs = [load_run(path) for path in replica_directories(run.path)]
+    if any(one.recorded_every > 1 or one.has_only_summary for one in runs):
         _unrecorded_gaps(grid[0, 1], grid[1, 1], run)
     else:
-        gaps = TokenGaps.of(run)
-        _distribution(grid[0, 1], grid[1, 1], Pool.of(gaps.seconds, gaps.count), "ITL", "gaps", SERIES[0])
+        of_runs = [TokenGaps.of(one) for one in runs]
+        gaps, counts = (np.concatenate([getattr(one, name) for one in of_runs]) for name in ("seconds", "count"))
+        _distribution(grid[0, 1], grid[1, 1], Pool.of(gaps, counts), "ITL", "gaps", SERIES[0])
     grid[1, 0].set_ylabel("share of values up to here")
     heading(grid[0, 0], "Latency", run)
     figure.align_ylabels(grid[:, 0])
@@ -125,8 +130,8 @@ def _unrecorded_gaps(shape: Axes, shares: Axes, run: RunData) -> None:
     why = f"not drawn: only one of {run.recorded_every}\niterations has its time recorded"
     if run.has_only_summary:
         why = "not drawn: --recording summary\nhas no times of iterations"
-    if run.is_fleet:
-        why = "not drawn: the times of iterations\nare those of each replica"
+    if run.is_disaggregated:
+        why = "not drawn: tokens of a request\ncome from two replicas"
     shape.text(0.5, 0.5, why, transform=shape.transAxes, ha="center", va="center", color=MUTED)
     known = {mark: ((run.summary or {}).get("itl_s") or {}).get(f"p{mark}") for mark in MARKS}
     unit, scale = time_unit(known.values())

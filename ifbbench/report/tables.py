@@ -454,7 +454,7 @@ def fleet_sentences(known: dict[str, Any]) -> list[str]:
         text += f" {count(transfers['count'])} transfers of {memory_size(transfers['bytes'])}, {mean_ms} ms on average."
     more = {name: share for name, share in (fleet.get("imbalance") or {}).items() if share}
     parts = [f"{significant(share)} times the mean of {name.replace('_', ' ')}" for name, share in more.items()]
-    return [f"{text} The replica with most has {', '.join(parts)}." if parts else text]
+    return [f"{text} At most, a replica has {', '.join(parts)}." if parts else text]
 
 
 def tier_sentences(known: dict[str, Any]) -> list[str]:

@@ -63,21 +63,19 @@ def print_findings(findings: Findings, slow: list[SlowRequest], slowest: int, co
 
 def _print_limits(findings: Findings, console: Console) -> None:
     """What bound iterations, and what requests waited for."""
-
-    waited = findings.waiting_s
+    waited = findings.all_waiting_s
     total = sum(waited.values())
     table = plain_table("Bound by", numbers=["of time", "of iterations", "of waiting"])
     table.add_column("")
     names = dict.fromkeys([*findings.by_time, *waited])
     for name in names:
         share = waited.get(name, 0.0) / total if total else 0.0
-        waiting = "" if name == "none" else percent(share)
         by_time, by_iterations = findings.by_time.get(name), findings.by_iterations.get(name)
         table.add_row(
             findings.words.limit_name(name),
             percent(by_time),
             percent(by_iterations),
-            waiting,
+            percent(share),
             f"[cyan]{bar(share)}[/cyan]",
         )
     console.print(table)

@@ -60,6 +60,9 @@ def _parse(text: str) -> Objective:
     name, statistic = ALIASES.get(name, name), statistic.replace(".", "_")
     if not equals or (dot and not statistic):
         raise InputError(f"--slo is {text.strip()!r}; expected {EXPECTED}.")
+    before, _, after = name.rpartition("_")
+    if before in OF_A_RUN and after in STATISTICS:
+        raise InputError(f"--slo {left}: a statistic follows a dot; write {before}.{after}.")
     name = fields.choice(name, f"--slo {left}: the latency", OF_A_RUN if dot else LATENCIES)
     if dot:
         fields.choice(statistic, f"--slo {left}: the statistic", STATISTICS)

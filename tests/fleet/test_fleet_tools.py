@@ -11,8 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ifbbench.analysis.fleet import FleetFindings, expected_hits
+from ifbbench.analysis.number_texts import significant
 from ifbbench.cli.main import main
 from ifbbench.replay.run import run_trace
+from ifbbench.report.fleet_charts import lane_of
 from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import read_source
@@ -154,6 +156,26 @@ def test_plot_draws_a_lane_for_each_replica(fleets: Path, tmp_path: Path) -> Non
     drawn = ifbbench("plot", fleets / "turns", "--format", "svg", "--output", tmp_path).stdout.split()
     assert [Path(name).name for name in drawn] == ["latency.svg", "replicas.svg", "ttft.svg"]
     assert "requests waiting (right)" in (tmp_path / "replicas.svg").read_text()
+    itl_s = json.loads((fleets / "turns/summary.json").read_text())["itl_s"]
+    shown = [f"{mark} {significant(itl_s[mark] * 1e3)}" for mark in ("p50", "p90", "p99")]
+    assert " · ".join(shown) in (tmp_path / "latency.svg").read_text()
+
+
+def test_requests_that_stand_aside_for_prompts_are_not_in_the_queue_of_a_lane(tmp_path: Path) -> None:
+    """SGLang runs prompts alone: those that generate meanwhile are left out of the iteration, and wait in no queue."""
+    trace = str(write_rows(tmp_path / "trace.jsonl", Random(3), 40))
+    all_at_once = config_of(engine="sglang", max_batch_size=6, time_scale=0.0, output=str(tmp_path / "run"))
+    run_trace(trace, all_at_once)
+    run = load_run(tmp_path / "run")
+    in_queue, aside = np.zeros(len(run.iterations)), np.zeros(len(run.iterations))
+    for span in run.spans.itertuples():
+        counted = {"waiting": in_queue, "paused": in_queue, "skipped": aside}.get(span.phase)
+        if counted is not None:
+            counted[span.first_iteration : span.last_iteration + 1] += 1
+    assert in_queue.any()
+    assert aside.any()
+    # The first iterations begin before all requests were received.
+    assert lane_of(run)[2][10:-1].tolist() == in_queue[10:].tolist()
 
 
 def test_a_sweep_over_replicas_and_routers(fleets: Path, tmp_path: Path) -> None:

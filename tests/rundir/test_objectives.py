@@ -38,6 +38,8 @@ def test_units_and_statistics() -> None:
         ("itl=1s", "expected one of ttft, tpot, e2e, queue_time"),
         ("ttft.p98=1s", "expected one of mean, p50"),
         ("ttft.=1s", "expected NAME=TIME"),
+        ("ttft_p99=1s", "write ttft.p99"),
+        ("queue-time-max=1s", "write queue_time.max"),
         ("ttft=1s,ttft=2s", "gives ttft twice"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 from ifbbench.analysis.fleet import FleetFindings
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.sides import SidesFindings
+from ifbbench.analysis.words import words_of
 from ifbbench.report.chart_files import Output
 from ifbbench.report.charts import CHARTS, FLEET_CHARTS, SUMMARY_CHARTS, plot_run
 from ifbbench.report.pages.client_page import FAILED, SLOWEST
@@ -33,7 +34,7 @@ def fleet_page_data(run: RecordedRun) -> dict[str, Any]:
         "trace": (data.run.get("trace") or {}).get("name"),
         "model": (data.run.get("model") or {}).get("name"),
         "device": (data.run.get("model") or {}).get("device"),
-        "pause": "pause",
+        "pause": words_of(run.config).pause,
         "config": data.config,
         "summary": summary,
         "kv_peak": peak_blocks(summary),

@@ -129,7 +129,7 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
         "what_if": shown_what_if(run),
         "by_time": findings.by_time,
         "by_iterations": findings.by_iterations,
-        "waiting_s": findings.waiting_s,
+        "waiting_s": findings.all_waiting_s,
         "slowest": [vars(one) for one in findings.slowest(SLOWEST)],
         "blockers": [vars(one) for one in findings.heads.blockers[:BLOCKERS]],
         "ledger": ledger,

@@ -169,7 +169,7 @@ function showWhy(views, state) {
     const total = Object.values(header.waiting_s).reduce((a, b) => a + b, 0), names = [...new Set([...Object.keys(header.by_time), ...Object.keys(header.waiting_s)])];
     why.append(table(`Limits${of}`, ["bound by", "of time", "of iterations", "of waiting", ""], names.map(name => {
       const share = total ? (header.waiting_s[name] || 0) / total : 0;
-      return [run.nameOf(name), percent(header.by_time[name]), percent(header.by_iterations[name]), name === "none" ? "" : percent(share),
+      return [run.nameOf(name), percent(header.by_time[name]), percent(header.by_iterations[name]), percent(share),
         element("span", { class: "bar", style: `width:${(share * 110).toFixed(0)}px` })];
     }), [1, 2, 3]));
     const choose = id => () => state.focus({ view, r: run.idPlace.get(String(id)) });
