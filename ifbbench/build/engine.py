@@ -12,7 +12,7 @@ from ifbbench.build.adapters import lora_config
 from ifbbench.build.drafts import load_draft_config
 from ifbbench.build.kv_tiers import check_tiers, make_tiers, remote_store
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits, windows_of_layers
-from ifbbench.clock import Clock, VirtualClock, WallClock
+from ifbbench.clock import Clock, WallClock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.interfaces import NO_LIMIT, Executor, WarmingExecutor
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
@@ -39,6 +39,7 @@ from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.shard import Shard, as_states_allow, kv_memory_bytes, plan_memory
 from ifbbench.simulated.step_work import StepWork, least_work
+from ifbbench.virtual_clock import VirtualClock
 
 if TYPE_CHECKING:
     from ifbbench.torch.communicator import Communicator

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
 
-from ifbbench.clock import Clock, VirtualClock, tick, to_seconds
+from ifbbench.clock import Clock
 from ifbbench.engine.arrays import NO_ROWS
 from ifbbench.engine.batch import NO_OUTPUTS
 from ifbbench.engine.interfaces import Executor, IterationWork, PredictableExecutor, PredictedTimes
@@ -14,6 +14,7 @@ from ifbbench.engine.loop import NextChange, TokenGenerationLoop
 from ifbbench.engine.plan import Plan
 from ifbbench.engine.records import NO_CACHE_STATE, InFlightIteration, IterationRecord
 from ifbbench.engine.stretch import Growth, Stretch, later_record
+from ifbbench.virtual_clock import VirtualClock, tick, to_seconds
 
 # More iterations at once are no faster, and no progress is shown while they are computed.
 MAX_ITERATIONS_AT_ONCE = 1024

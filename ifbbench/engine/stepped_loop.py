@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 
-from ifbbench.clock import tick
 from ifbbench.engine.interfaces import EngineLost
 from ifbbench.engine.predicted_loop import RanTogether
 from ifbbench.engine.transferring_loop import TransferringLoop
+from ifbbench.virtual_clock import tick
 
 
 class SteppedLoop(TransferringLoop):

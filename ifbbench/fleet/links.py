@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from ifbbench.clock import tick, to_seconds
+from ifbbench.virtual_clock import tick, to_seconds
 
 
 class _Flow:

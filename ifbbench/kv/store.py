@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from heapq import heappop, heappush, nsmallest
 from math import inf
 
-from ifbbench.clock import tick, to_seconds
+from ifbbench.virtual_clock import tick, to_seconds
 
 
 class Transfer:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from ifbbench.clock import NANOSECONDS, Clock, VirtualClock, tick, to_seconds
+from ifbbench.clock import NANOSECONDS, Clock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
@@ -19,6 +19,7 @@ from ifbbench.replay.priority_queue import PriorityQueue
 from ifbbench.rundir.metrics import distribution
 from ifbbench.schedulers.vllm.planner import TOGETHER
 from ifbbench.settings.config import RunConfig
+from ifbbench.virtual_clock import VirtualClock, tick, to_seconds
 from ifbbench.workload.arrivals import predecessors, session_starts, waited_for
 from ifbbench.workload.trace import NO_ITERATION, NO_REQUEST, RequestColumns, Trace, TraceRequest, columns_of
 

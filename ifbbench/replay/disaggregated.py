@@ -11,7 +11,6 @@ from typing import Any
 
 from ifbbench.build.engine import Engine
 from ifbbench.build.resolve import kv_value_bytes
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.fleet.links import Links
@@ -49,6 +48,7 @@ from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.interconnect import NETWORK_SHARE
 from ifbbench.simulated.shard import Shard
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.trace import Trace, columns_of

@@ -21,7 +21,6 @@ import numpy as np
 
 from ifbbench.build.engine import Engine
 from ifbbench.build.kv_tiers import make_tiers, remote_store
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
 from ifbbench.fleet.events import ReplicaEvent, read_events
@@ -70,6 +69,7 @@ from ifbbench.settings.autoscale import TTFT, AutoscaleRule, parse_autoscale
 from ifbbench.settings.config import BY_ITERATION, FLEET_SETTINGS, LOGGED_ENGINES, ROUTERS, SIDE_OUTPUTS, RunConfig
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import Source, chosen_requests, in_memory, load_trace, session_numbers
 from ifbbench.workload.trace import Trace, columns_of

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ifbbench.build.engine import Engine, EngineSizes, build_engine, engine_elsewhere, warm_up
-from ifbbench.clock import NANOSECONDS, VirtualClock, WallClock
+from ifbbench.clock import NANOSECONDS, WallClock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import Batch, BlockCopy, StepOutputs
 from ifbbench.engine.interfaces import EngineLost
@@ -31,6 +31,7 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.processes import death_of, end_with_parent, start_python
 from ifbbench.replay.single import unlogged, warn_of_refusals
 from ifbbench.settings.config import RunConfig
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.prompts import check_vocabulary
 from ifbbench.workload.trace import Trace, columns_of
 

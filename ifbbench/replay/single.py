@@ -11,6 +11,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from msgspec.json import decode
+
 from ifbbench.build.engine import Engine, build_engine, loop_maker, warm_up
 from ifbbench.clock import WallClock
 from ifbbench.compressed import open_to_read
@@ -28,7 +30,7 @@ from ifbbench.replay.rank_runs import WRITING, leading
 from ifbbench.replay.requests import advice, expected_refusals, request_maker
 from ifbbench.replay.served import ServedClient
 from ifbbench.rundir import run_directory
-from ifbbench.rundir.lines import thinned
+from ifbbench.rundir.lines import is_thinned_out
 from ifbbench.rundir.printing import PrintingRecorder
 from ifbbench.rundir.recorder import Recorder, SummaryRecorder
 from ifbbench.rundir.statistics import IterationStatistics
@@ -223,8 +225,25 @@ def _thin_iterations(directory: Path, every: int) -> None:
     if every == 1 or not path.exists():
         return
     with new_file(path, overwrite=True) as file, closing(open_to_read(path)) as whole:
-        for line in thinned(whole, every):
+        for line in _thinned(whole, every):
             file.write(line)
+
+
+def _thinned(lines: Iterable[bytes], every: int) -> Iterator[bytes]:
+    """The lines that `IterationLines` writes with `every`, out of the lines of all iterations."""
+    before, latest = "", None
+    for line in lines:
+        row = decode(line)
+        details = row["ifbbench"]
+        number = row["iter"] if "iter" in row else row["Iteration Counter"]
+        latest = None
+        if not details["paused"] and is_thinned_out(number, every, details["bound_by"], before):
+            latest = line
+        else:
+            yield line
+        before = details["bound_by"]
+    if latest is not None:
+        yield latest
 
 
 def client_of(

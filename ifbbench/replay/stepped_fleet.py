@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, VirtualClock
+from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.interfaces import NO_LIMIT, EngineLost
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.engine.responses import Response
@@ -26,6 +26,7 @@ from ifbbench.replay.routed import Routed, RoutedClient, RoutedServedClient, app
 from ifbbench.replay.single import client_of, loop_of, next_event_s, wait
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.settings.config import RunConfig
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import ID, SECONDS, RequestColumns, Trace, TraceRequest, columns_of
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, VirtualClock
+from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.interfaces import NO_LIMIT, KvScheduler
 from ifbbench.engine.plan import ContextChunk
@@ -38,6 +38,7 @@ from ifbbench.rundir.disaggregated import Passage
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
 from ifbbench.settings.config import VLLM, RunConfig
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import RequestColumns, Trace, columns_of
 

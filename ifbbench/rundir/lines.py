@@ -4,14 +4,14 @@ msgspec encodes a line in half the time that filling in a template takes, into a
 Optional fields are left out where they are UNSET. `trace.jsonl` is in `ifbbench.workload`, which also reads it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from time import gmtime, strftime
 from typing import Any, Final, TypeAlias
 
 from msgspec import UNSET, Raw
-from msgspec.json import Encoder, decode
+from msgspec.json import Encoder
 
 from ifbbench.compressed import open_to_write
 from ifbbench.engine.records import CacheState, IterationRecord
@@ -123,23 +123,6 @@ def is_thinned_out(iteration: int, every: int, bound_by: str, before: str) -> bo
     """Whether thinned statistics leave out an iteration that pauses no request and is not the last. before: what bound
     the iteration before it."""
     return iteration % every > 0 and bound_by == before
-
-
-def thinned(lines: Iterable[bytes], every: int) -> Iterator[bytes]:
-    """The lines that IterationLines writes with `every`, out of the lines of all iterations."""
-    before, latest = "", None
-    for line in lines:
-        row = decode(line)
-        details = row["ifbbench"]
-        number = row["iter"] if "iter" in row else row["Iteration Counter"]
-        latest = None
-        if not details["paused"] and is_thinned_out(number, every, details["bound_by"], before):
-            latest = line
-        else:
-            yield line
-        before = details["bound_by"]
-    if latest is not None:
-        yield latest
 
 
 class IterationLines:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
+from ifbbench.clock import NANOSECONDS, WallClock
 from ifbbench.engine.interfaces import Observer
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
@@ -17,6 +17,7 @@ from ifbbench.rundir.servers import parts_of
 from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.rundir.traffic_trace import TrafficTrace
 from ifbbench.serving.library.request import InferenceRequest
+from ifbbench.virtual_clock import PacedClock
 from ifbbench.workload.trace import Trace, TraceRequest
 
 SOURCE = "live traffic"

@@ -18,7 +18,7 @@ import uvicorn
 
 from ifbbench.build.adapters import adapter_names
 from ifbbench.build.engine import Engine, build_engine, warm_up
-from ifbbench.clock import PacedClock, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.endpoint.loop import allow_many_connections, new_event_loop
 from ifbbench.endpoint.server import first_key
 from ifbbench.errors import InputError
@@ -41,6 +41,7 @@ from ifbbench.serving.service import Service, SyntheticTokens
 from ifbbench.serving.statistics import LiveStatistics
 from ifbbench.serving.texts import SAMPLE_TEXT, Texts
 from ifbbench.settings.config import RunConfig
+from ifbbench.virtual_clock import PacedClock
 
 API_KEY_VARIABLE = "IFBBENCH_API_KEY"
 BACKLOG = 4096

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import NANOSECONDS, PacedClock, WallClock
+from ifbbench.clock import NANOSECONDS, WallClock
 from ifbbench.engine.arrays import FloatArray
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
@@ -23,6 +23,7 @@ from ifbbench.serving.library.batch_manager import BatchManager
 from ifbbench.serving.library.client import Tensors
 from ifbbench.serving.library.request import InferenceRequest, engine_request
 from ifbbench.serving.statistics import LiveStatistics
+from ifbbench.virtual_clock import PacedClock
 
 # An idle batch manager looks so often whether it is to end.
 IDLE_S = 0.05

@@ -7,7 +7,7 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
-from ifbbench.clock import NANOSECONDS, VirtualClock
+from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.interfaces import IterationWork, PredictedTimes
@@ -16,6 +16,7 @@ from ifbbench.engine.stretch import Positions
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.step_work import StepWork, WorkDone, draft_passes, mtp_passes
+from ifbbench.virtual_clock import VirtualClock
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

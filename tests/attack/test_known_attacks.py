@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from ifbbench import BatchManager
-from ifbbench.clock import NANOSECONDS, VirtualClock, tick
+from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.replay.single import engine_for
 from ifbbench.serving.texts import ChatTemplate
 from ifbbench.settings.config import RunConfig, settings
+from ifbbench.virtual_clock import VirtualClock, tick
 from ifbbench.workload.load import load_trace
 from tests.attack.commands import Outcomes
 from tests.attack.inputs import NULL, ROWS, SIMULATED

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.plan import Plan
@@ -25,6 +24,7 @@ from ifbbench.schedulers.sglang.radix_tree import Match, RadixTree
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.sglang.scheduler import SglangScheduler
 from ifbbench.settings.modes import Overlap
+from ifbbench.virtual_clock import VirtualClock
 from tests.conformance.outcome import Case, Mismatch, expect_equal
 
 END_TOKEN = 1

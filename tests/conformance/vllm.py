@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.arrays import Rows
 from ifbbench.engine.batch import StepOutputs
 from ifbbench.engine.drafts import DraftSettings
@@ -23,6 +22,7 @@ from ifbbench.schedulers.vllm.planner import TOGETHER
 from ifbbench.schedulers.vllm.rules import VllmRules
 from ifbbench.schedulers.vllm.scheduler import VllmScheduler
 from ifbbench.settings.modes import Overlap
+from ifbbench.virtual_clock import VirtualClock
 from tests.conformance.outcome import Case, Mismatch, expect_equal
 
 END_TOKEN = 3

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
@@ -21,6 +20,7 @@ from ifbbench.kv.adapters import AdapterCache
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
+from ifbbench.virtual_clock import VirtualClock
 from tests.engine.executors import Broken
 
 MAX_STEPS = 100_000

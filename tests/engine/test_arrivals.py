@@ -6,7 +6,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from ifbbench.clock import VirtualClock, WallClock
+from ifbbench.clock import WallClock
 from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
@@ -19,6 +19,7 @@ from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.engine.engine import scheduler_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ifbbench.clock import Clock, VirtualClock
+from ifbbench.clock import Clock
 from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import BatchLayout, StepInputs, StepOutputs
 from ifbbench.engine.interfaces import NO_LIMIT, RequestSource, Scheduler
@@ -24,6 +24,7 @@ from ifbbench.replay.run import run_trace
 from ifbbench.schedulers.engines import make_scheduler
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.settings.config import RunConfig
+from ifbbench.virtual_clock import VirtualClock
 
 SLOTS = 2
 

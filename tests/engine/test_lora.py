@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import NO_OUTPUTS, AdapterLoad, Batch, StepOutputs
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.null_executor import NullExecutor
@@ -21,6 +20,7 @@ from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, Limit
 from ifbbench.settings.modes import Overlap
+from ifbbench.virtual_clock import VirtualClock
 from tests.engine.engine import adapters_of
 
 CONFIG = BatchingConfig(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import NamedTuple
 
-from ifbbench.clock import tick, to_seconds
+from ifbbench.virtual_clock import tick, to_seconds
 
 BLOCK = 16
 

@@ -11,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.drafts import DraftInputs
 from ifbbench.engine.request import Request, RequestTable
@@ -27,6 +26,7 @@ from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard
 from ifbbench.simulated.step_work import StepWork, mtp_passes
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.replay.test_fast_forward import COST_MODELS, FILES, config_of, run
 from tests.simulated.batches import batch_of

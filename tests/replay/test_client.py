@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.replay.client import ReplayClient, StaticEmulation, make_client
 from ifbbench.settings.config import RunConfig
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.arrival_processes import Poisson
 from ifbbench.workload.distributions import Stream, generator
 from ifbbench.workload.trace import Trace, TraceRequest

@@ -12,7 +12,6 @@ from hypothesis import event
 from hypothesis import strategies as st
 from msgspec import structs
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request, ReuseIdentity
 from ifbbench.engine.retention import DEFAULT_PRIORITY, Retention, RetentionRange
@@ -35,6 +34,7 @@ from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.shard import Shard
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.drawing import holds
 from tests.engine.engine import scheduler_of

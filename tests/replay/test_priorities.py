@@ -5,7 +5,6 @@ from array import array
 
 import pytest
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.interfaces import RequestSource
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.engine.responses import Response
@@ -14,6 +13,7 @@ from ifbbench.schedulers.limits import LOOK_AHEAD, BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.admission import Admission
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
 from ifbbench.engine.request import Request
@@ -18,6 +17,7 @@ from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityDecision, LeftOut
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.trace import Trace, TraceRequest
 from tests.engine.engine import scheduler_of
 

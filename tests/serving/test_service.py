@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from ifbbench.build.engine import Engine
-from ifbbench.clock import MAX_LAG_S, PacedClock
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.null_executor import NullExecutor
 from ifbbench.errors import InputError
@@ -20,6 +19,7 @@ from ifbbench.serving.server import serving_engine
 from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded, SyntheticTokens
 from ifbbench.serving.statistics import ABORT, ERROR, LENGTH, Histogram, LiveStatistics
 from ifbbench.settings.config import RunConfig
+from ifbbench.virtual_clock import MAX_LAG_S, PacedClock
 
 PROMPT = InferenceRequest(0, [1, 2, 3], 6, exclude_input_from_output=True)
 NULL = RunConfig(device="null", max_batch_size=2, max_tokens_in_paged_kvcache=4096)

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from ifbbench.cli.main import main
-from ifbbench.clock import MAX_LAG_S
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
 from ifbbench.serving.config import ServerConfig
 from ifbbench.serving.server import serve
 from ifbbench.settings.config import RunConfig
+from ifbbench.virtual_clock import MAX_LAG_S
 from tests.report.test_schema import check
 from tests.serving.clients import ServerProcess, Stream, server_process, stream_completion
 

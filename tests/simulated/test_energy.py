@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 
-from ifbbench.clock import VirtualClock
 from ifbbench.engine.interfaces import IterationWork
 from ifbbench.engine.stretch import Positions
 from ifbbench.errors import InputError
@@ -21,6 +20,7 @@ from ifbbench.simulated.step_work import StepWork, WorkDone
 from ifbbench.studies.points import summarise_replicas
 from ifbbench.studies.tune import Tuner
 from ifbbench.studies.tune_candidates import Goal
+from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.load import in_memory, load_trace
 from tests.simulated.batches import batch_of, cost_model
 

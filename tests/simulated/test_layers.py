@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ifbbench.build.resolve import resolve_limits
-from ifbbench.clock import NANOSECONDS, VirtualClock
+from ifbbench.clock import NANOSECONDS
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
 from ifbbench.settings.config import RunConfig
@@ -17,6 +17,7 @@ from ifbbench.simulated.hardware import HardwareProfile, Links, load_hardware
 from ifbbench.simulated.interconnect import NETWORK_SHARE
 from ifbbench.simulated.shard import Shard, as_states_allow, kv_memory_bytes, plan_memory
 from ifbbench.simulated.step_work import StepWork, StepWorks, least_work
+from ifbbench.virtual_clock import VirtualClock
 from tests.simulated.batches import batch_of
 
 CASES = {

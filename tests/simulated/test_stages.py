@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from ifbbench.clock import VirtualClock
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.step_work import StepWork
+from ifbbench.virtual_clock import VirtualClock
 from tests.simulated.batches import batch_of, cost_model
 
 MODEL = "llama-3.1-8b", "h100-sxm", "bf16"

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 
 from ifbbench.build.engine import Engine, build_engine
-from ifbbench.clock import VirtualClock
 from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import HardwareProfile, load_hardware
 from ifbbench.simulated.shard import Shard
+from ifbbench.virtual_clock import VirtualClock
 
 DTYPE = "float32"
 

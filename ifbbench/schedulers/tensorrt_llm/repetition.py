@@ -231,6 +231,10 @@ class Repetition:
     def repeat(self, plan: Plan, count: int) -> Growth:
         """Schedule `count` iterations of `plan`, at most those of `horizon`."""
         active, windows = self._active, self._windows
+        if self._dynamic_limits is not None:
+            self._dynamic_limits.skip(active, count - 1)
+        if self._balance is not None:
+            self._balance.skip(count - 1)
         self._ends.scheduled += count
         if self._num_turns > 1:
             self._run_turns(plan, count)

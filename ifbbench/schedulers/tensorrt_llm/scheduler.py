@@ -429,10 +429,6 @@ class TensorRtLlmScheduler:
 
     def repeat(self, plan: Plan, count: int) -> Growth:
         assert self._repetition is not None
-        if self._dynamic_limits is not None:
-            self._dynamic_limits.skip(self.active, count - 1)
-        if self._balance is not None:
-            self._balance.skip(count - 1)
         if self.adapters is not None and self.active.num_with_lora and count > 1:
             self._use_adapters(self.adapters, plan, count - 1)
         growth = self._repetition.repeat(plan, count)
