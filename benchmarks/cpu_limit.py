@@ -16,7 +16,7 @@ from benchmarks.cpu_own_engine import DTYPE_NAMES, serve, settings
 from benchmarks.cpu_task import MAX_NUM_TOKENS, Task
 from ifbbench.build.engine import build_engine
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.models.named_models import load_model_config
 from ifbbench.simulated.shard import Shard
 from ifbbench.simulated.step_work import StepWork, least_work

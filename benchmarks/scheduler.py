@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from ifbbench.clock import WallClock
 from ifbbench.engine.interfaces import Observer, Unobserved
 from ifbbench.engine.loop import TokenGenerationLoop
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.rundir.recorder import Recorder

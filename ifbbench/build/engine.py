@@ -16,7 +16,7 @@ from ifbbench.clock import Clock, WallClock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.interfaces import NO_LIMIT, Executor, WarmingExecutor
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions

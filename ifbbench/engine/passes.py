@@ -1,8 +1,10 @@
-"""The passes of an iteration: the batches that its plan becomes, and the requests that end with their outputs."""
+"""The passes of an iteration: the batches that its plan becomes, the executor that makes no tokens of them, and the
+requests that end with their outputs."""
 
 from collections.abc import Sequence
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, BatchLayout, BeamInputs, StepInputs, StepOutputs
@@ -86,6 +88,20 @@ class BatchBuilder:
             # The prompt's last block may be private to each beam even if it is full.
             private_from=np.array([max(request.prompt_len - size, 0) for request in requests], np.int32),
         )
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class NullExecutor:
+    """The Executor of the null device makes no tokens: those of requests stay symbolic."""
+
+    def submit(self, batch: Batch) -> None:
+        pass
+
+    def collect(self) -> StepOutputs:
+        return NO_OUTPUTS
+
+    def close(self) -> None:
+        pass
 
 
 def confirm(

@@ -10,7 +10,7 @@ import pytest
 
 from ifbbench import BatchManager
 from ifbbench.clock import NANOSECONDS
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.replay.single import engine_for
 from ifbbench.serving.texts import ChatTemplate

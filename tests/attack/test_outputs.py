@@ -26,7 +26,7 @@ from ifbbench.cli.console import LineProgress
 from ifbbench.cli.main import main
 from ifbbench.cli.watch import Dashboard, _details
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, check_new_file
 from ifbbench.rundir import run_directory

@@ -7,7 +7,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ifbbench.clock import WallClock
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.stretch import Stretch

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.drafts import UNKNOWN_TOKEN, DraftSettings, continuation
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
 from ifbbench.schedulers.limits import BatchingConfig

@@ -13,7 +13,7 @@ from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.batch import BatchLayout, StepInputs, StepOutputs
 from ifbbench.engine.interfaces import NO_LIMIT, RequestSource, Scheduler
 from ifbbench.engine.loop import TokenGenerationLoop
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.plan import ContextChunk, LeftOut, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration, IterationRecord
 from ifbbench.engine.request import Request, RequestTable

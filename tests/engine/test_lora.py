@@ -9,7 +9,7 @@ import pytest
 
 from ifbbench.engine.batch import NO_OUTPUTS, AdapterLoad, Batch, StepOutputs
 from ifbbench.engine.loop import ExecutorFailed, TokenGenerationLoop
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response

@@ -7,7 +7,7 @@ import pytest
 
 from ifbbench.engine.interfaces import SchedulerStalled
 from ifbbench.engine.loop import TokenGenerationLoop
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.manager import KvCacheManager

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ifbbench.engine.batch import Batch, CopyKind
 from ifbbench.engine.drafts import DraftSettings
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.kv.sequence import ReuseRules

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import strategies as st
 
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions, StopConditions
 from ifbbench.settings.modes import BatchingType

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ifbbench.build.engine import build_engine, generate
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.request import Request, RequestTable, ReuseIdentity
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.sequence import ReuseRules

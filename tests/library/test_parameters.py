@@ -3,7 +3,7 @@
 import pytest
 
 from ifbbench import BatchManager
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.settings.modes import BatchingType

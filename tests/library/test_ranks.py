@@ -16,7 +16,7 @@ from ifbbench.build.engine import build_engine
 from ifbbench.build.ranks import NOTHING, RankLoop, RanksDiffer
 from ifbbench.clock import WallClock
 from ifbbench.engine.batch import NO_OUTPUTS, StepOutputs
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.errors import InputError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ifbbench.cli.main import main
 from ifbbench.engine.batch import Batch
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.replay.client import ReplayClient
 from ifbbench.torch.model.llama import ForwardInputs, LlamaModel
 

@@ -9,7 +9,7 @@ import pytest
 
 from ifbbench.analysis.token_times import TokenGaps
 from ifbbench.build.resolve import batching_config, cache_layout, resolve_limits
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import OutputOptions
 from ifbbench.errors import InputError

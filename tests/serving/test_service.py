@@ -10,7 +10,7 @@ import pytest
 
 from ifbbench.build.engine import Engine
 from ifbbench.engine.batch import Batch, StepOutputs
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.errors import InputError
 from ifbbench.serving.library.batch_manager import BatchManagerFailed
 from ifbbench.serving.library.client import Tensors

@@ -7,7 +7,7 @@ import torch
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import NO_OUTPUTS, Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
-from ifbbench.engine.null_executor import NullExecutor
+from ifbbench.engine.passes import NullExecutor
 from ifbbench.engine.sampling_params import SamplingParams
 from ifbbench.torch.cache_windows import one_window_layout
 from ifbbench.torch.model.llama import LlamaModel
