@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import UNLIMITED
@@ -18,6 +19,32 @@ class ChunkLimits:
 
     unit: int
     max_context_length: int | None = None
+
+
+def fit_chunks(
+    requests: list[Request], policy: str, capacity: int | None, limits: ChunkLimits
+) -> tuple[list[Request], Request | None]:
+    """Set the chunk of each request to all its remaining tokens if these fit together, else as `size_chunks` does.
+    Returns the requests that get a chunk, and the first one that gets none, or not all of its tokens in it."""
+    if _take_whole(requests, capacity, limits):
+        return requests, None
+    selected = size_chunks(requests, policy, capacity, limits)
+    for request, chosen in zip_longest(requests, selected):
+        if request is not chosen or not request.is_last_chunk:
+            return selected, request
+    return selected, None
+
+
+def _take_whole(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> bool:
+    """Give each request all its remaining tokens, if these fit."""
+    total, longest = 0, limits.max_context_length
+    for request in requests:
+        request.chunk = request.prompt_len - request.position
+        cost = request.chunk + request.num_draft_tokens
+        total += cost
+        if (longest is not None and cost > longest) or (capacity is not None and total > capacity):
+            return False
+    return True
 
 
 def first_come_first_served(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> list[Request]:

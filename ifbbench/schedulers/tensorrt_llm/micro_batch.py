@@ -1,7 +1,7 @@
 """The micro-batch scheduler: which of the fitting requests run now, within the batch size and the token budget."""
 
 from collections.abc import Iterable
-from itertools import chain, zip_longest
+from itertools import chain
 from operator import attrgetter
 
 import numpy as np
@@ -11,7 +11,7 @@ from ifbbench.engine.plan import LeftOut, Limit
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, size_chunks
+from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, fit_chunks
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
 
 
@@ -112,7 +112,6 @@ class MicroBatch:
         self.count = self.tokens = 0
         self.tokens_of_parts = [0] * scheduler.num_parts
         self.beam_width: int | None = None
-        self.all_fit = True
 
     def add(self, requests: Iterable[Request]) -> None:
         """Select from `requests` until the batch is full; generation requests after that are held."""
@@ -183,38 +182,14 @@ class MicroBatch:
         if scheduler.chunking_policy and self.context:
             budget = scheduler.max_num_tokens
             capacity = None if budget is None else budget - self.tokens
-            self.all_fit = self._take_whole(capacity)
-            if not self.all_fit:
-                waiting = self.context
-                self.context = size_chunks(waiting, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
-                cut = _first_cut(waiting, self.context)
-                if cut and (self.left_out is None or cut.order < self.left_out.request.order):
-                    self.left_out = LeftOut(cut, Limit.NUM_TOKENS)
+            self.context, cut = fit_chunks(self.context, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
+            if cut and (self.left_out is None or cut.order < self.left_out.request.order):
+                self.left_out = LeftOut(cut, Limit.NUM_TOKENS)
         if len(self.context) > 1:
-            # Prompts that stay incomplete before those on their last chunk, each by LoRA id (none first).
-            self.context.sort(
-                key=lambda request: (
-                    request.is_last_chunk and not self.all_fit,
-                    -1 if request.lora_task_id is None else request.lora_task_id,
-                )
-            )
+            self.context.sort(key=_batch_order)
         return self
 
-    def _take_whole(self, capacity: int | None) -> bool:
-        """Give each context request all its remaining tokens, if these fit."""
-        total, longest = 0, self.scheduler.chunk_limits.max_context_length
-        for request in self.context:
-            request.chunk = request.prompt_len - request.position
-            cost = request.chunk + request.num_draft_tokens
-            total += cost
-            if (longest is not None and cost > longest) or (capacity is not None and total > capacity):
-                return False
-        return True
 
-
-def _first_cut(waiting: list[Request], selected: list[Request]) -> Request | None:
-    """The first of `waiting` that has no chunk, or not all of its tokens in it. selected: those with a chunk."""
-    for request, chosen in zip_longest(waiting, selected):
-        if request is not chosen or not request.is_last_chunk:
-            return request
-    return None
+def _batch_order(request: Request) -> tuple[bool, int]:
+    """Prompts that stay incomplete go before those on their last chunk, each by LoRA id (none first)."""
+    return request.is_last_chunk, -1 if request.lora_task_id is None else request.lora_task_id
