@@ -1,7 +1,7 @@
 """TensorRT-LLM's scheduler: its queue, its active requests, their KV blocks, and what runs in each iteration.
 
 In each iteration the capacity policy decides which active requests fit, and the micro-batch scheduler which of these
-run now. Static batches (V1) run until their last member is complete. (`TrtGptModelInflightBatching`, `TrtGptModelV1`.)
+run now. (`TrtGptModelInflightBatching`.)
 """
 
 import logging
@@ -36,6 +36,7 @@ from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies import make_policy
 from ifbbench.schedulers.tensorrt_llm.repetition import Repetition
 from ifbbench.schedulers.tensorrt_llm.transfers import Transfers
+from ifbbench.schedulers.tensorrt_llm.v1_batch import V1Batch
 from ifbbench.settings.modes import BatchingType
 
 
@@ -85,11 +86,11 @@ class TensorRtLlmScheduler:
         self._drafts = Drafts(config.drafts, self.active, cache)
         self._reuses_blocks = config.reuse.enabled
         self._is_async = config.is_async
-        self._is_static = config.batching_type is BatchingType.V1
-        # Members of a static batch that stay in it, computed along as padding, until the last one is complete. They are
-        # parked.
-        self._complete: list[Request] = []
-        self._may_repeat = is_steady and not (config.num_micro_batches > 1 or config.drafts.max_len or self._is_static)
+        self._v1_batch = V1Batch(self.active, cache) if config.batching_type is BatchingType.V1 else None
+        # Whether the latest plan may be returned again.
+        self._may_repeat = is_steady and not (
+            config.num_micro_batches > 1 or config.drafts.max_len or self._v1_batch is not None
+        )
         # The latest plan, with `num_changes` of the active requests and `num_reuse_changes` when it was made.
         self._latest: tuple[Plan, int, int] | None = None
         self._repetition: Repetition | None = None
@@ -123,8 +124,8 @@ class TensorRtLlmScheduler:
         if request.table is None:
             self._admission.withdraw(request)
             return
-        if request in self._complete:
-            self._complete.remove(request)
+        if self._v1_batch is not None:
+            self._v1_batch.forget(request)
         if self.kv_cache.holds(request.slot):
             self._release_blocks(request)
         if self._repetition is not None:
@@ -179,8 +180,8 @@ class TensorRtLlmScheduler:
         return plan
 
     def _decide(self) -> Plan:
-        if self._is_static and (self.active.generation or self._complete):
-            return self._next_static_step()
+        if self._v1_batch is not None and self._v1_batch.is_running:
+            return self._v1_batch.next_step()
         if (plan := self._repeated_plan()) is not None:
             return plan
         fitting = self._policy.schedule(self.active, self.kv_cache)
@@ -235,12 +236,6 @@ class TensorRtLlmScheduler:
         if self._balance is not None:
             self._balance.skip(1)
         return plan
-
-    def _next_static_step(self) -> Plan:
-        """A static batch that has started runs to its end; until then there is nothing to decide."""
-        idle = np.array([request.slot for request in self._complete], np.int64)
-        blocked = tuple(LeftOut(request, Limit.STATIC_BATCH) for request in self.active.context[:1])
-        return Plan([], self.active.batch_rows, idle, held=list(self._complete), blocked=blocked)
 
     def _rows_without(self, held: list[Request]) -> Rows:
         """Rows of the generation requests but `held`, in batch order."""
@@ -349,7 +344,7 @@ class TensorRtLlmScheduler:
             self._repetition.collected_batch()
             self.active.settle()
         done = confirm(iteration, outputs, self.table, self._drafts)
-        return self._end_together(done) if self._is_static else done
+        return done if self._v1_batch is None else self._v1_batch.add_complete(done)
 
     def lose(self, iteration: InFlightIteration) -> list[Request]:
         if self.adapters is not None:
@@ -380,18 +375,6 @@ class TensorRtLlmScheduler:
         filled = np.flatnonzero(computed % self.layout.tokens_per_block <= table.max_draft_tokens)
         for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
             self.kv_cache.store_known(table.requests[row], num_tokens)
-
-    def _end_together(self, done: list[Request]) -> list[Request]:
-        """Members of a static batch are done. Returns the whole batch if that completes it, else an empty list."""
-        for request in done:
-            if request.in_generation:
-                self.active.park(request.slot)
-                self.kv_cache.end_generation(request.slot)
-        self._complete += done
-        if self.active.generation:
-            return []
-        finished, self._complete = self._complete, []
-        return finished
 
     def _release_blocks(self, request: Request) -> None:
         """Release the blocks. With reuse, what they hold stays findable as far as it was computed and is known."""
@@ -439,7 +422,7 @@ class TensorRtLlmScheduler:
     def confirm(self, count: int) -> list[Request]:
         assert self._repetition is not None
         done = self._repetition.confirm(count)
-        return self._end_together(done) if self._is_static else done
+        return done if self._v1_batch is None else self._v1_batch.add_complete(done)
 
     # For records, and the loop's other questions.
 
