@@ -1,6 +1,5 @@
 """The paged KV cache of one attention window: how many blocks sequences hold, take with each step, and still need."""
 
-from bisect import bisect_right
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Any
@@ -11,7 +10,7 @@ from mypy_extensions import mypyc_attr
 from ifbbench.engine.arrays import Rows
 from ifbbench.engine.records import CacheState
 from ifbbench.engine.request import Request
-from ifbbench.kv.attention_window import UNLIMITED, AttentionWindow
+from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.blocks import BlockCounters, OutOfBlocks
 from ifbbench.kv.interface import NO_REUSE, KvCache
 from ifbbench.kv.sequence import ReuseRules
@@ -36,13 +35,8 @@ class StepGroup:
         self.wraps: list[tuple[int, int]] = []
         self.slots: set[int] = set()
 
-    @property
-    def max_steps(self) -> int:
-        """In how many steps the next sequence reaches the capacity."""
-        return self.wraps[0][0] - self.step if self.wraps else UNLIMITED
-
     def starting(self, steps: int) -> list[int]:
-        """[steps], blocks that are started in each of the next steps, at most `max_steps`."""
+        """[steps], blocks that are started in each of the next steps, while no sequence reaches the capacity."""
         growing, first = self.growing, self.step % len(self.growing)
         if first + steps <= len(growing):
             return growing[first : first + steps]
@@ -277,39 +271,12 @@ class PagedCache(KvCache):
         self.filled_positions -= min(int(self.registered[slot]), self._capacity)
         self.registered[slot] = 0
 
-    # Many steps at once. With several groups, each has its turn, and steps are those of all groups together.
-
-    def tokens_of(self, group: int) -> int:
-        """Tokens that the sequences of a group have registered together."""
-        return self.groups[group].tokens
-
-    def max_steps(self, first: int = 0) -> int:
-        """The maximum number of steps from now on, up to the one with which a sequence reaches the capacity. first: the
-        group that has its turn."""
-        count = len(self.groups)
-        return min([turn + self.groups[(first + turn) % count].max_steps * count for turn in range(count)])
-
-    def steps_until_block(self) -> int:
-        """In how many steps of the first group a block is taken, that step included."""
-        for step, blocks in enumerate(self.groups[0].starting(self._size), start=1):
-            if blocks:
-                return step
-        return UNLIMITED
-
-    def fitting_steps(self, steps: int, until_block: bool = False, first: int = 0) -> int:
-        """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with
-        `until_block`, none after the first one."""
-        free, width = self.free_blocks, self.attention_window.max_beam_width
-        if not until_block and self.count * width * -(-steps // self._size) <= free:
-            return steps
-        blocks = list(accumulate(self._starting(steps, first)))
-        limit = min(free, blocks[0] if until_block else blocks[-1])
-        return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
+    # Several steps at once. Groups take turns, and steps are those of all groups together.
 
     def take(self, steps: int, first: int = 0) -> tuple[list[int], list[int]]:
-        """Register a token of each sequence of a group in each of `steps` steps, at most those of `fitting_steps`.
-        Returns the blocks and the positions that all together have taken after each step since the first, [steps]."""
-        blocks, count = list(accumulate(self._starting(steps, first))), len(self.groups)
+        """Register a token of each sequence of a group in each of `steps` steps, before which no sequence reaches the
+        capacity. Returns the blocks and the positions that all have taken after each step since the first, [steps]."""
+        blocks, count = list(accumulate(self.starting(steps, first))), len(self.groups)
         filled = [0] * steps
         self._take(blocks[-1])
         self._reserved -= blocks[-1]
@@ -338,7 +305,7 @@ class PagedCache(KvCache):
                 group.growing[(group.step - self._capacity) % self._size] -= int(self._beam_width[wrap[1]])
                 group.num_wrapped += 1
 
-    def _starting(self, steps: int, first: int) -> list[int]:
+    def starting(self, steps: int, first: int) -> list[int]:
         """[steps], blocks that are taken in each of the next steps."""
         count = len(self.groups)
         if count == 1:

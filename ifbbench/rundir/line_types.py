@@ -12,6 +12,8 @@ from typing import Any, Final, TypeVar
 from msgspec import UNSET, Struct, UnsetType, convert, field
 from msgspec.structs import asdict
 
+from ifbbench.engine.records import CacheState
+
 CACHE_FIELDS = (
     "Max KV cache blocks",
     "Free KV cache blocks",
@@ -79,6 +81,16 @@ class KvCacheIterationStats(Struct, rename="camel"):
     primary_max_num_blocks: int
     primary_free_num_blocks: int
     primary_used_num_blocks: int
+
+
+def stats_of_windows(cache: CacheState) -> dict[str, KvCacheIterationStats]:
+    """The blocks of each attention window, by its tokens."""
+    return {
+        str(window.size): KvCacheIterationStats(
+            window.max_blocks, window.max_blocks - window.used_blocks, window.used_blocks
+        )
+        for window in cache.windows
+    }
 
 
 class IterationDetails(Struct, gc=False, kw_only=True):

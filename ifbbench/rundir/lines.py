@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw
 from msgspec.json import Encoder
 
 from ifbbench.compressed import open_to_write
-from ifbbench.engine.records import CacheState, IterationRecord
+from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.step_profile import StepProfile
 from ifbbench.files import restored
 from ifbbench.rundir.line_types import (
@@ -22,12 +22,12 @@ from ifbbench.rundir.line_types import (
     ExecutorLine,
     InflightLine,
     IterationDetails,
-    KvCacheIterationStats,
     LeftOutRequest,
     PausedRequest,
     SpecDecodingStats,
     StaticLine,
     executor_line,
+    stats_of_windows,
 )
 from ifbbench.settings.modes import BatchingType
 
@@ -243,7 +243,7 @@ class IterationLines:
             kv_fragmentation=share_of(cache.fragmentation),
         )
         if cache.windows:
-            details.kv_cache_iteration_stats = of_windows(cache)
+            details.kv_cache_iteration_stats = stats_of_windows(cache)
         if record.steps is not None:
             details.first_step, details.last_step = record.steps
             return details
@@ -268,13 +268,3 @@ class IterationLines:
             details.collect_ms, details.device_busy_ms = number(step.collect_s * 1000), number(step.device_s * 1000)
             details.flops, details.bytes = number(step.flops), number(step.bytes)
         return details
-
-
-def of_windows(cache: CacheState) -> dict[str, KvCacheIterationStats]:
-    """The blocks of each attention window, by its tokens."""
-    return {
-        str(window.size): KvCacheIterationStats(
-            window.max_blocks, window.max_blocks - window.used_blocks, window.used_blocks
-        )
-        for window in cache.windows
-    }

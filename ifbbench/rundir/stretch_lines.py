@@ -2,8 +2,8 @@
 
 from ifbbench.engine.records import fragmentation
 from ifbbench.engine.stretch import Stretch
-from ifbbench.rundir.line_types import InflightLine, executor_line
-from ifbbench.rundir.lines import IterationLines, JsonLinesWriter, of_windows, share_of
+from ifbbench.rundir.line_types import InflightLine, executor_line, stats_of_windows
+from ifbbench.rundir.lines import IterationLines, JsonLinesWriter, share_of
 
 
 class StretchLines(IterationLines):
@@ -37,7 +37,7 @@ class StretchLines(IterationLines):
             line.allocated_total_kv_cache_blocks = total + growth.more_taken[index]
             line.allocated_new_kv_cache_blocks = new + growth.more_new[index]
             if has_windows:
-                details.kv_cache_iteration_stats = of_windows(growth.cache(index))
+                details.kv_cache_iteration_stats = stats_of_windows(growth.cache(index))
             self._set_times(line, stretch.epoch_s + start_s, start_s, stretch.submit_s[index], stretch.end_s[index])
             details.kv_fragmentation = share_of(fragmentation(filled + tokens, held + more * size))
             if self._as_executor:

@@ -10,6 +10,7 @@ from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.blocks import OutOfBlocks
 from ifbbench.kv.manager import KvCacheManager
 from ifbbench.kv.paged import PagedCache
+from ifbbench.schedulers.tensorrt_llm.repetition import fitting_steps, max_steps
 
 SLOTS = 6
 WINDOWS = {
@@ -85,8 +86,8 @@ def test_equal_to_a_cache_with_block_ids(name: str, data: st.DataObject, groups:
             if left == 0 or int(alone.step_needs(rows).sum()) > alone.free_blocks:
                 continue
             if action == "many":
-                at_most = min(data.draw(st.integers(1, 20)), left * groups, counted.max_steps(first))
-                steps = counted.fitting_steps(at_most, first=first)
+                at_most = min(data.draw(st.integers(1, 20)), left * groups, max_steps(counted, first))
+                steps = fitting_steps(counted, at_most, first=first)
                 expected = []
                 for step in range(steps):
                     turn = sorted(slot for slot in generating if group_of[slot] == (first + step) % groups)

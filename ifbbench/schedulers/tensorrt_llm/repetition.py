@@ -1,7 +1,9 @@
 """Iterations of a plan that is certain to be decided again: counters, blocks and ends after many of them at once."""
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -163,10 +165,10 @@ class Repetition:
             self._begin_turn(plan, iteration, in_flight)
         batches = [iteration for iteration in in_flight if not (iteration.is_repeated or iteration.is_empty)]
         self._find_events(batches)
-        steps = min(certain, *[window.max_steps(self._turn) for window in self._windows])
+        steps = min(certain, *[max_steps(window, self._turn) for window in self._windows])
         if self._reuses_blocks and self._active.context and self._kv_cache.num_reuse_changes:
             # What generation fills is stored, which may change which of the waiting requests starts.
-            steps = min(steps, self._windows[0].steps_until_block())
+            steps = min(steps, steps_until_block(self._windows[0]))
         if self._num_turns > 1:
             steps = self._certain_turns(plan, steps)
         steps = min(steps, self._ends.steps_to_first(self._max_in_flight, with_ending=True))
@@ -174,7 +176,7 @@ class Repetition:
         if self._max_in_flight > 1 and (batches or self._reuses_blocks):
             steps = min(steps, 1)
         for window in self._windows:
-            steps = min(steps, window.fitting_steps(steps, plan.valid_until_next_allocation, self._turn))
+            steps = min(steps, fitting_steps(window, steps, plan.valid_until_next_allocation, self._turn))
         return steps
 
     def _begin_turn(self, plan: Plan, iteration: int, in_flight: Sequence[InFlightIteration]) -> None:
@@ -221,7 +223,7 @@ class Repetition:
         if not len(rows):
             return Positions(0, 0, lambda: NO_ROWS)
         group = int(self._windows[0].micro_batches[rows[0]]) if self._num_turns > 1 else 0
-        total = self._windows[0].tokens_of(group) - len(rows) * cache.attention_window.bubble
+        total = self._windows[0].groups[group].tokens - len(rows) * cache.attention_window.bubble
         idle = plan.idle
         if len(idle):
             idle = cache.cached_tokens(idle) - 1
@@ -266,7 +268,7 @@ class Repetition:
         those of generation. Of equal blocks the first remains, so that the order decides when it is free. Returns the
         blocks without known tokens that were taken after each step since the first, [steps]."""
         completing = [request for request in plan.context if request.is_last_chunk]
-        if not completing and cache.steps_until_block() > steps:
+        if not completing and steps_until_block(cache) > steps:
             return [0] * steps
         rows, size = plan.rows, cache.attention_window.tokens_per_block
         all_registered = cache.cached_tokens(rows) + cache.attention_window.bubble
@@ -427,3 +429,34 @@ class Repetition:
                     self._chunk_index[row] = index
                 self._ends.add(self._order_of(request), request, self._num_turns)
         return recomputed
+
+
+def max_steps(cache: PagedCache, first: int = 0) -> int:
+    """The maximum number of steps from now on, up to the one with which a sequence reaches the capacity. Steps are
+    those of all groups in turn. first: the group that has its turn."""
+    steps, count = UNLIMITED, len(cache.groups)
+    for turn in range(count):
+        group = cache.groups[(first + turn) % count]
+        if group.wraps:
+            steps = min(steps, turn + (group.wraps[0][0] - group.step) * count)
+    return steps
+
+
+def steps_until_block(cache: PagedCache) -> int:
+    """In how many steps of the first group a block is taken, that step included."""
+    group = cache.groups[0]
+    for step, blocks in enumerate(group.starting(len(group.growing)), start=1):
+        if blocks:
+            return step
+    return UNLIMITED
+
+
+def fitting_steps(cache: PagedCache, steps: int, until_block: bool = False, first: int = 0) -> int:
+    """How many of the next `steps` steps, at most `max_steps`, take no more blocks than are free; with `until_block`,
+    none after the first one."""
+    free, width = cache.free_blocks, cache.attention_window.max_beam_width
+    if not until_block and cache.count * width * -(-steps // cache.attention_window.tokens_per_block) <= free:
+        return steps
+    blocks = list(accumulate(cache.starting(steps, first)))
+    limit = min(free, blocks[0] if until_block else blocks[-1])
+    return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
