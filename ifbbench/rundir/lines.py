@@ -153,11 +153,6 @@ class IterationLines:
         # The latest iteration, if it was left out.
         self._latest: IterationRecord | None = None
 
-    def whole(self, record: IterationRecord, bound_by: str) -> Line:
-        """The line of a static batch."""
-        self._bound_by = bound_by
-        return self._complete(record)
-
     def record(self, record: IterationRecord, bound_by: str) -> Line | None:
         """The line of one iteration; None if it is left out. bound_by: its limit."""
         before, self._bound_by = self._bound_by, bound_by

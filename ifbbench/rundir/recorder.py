@@ -2,7 +2,7 @@
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from ifbbench.engine.stretch import Stretch
 from ifbbench.files import removed, replace_file, writing
 from ifbbench.rundir.drafts import DraftTotals
 from ifbbench.rundir.line_types import RequestLine
-from ifbbench.rundir.lines import IterationLines, JsonLinesWriter
+from ifbbench.rundir.lines import JsonLinesWriter
 from ifbbench.rundir.metrics import BOUND_BY, shares_of_limits
 from ifbbench.rundir.request_metrics import ClassOf, RequestMetrics
 from ifbbench.rundir.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
 from ifbbench.rundir.spans import SecondsOf, SpanTracker
-from ifbbench.rundir.statistics import IterationStatistics
+from ifbbench.rundir.statistics import IterationStatistics, StaticBatchLines
 from ifbbench.rundir.stretch_lines import StretchLines
 from ifbbench.settings.config import ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
 
@@ -260,8 +260,8 @@ class Recorder(SummaryRecorder):
         # Static batches have a line each, and their steps, which are iterations of the loop, a file of their own.
         names = ("requests", "iterations", "spans", STEPS)[: 1 if recording == "summary" else 3 + statistics.is_static]
         self._writers = {name: JsonLinesWriter(directory / f"{name}.{recording_format}") for name in names}
-        self._requests, self._batches = self._writers["requests"], self._writers.get("iterations")
-        self._iterations = self._writers.get(STEPS, self._batches)
+        self._requests = self._writers["requests"]
+        self._iterations = self._writers.get(STEPS, self._writers.get("iterations"))
         if "spans" in self._writers:
             self._tracker.writer = self._writers["spans"]
         delivered_s = None if delivery is None else self.ends_s
@@ -269,7 +269,9 @@ class Recorder(SummaryRecorder):
         self._lines = StretchLines(
             batching_type, max_requests, iteration_stats_every, profile, as_executor, delivered_s
         )
-        self._batch_lines = IterationLines(batching_type, max_requests, as_executor=as_executor)
+        self._batches: StaticBatchLines | None = None
+        if STEPS in self._writers:
+            self._batches = StaticBatchLines(self._writers["iterations"], statistics, as_executor)
         self._clock, self._flushed_s = clock or WallClock(), 0.0
 
     def flush(self) -> None:
@@ -290,7 +292,8 @@ class Recorder(SummaryRecorder):
             self._tracker.close(self.totals.iterations - 1)
             if self._iterations is not None:
                 self._iterations.add(self._lines.last())
-                self._write_batches(self._statistics.unreported())
+            if self._batches is not None:
+                self._batches.end()
         (self.directory / OPEN_SPANS).unlink(missing_ok=True)
         summary = super().close(partial, complete)
         write_json(self.directory / "summary.json", summary)
@@ -309,20 +312,15 @@ class Recorder(SummaryRecorder):
         if self._iterations is None:
             return
         self._iterations.add(self._lines.record(record, limit))
-        if self._statistics.is_static:
-            self._write_batches(self._statistics.reported(record))
-
-    def _write_batches(self, records: Iterable[IterationRecord]) -> None:
-        assert self._batches is not None
-        for record in records:
-            self._batches.add(self._batch_lines.whole(record, record.bound_by))
+        if self._batches is not None:
+            self._batches.add(record)
 
     def _write_stretch(self, stretch: Stretch, limit: str) -> None:
         if self._iterations is None:
             return
         self._lines.write_stretch(stretch, limit, self._iterations)
-        if self._statistics.is_static:
-            self._write_batches(self._statistics.reported_of(stretch))
+        if self._batches is not None:
+            self._batches.add_stretch(stretch)
 
     def _write_request(self, line: RequestLine) -> None:
         self._requests.add(line)

@@ -1,6 +1,6 @@
 """The statistics of iterations as TensorRT-LLM's batch manager reports them, static batches as a whole."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import astuple
@@ -9,7 +9,7 @@ from ifbbench.engine.records import CacheState, IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.engine.stretch import Stretch, copied
 from ifbbench.rundir.line_types import COMMON_FIELDS, INFLIGHT_FIELDS, STATIC_FIELDS
-from ifbbench.rundir.lines import IterationLines
+from ifbbench.rundir.lines import IterationLines, JsonLinesWriter
 from ifbbench.settings.modes import BatchingType
 
 
@@ -73,3 +73,28 @@ class IterationStatistics:
     def fields(self, record: IterationRecord) -> dict[str, Any]:
         """Documented name to value. Blocks and tokens are counts; the time stamp is in UTC."""
         return dict(zip(self.names, astuple(self._lines.documented(record)), strict=False))
+
+
+class StaticBatchLines:
+    """Writes a line for each static batch, of which `steps.jsonl` has the iterations."""
+
+    def __init__(self, writer: JsonLinesWriter, statistics: IterationStatistics, as_executor: bool) -> None:
+        """statistics: with the batches so far. as_executor: see IterationLines."""
+        self._writer, self._statistics = writer, statistics
+        self._lines = IterationLines(statistics.batching_type, statistics.max_requests, as_executor=as_executor)
+
+    def add(self, record: IterationRecord) -> None:
+        """Take in one iteration."""
+        self._write(self._statistics.reported(record))
+
+    def add_stretch(self, stretch: Stretch) -> None:
+        """Take in several iterations."""
+        self._write(self._statistics.reported_of(stretch))
+
+    def end(self) -> None:
+        """Write the batch that is not complete, if there is one."""
+        self._write(self._statistics.unreported())
+
+    def _write(self, records: Iterable[IterationRecord]) -> None:
+        for record in records:
+            self._writer.add(self._lines.record(record, record.bound_by))

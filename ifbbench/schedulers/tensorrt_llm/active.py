@@ -68,14 +68,6 @@ class ActiveRequests:
             return len(rows)
         return int(self.table.step_tokens[rows].sum())
 
-    @property
-    def last(self) -> Request | None:
-        if not self.context or not self.generation:
-            requests = self.context or self.generation
-            return requests[-1] if requests else None
-        context, generation = self.context[-1], self.generation[-1]
-        return generation if context.goes_before(generation) else context
-
     def add(self, request: Request) -> None:
         """Add a new request, behind all others of its priority."""
         self.num_changes += 1

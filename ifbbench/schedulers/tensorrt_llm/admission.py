@@ -107,10 +107,19 @@ class Admission:
         return num_refused
 
     def _may_enter(self, request: Request, active: ActiveRequests) -> bool:
-        last = active.last
+        last = _last(active)
         if last is not None and request.beam_width != last.beam_width:
             return False
         if len(active) < self._max_active:
             return len(active.table.free_rows) > 0  # those of requests that are being sent are taken
         # Beyond the limit only before the last active request, while there are sequence slots.
         return last is not None and request.priority > last.priority and len(active.table.free_rows) > 0
+
+
+def _last(active: ActiveRequests) -> Request | None:
+    """The last active request that can be scheduled, in their order."""
+    if not active.context or not active.generation:
+        requests = active.context or active.generation
+        return requests[-1] if requests else None
+    context, generation = active.context[-1], active.generation[-1]
+    return generation if context.goes_before(generation) else context
