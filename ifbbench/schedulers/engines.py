@@ -19,9 +19,9 @@ ENTRY_POINT_GROUP = "ifbbench.engines"
 
 
 def _tensorrt_llm() -> Callable[..., Scheduler]:
-    from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
+    from ifbbench.schedulers.tensorrt_llm.repetition import make_scheduler
 
-    return TensorRtLlmScheduler
+    return make_scheduler
 
 
 def _vllm() -> Callable[..., Scheduler]:

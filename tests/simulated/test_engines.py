@@ -156,7 +156,7 @@ def test_iterations_advanced_together_and_one_by_one_are_equal(tmp_path, load, m
     """With a serving process too, whose work overlaps with iterations and arrivals."""
     path = _overhead_file(tmp_path, serving_request_s=0.004, serving_token_in_s=1e-6, serving_token_out_s=3e-4)
     together = _run(tmp_path, "together", requests=20, engine_overhead=path, **load)
-    monkeypatch.setattr("ifbbench.schedulers.tensorrt_llm.scheduler.TensorRtLlmScheduler.horizon", lambda *_: 0)
+    monkeypatch.setattr("ifbbench.schedulers.tensorrt_llm.repetition.RepeatingScheduler.horizon", lambda *_: 0)
     one_by_one = _run(tmp_path, "single", requests=20, engine_overhead=path, **load)
 
     assert together[0]["schedule_digest"] == one_by_one[0]["schedule_digest"]

@@ -114,7 +114,7 @@ def test_stretches_give_the_same_as_single_iterations(trace: Path, monkeypatch: 
         device="sim:h100-sxm", model="llama-3.1-8b", num_loras=7, lora_num_device_mod_layers=4000, max_lora_rank=8
     )
     together = summarise_run(str(trace), settings)
-    monkeypatch.setattr("ifbbench.schedulers.tensorrt_llm.scheduler.TensorRtLlmScheduler.horizon", lambda *_: 0)
+    monkeypatch.setattr("ifbbench.schedulers.tensorrt_llm.repetition.RepeatingScheduler.horizon", lambda *_: 0)
     single = summarise_run(str(trace), settings)
     assert together["lora"]["evictions"] > 0
     assert together == single

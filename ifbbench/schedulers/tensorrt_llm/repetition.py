@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.clock import Clock
 from ifbbench.engine.arrays import NO_ROWS, Rows
+from ifbbench.engine.batch import AdapterUse, StepInputs, StepOutputs
 from ifbbench.engine.plan import Plan
 from ifbbench.engine.records import InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request
 from ifbbench.engine.stretch import Growth, Positions
+from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div
 from ifbbench.kv.interface import KvCache
 from ifbbench.kv.manager import KvCacheManager
@@ -22,6 +25,8 @@ from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.balance import PartsBalance
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
+from ifbbench.schedulers.tensorrt_llm.policies import CapacityPolicy, make_policy
+from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 from ifbbench.settings.modes import BatchingType
 
 # Phase, index of the chunk or LoRA task, and order of a request in a batch.
@@ -460,3 +465,93 @@ def fitting_steps(cache: PagedCache, steps: int, until_block: bool = False, firs
     blocks = list(accumulate(cache.starting(steps, first)))
     limit = min(free, blocks[0] if until_block else blocks[-1])
     return steps if blocks[-1] <= limit else bisect_right(blocks, limit)
+
+
+class RepeatingScheduler(TensorRtLlmScheduler):
+    """A scheduler on a device whose times are known in advance: iterations of a plan that repeats run together."""
+
+    def __init__(
+        self, config: BatchingConfig, clock: Clock, policy: CapacityPolicy, adapters: AdapterCache | None
+    ) -> None:
+        super().__init__(config, clock, policy, adapters, False)
+        self._repetition = Repetition(
+            config, self.active, self.kv_cache, self._may_pause, self._dynamic_limits, self._balance
+        )
+
+    # Single iterations.
+
+    def remove(self, request: Request) -> None:
+        if request.table is not None:
+            self._repetition.forget(request)
+        super().remove(request)
+
+    def keep(self, request: Request) -> None:
+        self._repetition.forget(request)
+        super().keep(request)
+
+    def receive(self, requests: Sequence[Request]) -> None:
+        super().receive(requests)
+        for request in requests:  # iterations in flight do not count for it
+            self.table.confirmed[request.slot] -= self._repetition.num_in_flight
+
+    def allocate(self, plan: Plan) -> StepInputs:
+        self._repetition.leave(self._iteration)
+        return super().allocate(plan)
+
+    def advance(self, plan: Plan, iteration: int) -> int:
+        recomputed = super().advance(plan, iteration)
+        for chunk in plan.chunks:
+            if chunk.is_last:
+                self.table.confirmed[chunk.request.slot] = -self._repetition.num_in_flight
+        return recomputed
+
+    def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
+        if iteration.is_repeated:
+            return self.confirm(1)
+        self._repetition.collected_batch()
+        self.active.settle()
+        return super().update(iteration, outputs)
+
+    def _park(self, row: int) -> None:
+        super()._park(row)
+        self._repetition.parked(self.table.requests[row])
+
+    # Many iterations.
+
+    def horizon(self, plan: Plan) -> int:
+        steps = self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight)
+        return min(steps, 1) if self._has_collected else steps
+
+    def cycle(self, plan: Plan) -> Sequence[Plan]:
+        return [plan] if self.num_micro_batches == 1 else self._repetition.cycle(plan)
+
+    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
+        adapters = None
+        if self.adapters is not None and self.active.num_with_lora:
+            try:
+                adapters = self._use_adapters(self.adapters, plan)
+            except OutOfAdapterPages as error:
+                raise self._does_not_fit(error) from error
+        return self._repetition.positions(plan), adapters
+
+    def repeat(self, plan: Plan, count: int) -> Growth:
+        if self.adapters is not None and self.active.num_with_lora and count > 1:
+            self._use_adapters(self.adapters, plan, count - 1)
+        growth = self._repetition.repeat(plan, count)
+        if self._any_retention:
+            self.kv_cache.refresh(self._now_s)
+        return growth
+
+    def confirm(self, count: int) -> list[Request]:
+        done = self._repetition.confirm(count)
+        return done if self._v1_batch is None else self._v1_batch.add_complete(done)
+
+
+def make_scheduler(config: BatchingConfig, clock: Clock, is_predicted: bool = False) -> TensorRtLlmScheduler:
+    """TensorRT-LLM's scheduler. is_predicted: whether the loop knows in advance how long iterations take, so that those
+    of a plan that repeats can run together."""
+    adapters = AdapterCache(config.lora) if config.lora else None
+    policy = make_policy(config, adapters)
+    if is_predicted and getattr(policy, "is_steady", False) and Repetition.works_with(config):
+        return RepeatingScheduler(config, clock, policy, adapters)
+    return TensorRtLlmScheduler(config, clock, policy, adapters, config.reads_block_tables)

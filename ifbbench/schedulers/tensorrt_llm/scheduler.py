@@ -20,11 +20,11 @@ from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
 from ifbbench.engine.retention import NO_RETENTION
-from ifbbench.engine.stretch import Growth, Positions
 from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.blocks import OutOfBlocks
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
+from ifbbench.schedulers.single_iterations import SingleIterations
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.admission import Admission
 from ifbbench.schedulers.tensorrt_llm.balance import PartsBalance
@@ -33,34 +33,33 @@ from ifbbench.schedulers.tensorrt_llm.decision_log import log, log_decisions
 from ifbbench.schedulers.tensorrt_llm.drafts import Drafts
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
-from ifbbench.schedulers.tensorrt_llm.policies import make_policy
-from ifbbench.schedulers.tensorrt_llm.repetition import Repetition
+from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityPolicy
 from ifbbench.schedulers.tensorrt_llm.transfers import Transfers
 from ifbbench.schedulers.tensorrt_llm.v1_batch import V1Batch
 from ifbbench.settings.modes import BatchingType
 
 
-class TensorRtLlmScheduler:
+class TensorRtLlmScheduler(SingleIterations):
     """A `Scheduler` (see `ifbbench.engine.interfaces`) with the rules of TensorRT-LLM's batch manager.
+
+    One whose plans repeat is a `RepeatingScheduler`.
 
     active: the running set. kv_cache: its blocks. adapters: the pages of its LoRA adapters, None without a cache of
     them.
     """
 
-    def __init__(self, config: BatchingConfig, clock: Clock, is_predicted: bool = False) -> None:
-        """clock: blocks of equal priority are evicted in the order of its time. is_predicted: whether the loop knows
-        in advance how long iterations take, so that those of a plan that repeats can run together."""
+    def __init__(
+        self, config: BatchingConfig, clock: Clock, policy: CapacityPolicy, adapters: AdapterCache | None, has_ids: bool
+    ) -> None:
+        """clock: blocks of equal priority are evicted in the order of its time. has_ids: whether blocks have ids even
+        if no requests share them."""
         self.config = config
         self.name = f"policy {config.policy}"
         self.max_in_flight, self.num_micro_batches = config.max_in_flight, config.num_micro_batches
         self.table = RequestTable(config.num_slots)
         self.active = ActiveRequests(self.table)
-        self.adapters = AdapterCache(config.lora) if config.lora else None
-        self._clock = clock
-        policy = make_policy(config, self.adapters)
-        is_steady = getattr(policy, "is_steady", False)
-        repeats = is_predicted and is_steady and Repetition.works_with(config)
-        self.kv_cache = cache = config.make_cache(has_ids=config.reads_block_tables and not repeats)
+        self.adapters, self._clock = adapters, clock
+        self.kv_cache = cache = config.make_cache(has_ids=has_ids)
         self.layout = BatchLayout(
             (cache.block_tables, *cache.window_tables),
             cache.attention_window.tokens_per_block,
@@ -88,23 +87,18 @@ class TensorRtLlmScheduler:
         self._is_async = config.is_async
         self._v1_batch = V1Batch(self.active, cache) if config.batching_type is BatchingType.V1 else None
         # Whether the latest plan may be returned again.
-        self._may_repeat = is_steady and not (
+        self._may_repeat = getattr(policy, "is_steady", False) and not (
             config.num_micro_batches > 1 or config.drafts.max_len or self._v1_batch is not None
         )
         # The latest plan, with `num_changes` of the active requests and `num_reuse_changes` when it was made.
         self._latest: tuple[Plan, int, int] | None = None
-        self._repetition: Repetition | None = None
-        if repeats:
-            self._repetition = Repetition(
-                config, self.active, cache, self._may_pause, self._dynamic_limits, self._balance
-            )
         self._iteration, self._now_s, self._admits = 0, 0.0, False
         # Whether a request had retention priorities of its own, which may expire.
         self._any_retention = False
         # Whether iterations were collected during the latest decision: what they completed left batch slots, which the
         # next iteration may give to requests that wait.
         self._has_collected = False
-        self._transfers = Transfers(self.active, cache, self._repetition)
+        self._transfers = Transfers(self.active, cache)
         self._in_flight: Sequence[InFlightIteration] = ()
         self._is_logged = log.isEnabledFor(logging.DEBUG)
 
@@ -128,8 +122,6 @@ class TensorRtLlmScheduler:
             self._v1_batch.forget(request)
         if self.kv_cache.holds(request.slot):
             self._release_blocks(request)
-        if self._repetition is not None:
-            self._repetition.forget(request)
         if self.table.num_transferring:
             self._transfers.forget(request)
         self.active.remove(request)
@@ -253,8 +245,7 @@ class TensorRtLlmScheduler:
 
     def _pause(self, request: Request) -> None:
         """Release the blocks of `request`. It starts again from its prompt, which its generated tokens have joined."""
-        if self._repetition is not None:
-            self.active.settle()
+        self.active.settle()
         self._release_blocks(request)
         request.pause(self.config.max_input_len)
         self.table.micro_batch[request.slot] = NO_MICRO_BATCH
@@ -281,8 +272,6 @@ class TensorRtLlmScheduler:
 
     def allocate(self, plan: Plan) -> StepInputs:
         cache, rows, idle = self.kv_cache, plan.rows, plan.idle
-        if self._repetition is not None:
-            self._repetition.leave(self._iteration)
         if self.num_micro_batches > 1:
             cache.join(rows, self._iteration % self.num_micro_batches)
         drafts: DraftInputs | None = None
@@ -317,8 +306,6 @@ class TensorRtLlmScheduler:
         for request in completing:
             request.start_generation()
             self.active.move_to_generation(request)
-            if self._repetition is not None:
-                table.confirmed[request.slot] = -self._repetition.num_in_flight
             if not self.config.drafts.max_len:  # else requests differ in the tokens of a step
                 self.kv_cache.begin_generation(request.slot, iteration % self.num_micro_batches)
             if reuses_blocks:
@@ -328,21 +315,18 @@ class TensorRtLlmScheduler:
         if self._is_async:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
-                self.active.park(row)
-                self.kv_cache.end_generation(row)
-                if self._repetition is not None:
-                    self._repetition.parked(self.table.requests[row])
+                self._park(row)
         if self.num_micro_batches > 1:
             table.micro_batch[plan.rows] = turn = iteration % self.num_micro_batches
             table.micro_batch[[request.slot for request in plan.context]] = turn
         return recomputed
 
+    def _park(self, row: int) -> None:
+        """The last step of the request in `row` is in flight."""
+        self.active.park(row)
+        self.kv_cache.end_generation(row)
+
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
-        if self._repetition is not None:
-            if iteration.is_repeated:
-                return self.confirm(1)
-            self._repetition.collected_batch()
-            self.active.settle()
         done = confirm(iteration, outputs, self.table, self._drafts)
         return done if self._v1_batch is None else self._v1_batch.add_complete(done)
 
@@ -386,43 +370,6 @@ class TensorRtLlmScheduler:
 
     def _does_not_fit(self, error: Exception) -> SchedulerStalled:
         return SchedulerStalled(f"{self.name} let requests run that do not fit: {error}")
-
-    # Iterations of which the times are known.
-
-    def horizon(self, plan: Plan) -> int:
-        if self._repetition is None:
-            return 0
-        steps = self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight)
-        return min(steps, 1) if self._has_collected else steps
-
-    def cycle(self, plan: Plan) -> Sequence[Plan]:
-        if self._repetition is None or self.num_micro_batches == 1:
-            return [plan]
-        return self._repetition.cycle(plan)
-
-    def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
-        assert self._repetition is not None
-        adapters = None
-        if self.adapters is not None and self.active.num_with_lora:
-            try:
-                adapters = self._use_adapters(self.adapters, plan)
-            except OutOfAdapterPages as error:
-                raise self._does_not_fit(error) from error
-        return self._repetition.positions(plan), adapters
-
-    def repeat(self, plan: Plan, count: int) -> Growth:
-        assert self._repetition is not None
-        if self.adapters is not None and self.active.num_with_lora and count > 1:
-            self._use_adapters(self.adapters, plan, count - 1)
-        growth = self._repetition.repeat(plan, count)
-        if self._any_retention:
-            self.kv_cache.refresh(self._now_s)
-        return growth
-
-    def confirm(self, count: int) -> list[Request]:
-        assert self._repetition is not None
-        done = self._repetition.confirm(count)
-        return done if self._v1_batch is None else self._v1_batch.add_complete(done)
 
     # For records, and the loop's other questions.
 

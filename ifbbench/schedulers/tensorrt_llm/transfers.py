@@ -9,7 +9,6 @@ from ifbbench.kv.interface import KvCache
 from ifbbench.schedulers.remote_prompts import awaits_prompt, continue_generation
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
-from ifbbench.schedulers.tensorrt_llm.repetition import Repetition
 
 
 @dataclass
@@ -21,7 +20,6 @@ class Transfers:
 
     active: ActiveRequests
     kv_cache: KvCache
-    repetition: Repetition | None
     joined: list[tuple[Request, int]] = field(default_factory=list)
     sending: dict[Request, None] = field(default_factory=dict)
 
@@ -31,8 +29,6 @@ class Transfers:
         if request.in_generation:
             active.park(request.slot)
             self.kv_cache.end_generation(request.slot)
-        if self.repetition is not None:
-            self.repetition.forget(request)
         active.num_changes += 1
         active.num_sending += 1
         table.micro_batch[request.slot] = NO_MICRO_BATCH
@@ -64,8 +60,6 @@ class Transfers:
             del active.receiving[request]
             active.table.num_transferring -= 1
             active.add_to_generation(request)
-            if self.repetition is not None:  # iterations in flight do not count for it
-                active.table.confirmed[request.slot] -= self.repetition.num_in_flight
             cache.begin_generation(request.slot)
             if cache.reuse.enabled:
                 cache.store_generated(request.slot, request.prompt_len - 1)
