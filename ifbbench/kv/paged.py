@@ -13,7 +13,7 @@ from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.blocks import BlockCounters, OutOfBlocks
 from ifbbench.kv.interface import NO_REUSE, KvCache
-from ifbbench.kv.sequence import ReuseRules
+from ifbbench.kv.sequence import ReleaseCount, ReuseRules
 
 NO_LIMIT = np.iinfo(np.int64).max
 
@@ -145,7 +145,7 @@ class PagedCache(KvCache):
         return sum([self._blocks_to_come(slot) for slot in rows.tolist()])
 
     def plan_release(self) -> Any:
-        return ReleaseCount(self)
+        return ReleaseCount(self.free_blocks, self.held_blocks)
 
     # For the loop.
 
@@ -426,15 +426,3 @@ class PagedCache(KvCache):
             if group.settled < group.step:
                 self.registered[list(group.slots)] += group.step - group.settled
                 group.settled = group.step
-
-
-class ReleaseCount:
-    """The free blocks after planned removals of sequences that share none."""
-
-    def __init__(self, cache: PagedCache) -> None:
-        self.free_blocks = cache.free_blocks
-        self._cache = cache
-
-    def release(self, slot: int) -> None:
-        """Plan the removal of the sequence in `slot`."""
-        self.free_blocks += self._cache.held_blocks(slot)

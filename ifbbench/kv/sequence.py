@@ -1,6 +1,7 @@
 """The sequences of one attention window: the blocks that each holds, found in the reuse tree or newly taken."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -298,3 +299,17 @@ class ReleasePlan:
             self._released[block] += count
             if references[block] == self._released[block]:
                 self.free_blocks += 1
+
+
+class ReleaseCount:
+    """The free blocks after planned removals of sequences that share no block.
+
+    held_blocks: takes a slot, and returns the blocks of its sequence.
+    """
+
+    def __init__(self, free_blocks: int, held_blocks: Callable[[int], int]) -> None:
+        self.free_blocks, self._held_blocks = free_blocks, held_blocks
+
+    def release(self, slot: int) -> None:
+        """Plan the removal of the sequence in `slot`."""
+        self.free_blocks += self._held_blocks(slot)

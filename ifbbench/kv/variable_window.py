@@ -11,8 +11,8 @@ from ifbbench.engine.request import Request
 from ifbbench.kv.blocks import BlockCounters, OutOfBlocks
 from ifbbench.kv.interface import KvCache
 from ifbbench.kv.manager import KvCacheManager
-from ifbbench.kv.paged import PagedCache, ReleaseCount
-from ifbbench.kv.sequence import ReleasePlan
+from ifbbench.kv.paged import PagedCache
+from ifbbench.kv.sequence import ReleaseCount, ReleasePlan
 from ifbbench.kv.sizing import WindowLayout
 
 

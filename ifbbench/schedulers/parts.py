@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from ifbbench.engine.arrays import Rows
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.settings.config import SGLANG, VLLM
@@ -43,12 +44,8 @@ class Parts:
         return self._sums(None)
 
     def _sums(self, values: NDArray[np.int64] | None) -> list[int]:
-        """The sums of `values`, [rows], over the requests of each part; their number without values."""
         requests = self._table.requests
-        rows = np.fromiter(requests, np.int64, len(requests))
-        sums = np.bincount(rows % self._number, None if values is None else values[rows], self._number)
-        found: list[int] = sums.astype(np.int64).tolist()
-        return found
+        return sums_of_parts(np.fromiter(requests, np.int64, len(requests)), self._number, values)
 
     def _fewest_requests(self, parts: list[int]) -> int:
         """vLLM: requests that wait count fourfold, but none waits for a part here."""
@@ -68,3 +65,11 @@ class Parts:
         expected = max(ceil_div(sum(running) + 1, self._number), max(running))
         open_parts = [part for part in parts if running[part] < expected] or parts
         return min(open_parts, key=lambda part: (tokens[part], running[part]))
+
+
+def sums_of_parts(rows: Rows, number: int, values: NDArray[np.int64] | None) -> list[int]:
+    """The sums of `values`, by row of the table, over the requests of each part that are in `rows`; how many these are
+    without values."""
+    sums = np.bincount(rows % number, None if values is None else values[rows], number)
+    found: list[int] = sums.astype(np.int64).tolist()
+    return found

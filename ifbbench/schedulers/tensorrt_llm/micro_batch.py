@@ -4,12 +4,10 @@ from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter
 
-import numpy as np
-
-from ifbbench.engine.arrays import Rows
 from ifbbench.engine.plan import LeftOut, Limit
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div
+from ifbbench.schedulers.parts import sums_of_parts
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, fit_chunks
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
@@ -62,7 +60,7 @@ class MicroBatchScheduler:
                     needed += sum(request.prompt_len + request.num_draft_tokens for request in admitted)
             takes_all = count <= max_requests and (self.max_num_tokens is None or needed <= self.max_num_tokens)
             if takes_all and self.num_parts > 1:
-                of_parts = self._tokens_of_parts(active, generation)
+                of_parts = sums_of_parts(generation, self.num_parts, active.table.step_tokens)
                 for request in admitted:
                     of_parts[request.slot % self.num_parts] += request.prompt_len + request.num_draft_tokens
                 takes_all = max(of_parts) <= self.share
@@ -72,7 +70,7 @@ class MicroBatchScheduler:
         if takes_all:
             selection.count, selection.tokens = len(generation), tokens
             if self.num_parts > 1:
-                selection.tokens_of_parts = self._tokens_of_parts(active, generation)
+                selection.tokens_of_parts = sums_of_parts(generation, self.num_parts, active.table.step_tokens)
             selection.add_contexts(admitted)
         else:
             removed = {request.slot for request in fitting.held}
@@ -86,12 +84,6 @@ class MicroBatchScheduler:
     def share(self) -> int:
         """The token budget of each part."""
         return (UNLIMITED if self.max_num_tokens is None else self.max_num_tokens) // self.num_parts
-
-    def _tokens_of_parts(self, active: ActiveRequests, generation: Rows) -> list[int]:
-        """The tokens of generation requests in each part."""
-        steps = active.table.step_tokens[generation]
-        tokens: list[int] = np.bincount(generation % self.num_parts, steps, self.num_parts).astype(np.int64).tolist()
-        return tokens
 
 
 class MicroBatch:

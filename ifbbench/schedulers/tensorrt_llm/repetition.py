@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -477,6 +477,10 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         self._repetition = Repetition(
             config, self.active, self.kv_cache, self._may_pause, self._dynamic_limits, self._balance
         )
+        self._in_flight: Sequence[InFlightIteration] = ()
+        # Whether iterations were collected during the latest decision: what they completed left batch slots, which the
+        # next iteration may give to requests that wait.
+        self._has_collected = False
 
     # Single iterations.
 
@@ -493,6 +497,14 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         super().receive(requests)
         for request in requests:  # iterations in flight do not count for it
             self.table.confirmed[request.slot] -= self._repetition.num_in_flight
+
+    def schedule(
+        self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
+    ) -> Plan:
+        num_before = len(in_flight)
+        plan = super().schedule(iteration, now_s, in_flight, collect)
+        self._in_flight, self._has_collected = in_flight, len(in_flight) < num_before
+        return plan
 
     def allocate(self, plan: Plan) -> StepInputs:
         self._repetition.leave(self._iteration)

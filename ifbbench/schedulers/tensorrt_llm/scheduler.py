@@ -95,11 +95,7 @@ class TensorRtLlmScheduler(SingleIterations):
         self._iteration, self._now_s, self._admits = 0, 0.0, False
         # Whether a request had retention priorities of its own, which may expire.
         self._any_retention = False
-        # Whether iterations were collected during the latest decision: what they completed left batch slots, which the
-        # next iteration may give to requests that wait.
-        self._has_collected = False
         self._transfers = Transfers(self.active, cache)
-        self._in_flight: Sequence[InFlightIteration] = ()
         self._is_logged = log.isEnabledFor(logging.DEBUG)
 
     # The queue.
@@ -145,7 +141,7 @@ class TensorRtLlmScheduler(SingleIterations):
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
         """Raises PolicyFailed if a user's policy raises."""
-        self._iteration, self._now_s, self._in_flight = iteration, now_s, in_flight
+        self._iteration, self._now_s = iteration, now_s
         if self._dynamic_limits is not None and self._dynamic_limits.update(self.active):
             self._latest = None
         if self.num_micro_batches > 1:
@@ -153,12 +149,10 @@ class TensorRtLlmScheduler(SingleIterations):
         if self.config.drafts.max_len:
             self._drafts.propose()
         plan = self._decide()
-        self._has_collected = False
         while plan.paused and self._is_pause_in_flight(plan, in_flight):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
             while self._is_pause_in_flight(plan, in_flight):
                 collect()
-                self._has_collected = True
             plan = self._decide()
         for pause in plan.paused:
             self._pause(pause.victim)
