@@ -13,7 +13,7 @@ from ifbbench.engine.request import Request, RequestTable
 from ifbbench.engine.stretch import Growth, Positions, Stretch
 from ifbbench.errors import IfbbenchError
 
-# What `RequestSource.get` is asked for where all requests that have arrived are to be returned.
+# Asks `RequestSource.get` for all requests that have arrived.
 NO_LIMIT = -1
 
 
@@ -142,7 +142,7 @@ class Scheduler(Protocol):
 
 @runtime_checkable
 class KvScheduler(Protocol):
-    """What a scheduler has beside, of which keys and values are sent and received (`Plan.receiving`)."""
+    """The methods that a scheduler has in addition if keys and values are sent and received (`Plan.receiving`)."""
 
     def keep(self, request: Request) -> None:
         """`request` is complete, and its keys and values are to be sent to another engine: it leaves the running set,
@@ -264,7 +264,7 @@ class Delivery(Protocol):
     def of_iteration(self, record: IterationRecord) -> float: ...
 
     def of_stretch(self, stretch: Stretch) -> Iterable[float]:
-        """[iterations]."""
+        """As `of_iteration`, for each iteration of `stretch`."""
         ...
 
 

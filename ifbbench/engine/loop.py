@@ -96,7 +96,7 @@ class TokenGenerationLoop:
         self._is_open_loop = is_open_loop
         self._activated: list[Request] = []
         self._failure: ExecutorFailed | None = None
-        # Until then no request arrives; a request that leaves may let one in.
+        # No request arrives before this time, unless a request that leaves lets one in.
         self._quiet_until_s, self._known_queued = -math.inf, 0
 
     def step(self) -> bool:

@@ -81,8 +81,8 @@ class PagedCache(KvCache):
         # By slot: the maximum number of tokens that the request may register, and its beams.
         self._limit = np.zeros(slots, np.int64)
         self._beam_width = np.ones(slots, np.int64)
-        # By slot: the blocks of the complete sequence, and those that it holds or held when it entered its group; those
-        # that beams share count once. And the blocks of one beam when it entered its group.
+        # By slot: the blocks of the complete sequence; those that it holds, or held when it entered its group; those
+        # that one beam had then. Blocks that beams share count once.
         self._all_blocks = np.zeros(slots, np.int64)
         self._held = np.zeros(slots, np.int64)
         self._of_beam = np.zeros(slots, np.int64)
@@ -300,7 +300,7 @@ class PagedCache(KvCache):
         while group.wraps and group.wraps[0][0] == group.step:
             wrap = heappop(group.wraps)
             is_new = not group.wraps or group.wraps[0] != wrap  # a slot may have been given to another request
-            # Not if the sequence has left, or took no part in a step: then it has another entry.
+            # A sequence that has left, or took no part in a step, does not wrap: it has another entry.
             if is_new and wrap[1] in group.slots and self._registered(wrap[1]) == self._capacity:
                 group.growing[(group.step - self._capacity) % self._size] -= int(self._beam_width[wrap[1]])
                 group.num_wrapped += 1
@@ -404,7 +404,7 @@ class PagedCache(KvCache):
 
     def _positions_in_block(self, registered: Rows) -> Rows:
         size = self._size
-        # A remainder of integers takes several times as long.
+        # The remainder of a division takes several times as long.
         return registered & (size - 1) if size & (size - 1) == 0 else registered % size
 
     def _more_for_beams(self, request: Request) -> int:

@@ -46,7 +46,7 @@ def number(value: float) -> Any:
 
 
 def value_of(encoded: Any) -> float:
-    """The value that `number` was called of."""
+    """The value that was given to `number`."""
     return float(bytes(encoded)) if isinstance(encoded, Raw) else float(encoded)
 
 
@@ -54,7 +54,7 @@ def share_of(value: float) -> Any:
     """`value`, from 0 to 1, rounded to `SHARE_DIGITS` as `round` does it, but quickly; to be encoded (see `number`)."""
     scaled = value * SHARE_UNITS + 0.5
     units = int(scaled)
-    # The product is exact to 1e-9: only halves, or what is as near to them, depend on more.
+    # The product is exact to 1e-9, which decides unless it is as near as that to a half.
     if 1e-6 < scaled - units < 1 - 1e-6:
         return number(units / SHARE_UNITS)
     return number(round(value, SHARE_DIGITS))

@@ -39,7 +39,7 @@ class IterationTotals:
         self.slots = self.padded_slots = self.empty_generation_slots = 0
         self.pauses = self.recomputed_tokens = self.computed_tokens = 0
         self.iterations = self.peak_scheduled = self.peak_active = 0
-        # None where the cache has no blocks.
+        # Both are None where the cache has no blocks.
         self.peak_used_blocks: int | None = None
         self.max_blocks: int | None = None
         # With several attention windows: the size of the pool and its peak use, by the tokens of each window.
@@ -93,7 +93,7 @@ class IterationTotals:
             self.peak_filled_tokens = cache.filled_tokens
 
     def figures(self, starts: Sequence[float], ends: Sequence[float]) -> dict[str, Any]:
-        """Their part of `summary.json`. starts, ends: of each iteration, in seconds."""
+        """The entries of `summary.json` about iterations. starts, ends: of each one, in seconds."""
         blocks = self.max_blocks, self.peak_used_blocks, self.tokens_per_block
         of_windows = {"per_window_size": self.windows} if self.windows else {}
         tokens = self.max_tokens, self.peak_held_tokens, self.peak_filled_tokens
@@ -111,7 +111,7 @@ class IterationTotals:
         }
 
     def draft_figures(self) -> dict[str, Any]:
-        """The figures of draft tokens, of a run with any."""
+        """The entry of `summary.json` about draft tokens, if the run had any."""
         return {} if self.drafts is None else {"speculative_decoding": self.drafts.figures()}
 
 
@@ -199,7 +199,7 @@ class SummaryRecorder:
         return self.ends_s[-position]
 
     def _follow(self, record: IterationRecord, limit: str) -> None:
-        """Take in what requests did, unless they only went on."""
+        """Take in what requests did, unless they did the same as in the iteration before."""
         tracker = self._tracker
         if tracker.follows_requests or not record.only_generates or limit != tracker.head.limit:
             tracker.add(record, self.starts_s)

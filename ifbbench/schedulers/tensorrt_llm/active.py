@@ -89,7 +89,7 @@ class ActiveRequests:
         index = self._find(self.generation, request)
         self.generation.insert(index, request)
         rows = self.generation_rows
-        # As np.insert does, several times faster.
+        # This does what np.insert does, several times faster.
         longer = np.empty(len(rows) + 1, np.int64)
         longer[:index], longer[index], longer[index + 1 :] = rows[:index], request.slot, rows[index:]
         self.generation_rows = longer
@@ -125,8 +125,8 @@ class ActiveRequests:
         request.leave()
 
     def settle(self) -> None:
-        """Write the deferred steps to the table: before its counters are changed or read but by `Repetition` and
-        `Request`."""
+        """Write the deferred steps to the table. Called before anything but `Repetition` and `Request` reads or changes
+        its counters."""
         table, rows = self.table, self.generation_rows
         if table.deferred_steps or table.deferred_confirmed:
             table.generated[rows] += table.deferred_steps

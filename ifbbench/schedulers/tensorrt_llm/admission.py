@@ -82,7 +82,7 @@ class Admission:
             pass
         if source.next_priority is None:
             return
-        # Beyond them, those that go before the last of the first `max_waiting`.
+        # Fetch further requests only if they go before the last of the first `max_waiting`.
         while (priority := source.next_priority()) is not None and (
             len(self.waiting) < max_waiting or priority > self.waiting[max_waiting - 1].priority
         ):
@@ -112,7 +112,7 @@ class Admission:
             return False
         if len(active) < self._max_active:
             return len(active.table.free_rows) > 0  # those of requests that are being sent are taken
-        # Beyond the limit only before the last active request, while there are sequence slots.
+        # Beyond the limit, a request enters only before the last active one, and while there are sequence slots.
         return last is not None and request.priority > last.priority and len(active.table.free_rows) > 0
 
 

@@ -114,14 +114,14 @@ class MicroBatch:
                 continue
             self._leave_out(request, limit)
             if limit is Limit.NUM_TOKENS and self.scheduler.num_parts > 1:
-                # This part is full: whatever is behind this request in it, too.
+                # This part is full, so that requests behind this one in it are left out, too.
                 self.tokens_of_parts[request.slot % self.scheduler.num_parts] = self.scheduler.share
             elif limit in (Limit.BATCH_SIZE, Limit.NUM_TOKENS):
                 break
         self.held.extend(request for request in rest if not request.in_context)
 
     def add_contexts(self, requests: list[Request]) -> None:
-        """As `add`, for context requests."""
+        """Do what `add` does, for context requests."""
         if not self.scheduler.chunking_policy:
             self.add(requests)
             return

@@ -185,7 +185,7 @@ class TensorRtLlmScheduler(SingleIterations):
         if selected.left_out is not None:
             blocked.append(selected.left_out)
         if self.table.any_in_flight:
-            # What is in flight in another micro batch runs.
+            # Requests in flight in another micro batch do run.
             in_flight = self.table.in_other_micro_batch
             held = [request for request in held if not in_flight(request.slot)]
             blocked = [one for one in blocked if one.request in paused or not in_flight(one.request.slot)]
@@ -300,7 +300,7 @@ class TensorRtLlmScheduler(SingleIterations):
         for request in completing:
             request.start_generation()
             self.active.move_to_generation(request)
-            if not self.config.drafts.max_len:  # else requests differ in the tokens of a step
+            if not self.config.drafts.max_len:  # with drafts, requests differ in the tokens of a step
                 self.kv_cache.begin_generation(request.slot, iteration % self.num_micro_batches)
             if reuses_blocks:
                 self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
@@ -329,7 +329,7 @@ class TensorRtLlmScheduler(SingleIterations):
             self.adapters.forget_device()
         rows = [chunk.request.slot for batch in iteration.batches for chunk in batch.context]
         rows += [slot for batch in iteration.batches for slot in batch.slots.tolist()]
-        # -1 if the request has left.
+        # A row is -1 if its request has left.
         lost = [self.table.requests[row] for row in rows if row in self.table.requests and row not in iteration.dropped]
         for request in lost:
             self.kv_cache.forget_sequence(request.slot)
@@ -365,7 +365,7 @@ class TensorRtLlmScheduler(SingleIterations):
     def _does_not_fit(self, error: Exception) -> SchedulerStalled:
         return SchedulerStalled(f"{self.name} let requests run that do not fit: {error}")
 
-    # For records, and the loop's other questions.
+    # For records, the summary, and conversations.
 
     def figures(self) -> dict[str, Any]:
         found: dict[str, Any] = {} if self.adapters is None else {"lora": self.adapters.figures()}
