@@ -112,7 +112,7 @@ def is_fast(words: list[str]) -> bool:
 
 
 def is_fleet_of_processes(words: list[str]) -> bool:
-    """Whether a command starts a process with PyTorch for each replica, as `tests/replay` does for the same settings."""
+    """Whether a command starts a process with PyTorch for each replica; the fact is in `tests/fleet`, too."""
     has_replicas = bool({"--replicas", "--prefill_replicas"} & set(words))
     return words[0] == "run" and has_replicas and words[words.index("--device") + 1] == "cpu"
 
