@@ -245,7 +245,7 @@ def test_objectives_that_every_setting_meets_are_said():
 @pytest.mark.parametrize("goal", ["goodput", "output_throughput", "max_rate", "cost"])
 def test_progress_is_that_of_the_whole_search(monkeypatch, goal):
     monkeypatch.setattr("ifbbench.studies.tune.ABOVE_RUNS", 16)
-    searching = tuner(goal=goal, slo="ttft=2s,tpot=40ms", request_rate=20, max_num_samples=20)
+    searching = tuner(goal=goal, slo="ttft=2s,tpot=40ms", request_rate=20, max_num_samples=8)
     stages, totals, done = list[str](), list[int](), list[int]()
 
     class Kept:
