@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,7 +151,12 @@ OF_TEXT_CONFIG = {"llama4": "llama4_text", "gemma3": "gemma3_text"}
 
 def built_in_models() -> list[str]:
     """Names of the built-in shapes, which have no weights."""
-    return [TINY, *sorted(path.stem for path in SHAPES.glob("*.json"))]
+    return [TINY, *_files_in(SHAPES)]
+
+
+@cache  # each run asks several times
+def _files_in(directory: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in directory.glob("*.json")))
 
 
 def built_in_shape(name: str) -> str | None:

@@ -163,6 +163,12 @@ ROUTERS = ("round_robin", "random", "least_requests", "least_tokens", "least_kv"
 MAX_SPAN_S = 100 * 365.25 * 86_400  # of all arrivals: later times would lose the precision of latencies
 
 
+@cache  # each change of a setting asks for them, and to read a directory takes longer than all else of a check
+def profile_names() -> tuple[str, ...]:
+    """Names of the built-in hardware profiles."""
+    return tuple(sorted(path.stem for path in HARDWARE_PROFILES.glob("*.toml")))
+
+
 def profile_name(device: str) -> str:
     """The name of the hardware profile that `device` means, with or without `sim:`; of a family its usual member."""
     name = device.removeprefix(SIMULATED)
@@ -175,8 +181,8 @@ def _device(name: Any) -> Any:
     if not isinstance(name, str) or name.lower() in ("", *DEVICES):
         return name
     profile = profile_name(name)
-    profiles = [path.stem for path in HARDWARE_PROFILES.glob("*.toml")]
-    is_profile = name.endswith(".toml") or any(one.startswith(profile.lower().replace("_", "-")) for one in profiles)
+    begin = profile.lower().replace("_", "-")
+    is_profile = name.endswith(".toml") or any(one.startswith(begin) for one in profile_names())
     return SIMULATED + profile if is_profile or name.startswith(SIMULATED) else name
 
 

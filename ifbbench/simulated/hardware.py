@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
-from ifbbench.settings.config import HARDWARE_PROFILES
+from ifbbench.settings.config import HARDWARE_PROFILES, profile_names
 from ifbbench.settings.fields import choice, did_you_mean, located, number, table, text
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
@@ -225,7 +225,7 @@ class HardwareProfile:
 
 def hardware_names() -> list[str]:
     """Names of the built-in profiles."""
-    return sorted(path.stem for path in HARDWARE_PROFILES.glob(f"*{SUFFIX}"))
+    return list(profile_names())
 
 
 def load_hardware(name_or_path: str) -> HardwareProfile:

@@ -324,7 +324,8 @@ def record_best(tuning: Tuning, directory: Path, overwrite: bool) -> list[Path]:
         return replica_directories(directory / RUN)
     for number in range(1, case.replicas + 1):
         path = directory / (RUN if number == 1 else f"{RUN}-{number}")
-        share: dict[str, Any] = {} if case.replicas == 1 else {"replica": f"{number}/{case.replicas}"}
+        # One replica needs no router, whatever was asked for: its run is that of one engine, and is read as such.
+        share: dict[str, Any] = {"router": None} if case.replicas == 1 else {"replica": f"{number}/{case.replicas}"}
         run_trace(runs.trace_of(case), runs.config(case).with_values(output=str(path), overwrite=overwrite, **share))
         recorded.append(path)
     return recorded

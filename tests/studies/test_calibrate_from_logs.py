@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.studies.logged import CHUNKED, MODEL, iterations, load_tests, replaye
 
 GIVEN = {**MODEL, "device": "sim:h100-sxm"}
 # Most tests have so many iterations of each kind, because the fit takes nearly all of their time.
-MAX_POINTS = 30
+MAX_POINTS = 16
 FIGURES = (("ttft_s", "mean"), ("ttft_s", "p99"), ("itl_s", "mean"), ("itl_s", "p99"), ("e2e_s", "mean"))
 
 
@@ -44,8 +45,13 @@ def server(tmp_path_factory) -> Path:
 
 def largest_error(server: Path, profile: Path) -> float:
     """Of the figures of another trace, with the fitted profile and with the true one."""
-    figures = [figures_of(server / "other", str(path)) for path in (profile, server / "true.toml")]
-    return max(abs(found / true - 1) for found, true in zip(*figures, strict=True))
+    found = figures_of(server / "other", str(profile))
+    return max(abs(one / true - 1) for one, true in zip(found, true_figures(server), strict=True))
+
+
+@cache
+def true_figures(server: Path) -> list[float]:
+    return figures_of(server / "other", str(server / "true.toml"))
 
 
 def figures_of(directory: Path, profile: str) -> list[float]:

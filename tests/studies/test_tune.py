@@ -10,6 +10,7 @@ import pytest
 
 from ifbbench.cli.tune_tables import rate_text, recorded_text
 from ifbbench.errors import InputError
+from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.names import from_mapping
 from ifbbench.studies.points import run_points
@@ -244,7 +245,7 @@ def test_objectives_that_every_setting_meets_are_said():
 @pytest.mark.parametrize("goal", ["goodput", "output_throughput", "max_rate", "cost"])
 def test_progress_is_that_of_the_whole_search(monkeypatch, goal):
     monkeypatch.setattr("ifbbench.studies.tune.ABOVE_RUNS", 16)
-    searching = tuner(goal=goal, slo="ttft=2s,tpot=40ms", request_rate=20, max_num_samples=20)
+    searching = tuner(goal=goal, slo="ttft=2s,tpot=40ms", request_rate=20, max_num_samples=8)
     stages, totals, done = list[str](), list[int](), list[int]()
 
     class Kept:
@@ -423,6 +424,18 @@ def test_the_cost_is_that_of_the_fewest_gpus_that_meet_the_objectives():
     assert case.replicas == best.gpus > 1
     (fewer,) = found.runs.run([replace(case, replicas=case.replicas - 1)])
     assert found.goal.shortfalls(fewer.summary)
+
+
+def test_one_replica_behind_a_router_is_recorded_as_one_engine(tmp_path):
+    """Its directory has iterations, which the answer explains."""
+    limits = {"max_batch_size": 128, "max_num_tokens": 1024, "tp_size": 1, "enable_chunked_context": True}
+    asked = {"router": "least_requests", "request_rate": 5, "max_num_samples": 20, "policy": "guaranteed_no_evict"}
+    found = tune(goal="cost", slo="ttft.p99=2s", **limits, **asked)
+    assert found.best is not None
+    assert found.best.run.case.replicas == 1
+    (run,) = record_best(found, tmp_path / "tuned", overwrite=False)
+    assert answer(found, [run], [])["binding"]
+    assert load_run(run).summary["schedule_digest"] == found.best.summary["schedule_digest"]
 
 
 def test_a_candidate_over_more_of_the_trace_replaces_one_over_less():

@@ -246,17 +246,7 @@ def test_lines_differ_from_limits_and_from_each_other(sweep_of_three: Path, open
 
 
 def test_texts_of_ticks_do_not_touch(tmp_path: Path, opened: Any) -> None:
-    directory = tmp_path / "rates"
-    _invoke(
-        *SWEEP.split(),
-        "--over",
-        "kv_cache_free_gpu_mem_fraction=0.5,0.505,0.51,0.6,0.9",
-        "--keep",
-        "summary",
-        "--output",
-        str(directory),
-    )
-    _invoke("plot", str(directory), "--html")
+    directory = _page_of(tmp_path / "rates", "summary", "kv_cache_free_gpu_mem_fraction=0.5,0.505,0.51,0.6,0.9")
     page = opened(directory / "sweep.html")
     # Of each chart the boxes of its texts; one of a tick and the name of an axis may not touch either.
     boxes = "all => all.map(svg => [...svg.querySelectorAll('text')].map(one => one.getBoundingClientRect().toJSON()))"
