@@ -39,7 +39,8 @@ def batches(directory: Path, left_out: Collection[int] = ()) -> list[dict[int, i
 
 
 def decisions(directory: Path) -> list[tuple[Any, ...]]:
-    """What each iteration ran and paused, the free blocks, and which request it left out first and why."""
+    """What each iteration ran and paused, the free blocks, which request it left out first and why, and how many
+    requests were active, were in the queue and waited."""
     return [
         (
             line["Scheduled Requests"],
@@ -47,6 +48,9 @@ def decisions(directory: Path) -> list[tuple[Any, ...]]:
             line["Paused Requests"],
             line["Free KV cache blocks"],
             line["ifbbench"]["first_left_out"],
+            line["Active Request Count"],
+            line["ifbbench"]["queued"],
+            line["ifbbench"]["waiting"],
         )
         for line in lines(directory, "iterations")
     ]
