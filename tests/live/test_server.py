@@ -4,6 +4,7 @@ benchmarks.vllm_server --requests 80 --blocks 36 --keep DIRECTORY` left of the s
 reads."""
 
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from ifbbench.cli.main import main
 from tests.live.recordings import batches, decisions, holders_of, lines
+
 
 def extracted(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(name)
@@ -50,9 +52,34 @@ def test_the_recording_is_what_the_wrapper_saw_and_is_replayed(each_server: Path
     pauses = [(line[2], line[3]) for line in decisions(recording)]
     assert pauses == [(len(step["preempted"]), step["free_blocks"]) for step in seen]
     assert sum(count for count, _ in pauses) > 10
-    call("run", str(recording), "--engine", "vllm", "--output", str(tmp_path / "replayed"), "--quiet")
+    output = call("run", str(recording), "--engine", "vllm", "--output", str(tmp_path / "replayed"), "--quiet")
+    assert "recorded schedule" not in output
     assert decisions(tmp_path / "replayed") == decisions(recording)
     assert batches(tmp_path / "replayed") == batches(recording)
+
+
+def test_a_replay_that_differs_says_so(server: Path, tmp_path: Path) -> None:
+    recording = tmp_path / "recording"
+    shutil.copytree(server / "recording", recording)
+    replay = ["run", str(recording), "--engine", "vllm", "--quiet", "--output"]
+    assert "recorded schedule" not in call(*replay, str(tmp_path / "equal"))
+    rows = lines(recording, "iterations")
+    number, details = 200, rows[200]["ifbbench"]
+    text = f"1 of {len(rows)} iterations differ, first iteration {number}: "
+    text += f"{rows[number]['Scheduled Requests']} requests with {details['budget_used']} tokens"
+    details["budget_used"] += 3
+    (recording / "iterations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert text in call(*replay, str(tmp_path / "differs"))
+    (recording / "iterations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-2]))
+    output = call(*replay, str(tmp_path / "longer"))
+    assert f"3 of {len(rows)} iterations differ, first iteration {number}: " in output
+    assert f"recorded: {rows[number]['Scheduled Requests']} requests with {details['budget_used']} tokens" in output
+    (recording / "iterations.jsonl").write_text("no iteration\n")
+    output = call(*replay, str(tmp_path / "unreadable"))
+    assert "was not compared with the recorded schedule: " in output
+    assert "iterations.jsonl, line 1" in output
+    (recording / "iterations.jsonl").unlink()
+    assert "recorded schedule" not in call(*replay, str(tmp_path / "unknown"))
 
 
 def test_why_names_what_held_a_request(each_server: Path) -> None:
