@@ -36,7 +36,7 @@ from tests.conformance.sglang import MAX_LEN, MAX_ROUNDS
 from tests.conformance.sglang_workloads import draw_case, draw_retractions
 from tests.live.recordings import Kept, batches, decisions, difference_of_replay, first_difference, lines
 
-KEPT_SEEDS = 102, 106, 123, 110, 23, 25
+KEPT_SEEDS = 106, 123, 110, 23, 25
 
 
 def load_plugins(folder: Path) -> None:
@@ -58,8 +58,8 @@ def load_plugins(folder: Path) -> None:
 class Served(Original):
     """SGLang's scheduler in its own event loop, with one workload.
 
-    steps: what it ran, seen from `run_batch`: tokens of each request, how many requests had lost their pages, and free
-    pages with those that can be evicted.
+    steps: what it ran, seen from `run_batch`: tokens of each request, how many requests had lost their pages, free
+    pages with those that can be evicted, the request whose prompt was cut, and the queue.
     """
 
     def __init__(self, case: dict[str, Any], aborts: Sequence[tuple[int, int]] = ()) -> None:
@@ -135,7 +135,15 @@ class Served(Original):
         tokens = {f"{number:06}": count for number, _, count in seen["prefill"]}
         tokens |= {f"{number:06}": 1 for number in seen["decode"]}
         free = (seen["free"] + seen["evictable"]) // self.page_size
-        self.steps.append({"tokens": tokens, "lost": self._num_lost, "free": free})
+        self.steps.append(
+            {
+                "tokens": tokens,
+                "lost": self._num_lost,
+                "free": free,
+                "cut": None if self.chunked_req is None else self.chunked_req.rid,
+                "queue": [f"{number:06}" for number in seen["queue"]],
+            }
+        )
         self._num_lost = 0
         return result
 

@@ -26,7 +26,7 @@ from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.files import OutputError, lost
 from ifbbench.rundir.run_directory import REPEATS_FILE, is_lost
-from ifbbench.settings.config import RunConfig
+from ifbbench.settings.config import BY_ITERATION, RunConfig
 from ifbbench.settings.fields import boolean, choice, integer, located
 from ifbbench.settings.names import usual_settings
 
@@ -86,6 +86,11 @@ def run(
     else:
         print_result(result, lambda data: print_run(data, benchmark_lines))
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
+    if trace is not None and config.arrival == BY_ITERATION:
+        from ifbbench.analysis.replayed import difference_from_recording
+
+        if difference := difference_from_recording(Path(trace), result.directory, config.as_dict()):
+            click.echo(difference, err=True)
     if result.failed:
         reasons = find_lines(result.directory, "requests")
         click.echo(f"{result.failed} requests failed; {reasons} has the reason of each.", err=True)

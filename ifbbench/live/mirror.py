@@ -104,6 +104,8 @@ class Mirror:
         self._carried_over: list[RecordedRequest] = []
         # Requests that the latest iteration ended may be pre-empted in one that was decided before.
         self._ended: dict[str, RecordedRequest] = {}
+        # When each request ended that iterations in flight were decided with.
+        self._ends_s: list[float] = []
         self._allocated = self._reused = self._missed = 0
 
     def add(self, added: Added, arrival_s: float, iteration: int) -> RecordedRequest:
@@ -170,7 +172,7 @@ class Mirror:
             first_held = self.requests.get(step.held) or self._ended.get(step.held)
         self._ended.clear()
         activated = self._start(step)
-        chunks, recomputed, num_generation, num_tokens = list[ContextChunk](), 0, 0, 0
+        chunks, recomputed, num_generation, num_tokens, num_over = list[ContextChunk](), 0, 0, 0, 0
         for name, tokens in step.tokens.items():
             request = self.requests.get(name)
             outputs = step.num_outputs.get(name, 1)
@@ -182,9 +184,10 @@ class Mirror:
                 num_tokens += tokens - chunk.length  # drafts that pad its step
                 request.made += outputs if chunk.is_last else 0
                 continue
-            # One that ended while this iteration was in flight is not known any more.
             num_generation, num_tokens = num_generation + 1, num_tokens + tokens
-            if request is not None:
+            if request is None:  # it ended while this iteration was in flight
+                num_over += 1
+            else:
                 self._allocate(request, outputs)
                 request.computed += outputs
                 request.made += outputs
@@ -199,12 +202,15 @@ class Mirror:
             blocked.append(LeftOut(first_held, Limit.PREFILL))
         blocked += self._left_out(step, chunks, () if self._limits.runs_prompts_apart else held)
         start_s = step.begun_s + to_run_s
+        self._ends_s = [end_s for end_s in self._ends_s if end_s > step.begun_s]
+        num_over = max(num_over, len(self._ends_s))  # active when this iteration was decided
+        self._ends_s += [step.ended_s for one in step.ended if one.name in self.requests]
         return IterationRecord(
             iteration,
             micro_batch=0,
             start_s=start_s,
             timestamp=start_s + epoch_s,
-            active=self._num_started,
+            active=self._num_started + num_over,
             queued=len(self.requests) - self._num_started,
             activated=activated,
             context=tuple(chunks),

@@ -15,6 +15,7 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.cli.main import main
 from ifbbench.live.events import Begin, End, Event, write
+from ifbbench.rundir.rows import Id
 
 # The limits that `allocate_slots` of vLLM may fail for, of which its answer does not say which.
 BLOCKS = ("kv_blocks", "watermark", "full_prompt")
@@ -38,7 +39,8 @@ def batches(directory: Path, left_out: Collection[int] = ()) -> list[dict[int, i
 
 
 def decisions(directory: Path) -> list[tuple[Any, ...]]:
-    """What each iteration ran and paused, the free blocks, and which request it left out first and why."""
+    """What each iteration ran and paused, the free blocks, which request it left out first and why, and how many
+    requests were active, were in the queue and waited."""
     return [
         (
             line["Scheduled Requests"],
@@ -46,6 +48,9 @@ def decisions(directory: Path) -> list[tuple[Any, ...]]:
             line["Paused Requests"],
             line["Free KV cache blocks"],
             line["ifbbench"]["first_left_out"],
+            line["Active Request Count"],
+            line["ifbbench"]["queued"],
+            line["ifbbench"]["waiting"],
         )
         for line in lines(directory, "iterations")
     ]
@@ -85,17 +90,24 @@ def holders_of(
             limit = "batch_size"
         elif not step["preempted"] and sum(tokens for _, tokens, _ in step["scheduled"]) >= budget:
             limit = "num_tokens"
-        stretches = request_life(run, heads, names[name]).stretches
-        one = next(part for part in stretches if part.first <= number <= part.last and part.phase != "arrival")
-        holder, why = one.behind, one.limit
-        if one.phase == "paused":  # a pre-empted request is in the queue again, and its span has another cause
-            head = iteration_facts(run, number).left_out
-            assert head is not None
-            holder, why = None if head[0] == names[name] else head[0], head[1]
+        holder, why = held_by(run, heads, number, names[name])
         behind = None if holder is None else of_id[holder]
         why = "blocks" if why in BLOCKS else str(why)
         found.append(Holder(number, name, (None if name == first else first, limit), (behind, why)))
     return found
+
+
+def held_by(run: RecordedRun, heads: HeadsOfLine, number: int, request: Id) -> tuple[Id | None, str | None]:
+    """What `why` says of a request that waits in an iteration: the request that it waits behind (None: itself is the
+    first), and the limit."""
+    stretches = request_life(run, heads, request).stretches
+    one = next(part for part in stretches if part.first <= number <= part.last and part.phase != "arrival")
+    if one.phase != "paused":
+        return one.behind, one.limit
+    # A pre-empted request is in the queue again, and its span has another cause.
+    head = iteration_facts(run, number).left_out
+    assert head is not None
+    return None if head[0] == request else head[0], head[1]
 
 
 def first_difference(expected: Iterable[Any], found: Iterable[Any]) -> str | None:
@@ -113,6 +125,8 @@ def difference_of_replay(directory: Path, replayed: Path, engine: str) -> str | 
     result = CliRunner().invoke(main, arguments)
     if result.exit_code:
         return f"the replay failed: {result.output}"
+    if "recorded schedule" in result.output:
+        return str(result.output)
     # What was in flight when a client stopped its request is in the lines, and not in the spans of a replay.
     stopped = {row["request_id"] for row in lines(directory, "trace") if "stopped_in" in row}
     one, other = (zip(decisions(path), batches(path, stopped), strict=True) for path in (directory, replayed))

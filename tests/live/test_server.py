@@ -1,8 +1,10 @@
-"""A recording of a real vLLM server, and its log: `server.tar.gz` has what `python -m benchmarks.vllm_server --requests
-80 --blocks 36 --keep DIRECTORY` left (vLLM 0.32 on a CPU), with what a wrapper around `schedule` saw, and the lines of
-the log that `import` reads."""
+"""Recordings of real vLLM servers, and a log: `server.tar.gz` and `async_server.tar.gz` have what `python -m
+benchmarks.vllm_server --requests 80 --blocks 36 --keep DIRECTORY` left of the synchronous and the asynchronous one
+(vLLM 0.32 on a CPU), with what a wrapper around `schedule` saw; the first one also the lines of the log that `import`
+reads."""
 
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -12,15 +14,22 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from tests.live.recordings import batches, decisions, holders_of, lines
 
-ARCHIVE = Path(__file__).parent / "server.tar.gz"
+
+def extracted(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(name)
+    with tarfile.open(Path(__file__).parent / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("server")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return extracted("server", tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=["server", "async_server"])
+def each_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return extracted(request.param, tmp_path_factory)
 
 
 def call(*words: str) -> str:
@@ -29,22 +38,53 @@ def call(*words: str) -> str:
     return result.output
 
 
-def test_the_recording_is_what_the_wrapper_saw_and_is_replayed(server: Path, tmp_path: Path) -> None:
-    recording, seen = server / "recording", lines(server, "witness")
+def test_the_recording_is_what_the_wrapper_saw_and_is_replayed(each_server: Path, tmp_path: Path) -> None:
+    recording, seen = each_server / "recording", lines(each_server, "witness")
     names = {row["request_id"]: row["name"] for row in lines(recording, "requests")}
-    batches_seen = [{name: tokens for name, tokens, _ in step["scheduled"]} for step in seen]
-    assert [{names[number]: tokens for number, tokens in one.items()} for one in batches(recording)] == batches_seen
+    is_async = json.loads((recording / "run.json").read_text())["config"]["async_scheduling"]
+    assert is_async == (each_server.name.startswith("async"))
+    for batch, step in zip(batches(recording), seen, strict=True):
+        found = {names[number]: tokens for number, tokens in batch.items()}
+        expected = {name: tokens for name, tokens, _ in step["scheduled"]}
+        # Where iterations are scheduled ahead, spans have no step too many of a request that has ended by then.
+        assert found == {name: tokens for name, tokens in expected.items() if not is_async or name in found}
+        assert all(expected[name] == 1 for name in expected.keys() - found.keys())
     pauses = [(line[2], line[3]) for line in decisions(recording)]
     assert pauses == [(len(step["preempted"]), step["free_blocks"]) for step in seen]
     assert sum(count for count, _ in pauses) > 10
-    call("run", str(recording), "--engine", "vllm", "--output", str(tmp_path / "replayed"), "--quiet")
+    output = call("run", str(recording), "--engine", "vllm", "--output", str(tmp_path / "replayed"), "--quiet")
+    assert "recorded schedule" not in output
     assert decisions(tmp_path / "replayed") == decisions(recording)
     assert batches(tmp_path / "replayed") == batches(recording)
 
 
-def test_why_names_what_held_a_request(server: Path) -> None:
+def test_a_replay_that_differs_says_so(server: Path, tmp_path: Path) -> None:
+    recording = tmp_path / "recording"
+    shutil.copytree(server / "recording", recording)
+    replay = ["run", str(recording), "--engine", "vllm", "--quiet", "--output"]
+    assert "recorded schedule" not in call(*replay, str(tmp_path / "equal"))
+    rows = lines(recording, "iterations")
+    number, details = 200, rows[200]["ifbbench"]
+    text = f"1 of {len(rows)} iterations differ, first iteration {number}: "
+    text += f"{rows[number]['Scheduled Requests']} requests with {details['budget_used']} tokens"
+    details["budget_used"] += 3
+    (recording / "iterations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert text in call(*replay, str(tmp_path / "differs"))
+    (recording / "iterations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-2]))
+    output = call(*replay, str(tmp_path / "longer"))
+    assert f"3 of {len(rows)} iterations differ, first iteration {number}: " in output
+    assert f"recorded: {rows[number]['Scheduled Requests']} requests with {details['budget_used']} tokens" in output
+    (recording / "iterations.jsonl").write_text("no iteration\n")
+    output = call(*replay, str(tmp_path / "unreadable"))
+    assert "was not compared with the recorded schedule: " in output
+    assert "iterations.jsonl, line 1" in output
+    (recording / "iterations.jsonl").unlink()
+    assert "recorded schedule" not in call(*replay, str(tmp_path / "unknown"))
+
+
+def test_why_names_what_held_a_request(each_server: Path) -> None:
     """In 100 random iterations, against a literal transcription of vLLM's rule on vLLM's own queue."""
-    found = holders_of(server / "recording", lines(server, "witness"), 16, 256, 100, seed=0)
+    found = holders_of(each_server / "recording", lines(each_server, "witness"), 16, 256, 100, seed=0)
     assert len(found) == 100
     assert [one for one in found if one.found != one.expected] == []
     assert {one.expected[1] for one in found} >= {"blocks", "num_tokens"}
