@@ -308,7 +308,7 @@ def _in_words(decision: Decision, words: Words) -> str:
         "generation": f"request {request_id} generates",
         "stops": f"request {request_id} stops generating",
         "paused": f"request {request_id} is {words.paused} to make room for {amount}",
-        "skipped": f"request {request_id} is skipped",
+        "skipped": f"request {request_id} {words.skipped[1]}",
     }[kind]
 
 

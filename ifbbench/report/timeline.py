@@ -75,7 +75,7 @@ def phase_names(run: RunData) -> dict[str, str]:
         "recompute": f"recompute after a {words.pause}",
         "paused": words.paused,
         "waiting": "waiting",
-        "skipped": "generation skipped",
+        "skipped": f"generation {words.phase('skipped')}",
     }
     if run.endpoint:  # a client cannot tell the queue of a server from its context phase
         return names | {"waiting": "not sent yet", "context": "until the first token"}

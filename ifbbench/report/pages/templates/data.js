@@ -201,7 +201,7 @@ class Run {
   }
 
   phaseName(phase) {
-    if (phase === SKIPPED && this.header.config.type === "v1") return "empty slot";
+    if (phase === SKIPPED) return this.header.config.type === "v1" ? "empty slot" : this.header.skipped[0];
     return phase === RECOMPUTE ? `recompute after a ${this.header.pause}` : phase === PAUSED ? this.header.paused : this.header.phases[phase];
   }
   nameOf(limit) { return (this.header.limit_texts[limit] || [limit])[0]; }
@@ -227,7 +227,7 @@ class Run {
       } else if (s.phase[i] === PAUSED) {
         stretches.push({ ...base, reason: `is ${this.header.paused} to make room for ${s.cause[i] < 0 ? "another request" : id[s.cause[i]]}` });
       } else if (s.phase[i] === SKIPPED) {
-        stretches.push({ ...base, reason: "keeps its blocks and is skipped" });
+        stretches.push({ ...base, reason: this.header.skipped[1] });
       } else if (s.phase[i] === GENERATION) {
         stretches.push({ ...base, reason: `generates ${grouped(tokens)} token${tokens > 1 ? "s" : ""}` });
       } else {
