@@ -217,9 +217,10 @@ class IterationFacts:
 
     used, available: of each limit: requests, tokens, KV blocks. window: of several attention windows, the tokens of the
     fullest one, which the KV blocks are of; empty with one window. contexts: (request, tokens) of each chunk.
-    generating: ids of the requests that generated a token. bound_by: the limit that left out the first request. waiting: requests that wait. aside: those that
-    generate and do not run. left_out: that request and the limit. missing: how much more of the limit it needed; None
-    where the recording does not say. words: of the engine.
+    generating: ids of the requests that generated a token. bound_by: the limit that left out the first request.
+    waiting: requests that wait. aside: those that generate and do not run. left_out: the first request that was left
+    out, and the limit. missing: how much more of the limit it needed; None where the recording does not say. words: of
+    the engine.
     """
 
     number: int

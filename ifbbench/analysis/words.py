@@ -58,8 +58,8 @@ class Words:
     """The words of an engine. pause, paused: what happens to a request that loses its KV blocks, as a noun and as a
     participle. skipped: of a request that generates and does not run, what it is in a table and what it does in a
     sentence. held: the time between its tokens in which it did not generate. chunked: that prompts are cut into chunks.
-    block: what the KV cache is divided into. limits: by their names in files. settings: the engine's own names of
-    settings, where it has others."""
+    block: what the KV cache is divided into. ahead: that an iteration is decided while the one before it runs. limits:
+    by their names in files. settings: the engine's own names of settings, where it has others."""
 
     pause: str = "pause"
     paused: str = "paused"
@@ -67,6 +67,7 @@ class Words:
     held: str = "held back, or computed again"
     chunked: str = "chunked context"
     block: str = "block"
+    ahead: str = "asynchronous scheduling"
     limits: Mapping[str, LimitText] = field(default_factory=lambda: LIMITS)
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -138,10 +139,11 @@ VLLM = Words(
 SGLANG = Words(
     pause="retraction",
     paused="retracted",
-    skipped=("aside for prompts", "stands aside for prompts"),
-    held="aside for prompts, or computed again",
+    skipped=("standing aside for prompts", "stands aside for prompts"),
+    held="standing aside for prompts, or computed again",
     chunked="chunked prefill",
     block="page",
+    ahead="overlap schedule",
     limits=LIMITS
     | {
         "batch_size": LimitText("running requests", "a place among the running", "run", "running", "max_batch_size"),

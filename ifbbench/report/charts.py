@@ -67,7 +67,6 @@ NOT_DRAWN = frozenset(
         "paused_requests",
         "host_ms",
         "device_ms",
-        "queued",
         "paused",
         "missed_blocks",
         "first_left_out",

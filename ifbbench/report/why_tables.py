@@ -249,13 +249,13 @@ def _number(number: int, what: str) -> str:
 
 
 def print_iteration(facts: IterationFacts, console: Console) -> None:
+    left_out = f"{_number(facts.waiting, 'request')} had arrived and {'was' if facts.waiting == 1 else 'were'}"
     ran = f"{_number(len(facts.contexts) + len(facts.recomputes), 'context chunk')} and "
     ran += _number(len(facts.generating), "generation request")
     aside = f"; {_number(facts.aside, 'running request')} stood aside for prompts" if facts.aside else ""
     console.print(
         f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms. It "
-        f"ran {ran}{aside}; {_number(facts.waiting, 'request')} had arrived and {'was' if facts.waiting == 1 else 'were'} "
-        "left out.\n",
+        f"ran {ran}{aside}; {left_out} left out.\n",
         soft_wrap=True,
     )
     table = plain_table("Limit", numbers=["used", "of"])
@@ -277,7 +277,8 @@ def print_iteration(facts: IterationFacts, console: Console) -> None:
     else:
         request_id, limit = facts.left_out
         missing = "" if facts.missing is None else f"; it missed by {facts.missing:,.0f} {UNITS.get(limit, '')}"
-        console.print(f"First left out: request {request_id}, for {facts.words.limit_name(limit)}{missing}.")
+        of = f"for {facts.words.limit_name(limit)}{missing}"
+        console.print(f"First left out: request {request_id}, {'which stood aside' if facts.aside else of}.")
     for victim, beneficiary in facts.paused:
         whom = "itself" if victim == beneficiary else f"request {beneficiary}"
         console.print(f"Request {victim} was {facts.words.paused} to make room for {whom}.")

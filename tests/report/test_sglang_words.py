@@ -8,7 +8,7 @@ from matplotlib.text import Text
 
 from ifbbench.analysis.explain import iteration_facts
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.report.charts import CHARTS, NOT_OF_A_RUN
+from ifbbench.report.charts import CHARTS, NOT_DRAWN, NOT_OF_A_RUN
 from ifbbench.report.overlay import draw_overlay, draw_schedules
 from ifbbench.report.pages.page_data import page_data
 from ifbbench.report.style import styled
@@ -55,7 +55,7 @@ def test_tables_and_sentences(run: Path) -> None:
         assert not [word for word in NOT_SGLANG if word in text.lower()], text
     assert "KV tokens, peak use" in texts[0]
     assert "Running requests stood aside for prompts" in texts[0]
-    assert "aside for prompts, or computed again" in texts[1]
+    assert "standing aside for prompts, or computed again" in texts[1]
     assert "is retracted to make room for" in texts[2]
     assert "stands aside for prompts" in texts[3]
     assert "stood aside for prompts" in texts[4]
@@ -78,7 +78,7 @@ def test_running_requests_do_not_wait(run: Path) -> None:
 
 
 def test_charts_and_page(run: Path) -> None:
-    data = load_run(run)
+    data = load_run(run, NOT_DRAWN)
     with styled():
         figures = [chart.draw(data) for name, chart in CHARTS.items() if name not in NOT_OF_A_RUN]
         figures += [draw_schedules([data, data]), draw_overlay([data, data])]
@@ -86,7 +86,8 @@ def test_charts_and_page(run: Path) -> None:
     assert not [text for text in shown for word in NOT_SGLANG if word in text.lower()]
     assert "KV tokens used" in shown
     assert "pool: 6,000 tokens" in shown
-    assert "generation aside for prompts" in shown
+    assert "standing aside for prompts" in shown
+    data = load_run(run)
     header = page_data(RecordedRun.load(run))
     assert (header["pause"], header["paused"], header["blocks"]) == ("retraction", "retracted", "tokens")
     assert header["skipped"][1] == "stands aside for prompts"
