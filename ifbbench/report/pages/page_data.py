@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.waiting import names_queue_head
 from ifbbench.analysis.words import words_of
 from ifbbench.report.colours import limit_colours
 from ifbbench.report.compat.perfetto import batch_composition
@@ -122,6 +123,7 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
         "phases": PHASES,
         "causes": causes,
         "head_limits": limits,
+        "names_queue_head": names_queue_head(run),
         "limits": run.iterations.limits,
         "pause": words.pause,
         "paused": words.paused,

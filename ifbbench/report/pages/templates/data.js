@@ -183,7 +183,7 @@ class Run {
   /** What held the request of a waiting span, in order of time: itself at the head of the line, or behind another. */
   holding(r, i) {
     const s = this.span, first = s.first[i], last = first + s.length[i], cause = this.header.causes[s.cause[i]];
-    const queued = i === s.offset[r] && cause === QUEUE;
+    const named = this.header.names_queue_head, queued = i === s.offset[r] && (named || cause === QUEUE);
     if (cause !== BEHIND && !queued) return [{ first, last, limit: cause, behind: -1 }];
     const starts = this.get("head.start"), offset = this.get("head.offset"), rank = this.get("head.rank");
     const who = this.get("head.request"), limits = this.get("head.limit"), own = this.request.rank[r], held = [];
@@ -191,8 +191,12 @@ class Run {
       const end = place + 1 < starts.length ? starts[place + 1] - 1 : last;
       let head = -1;
       for (let k = offset[place]; k < offset[place + 1] && rank[k] < own; k++) head = k;
-      const limit = head < 0 ? (queued ? QUEUE : null) : this.header.head_limits[limits[head]];
-      const part = { first: Math.max(starts[place], first), last: Math.min(end, last), limit, behind: head < 0 ? -1 : who[head] };
+      let limit = head < 0 ? (queued ? (named ? "none" : QUEUE) : null) : this.header.head_limits[limits[head]], behind = head < 0 ? -1 : who[head];
+      // In the queue it may be the head of the line itself.
+      for (let k = offset[place]; queued && k < offset[place + 1]; k++) {
+        if (who[k] === r) { limit = this.header.head_limits[limits[k]]; behind = -1; break; }
+      }
+      const part = { first: Math.max(starts[place], first), last: Math.min(end, last), limit, behind };
       const latest = held[held.length - 1];
       if (latest && latest.limit === part.limit && latest.behind === part.behind) latest.last = part.last;
       else held.push(part);
