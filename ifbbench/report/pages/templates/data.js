@@ -43,8 +43,10 @@ class Series {
   }
   /** The sum of value times seconds up to `time`, which is in iteration `i` or behind it. */
   integral(time, i) {
+    if (!this.holds) while (i > 0 && time < this.run.alone[i]) i--;
     if (i < 0) return 0;
-    return this.sums[i] + this.values[i] * Math.min(time - this.run.start[i], this.run.lasts(i, this.holds));
+    const begin = this.holds ? this.run.start[i] : this.run.alone[i];
+    return this.sums[i] + this.values[i] * Math.max(0, Math.min(time - begin, this.run.lasts(i, this.holds)));
   }
   /** The mean of each of `width` equal parts of a stretch of time. */
   means(from, to, width) {
@@ -88,6 +90,12 @@ class Run {
     this.duration = Float64Array.from(get("iteration.duration_us"), us => us / 1e6);
     this.count = this.number.length;
     this.dense = this.number[this.count - 1] - this.number[0] === this.count - 1;
+    // Begin and end of each iteration alone: with overlap, one begins when those before have ended.
+    this.alone = new Float64Array(this.count); this.until = new Float64Array(this.count);
+    for (let i = 0, latest = -Infinity; i < this.count; i++) {
+      this.alone[i] = Math.max(this.start[i], latest);
+      this.until[i] = latest = Math.max(latest, this.start[i] + this.duration[i]);
+    }
     this.end = this.start[this.count - 1] + this.duration[this.count - 1];
     this.begin = Math.min(0, this.start[0]);
     this.bound = get("iteration.bound");
@@ -106,7 +114,7 @@ class Run {
 
   /** How long iteration `i` lasts, or until the next one begins if its value holds until then. */
   lasts(i, holds) {
-    return holds && i + 1 < this.count ? this.start[i + 1] - this.start[i] : this.duration[i];
+    return holds && i + 1 < this.count ? this.start[i + 1] - this.start[i] : this.until[i] - this.alone[i];
   }
   startOf(iteration) { return this.timeOf(iteration, this.start); }
   endOf(iteration) {
