@@ -108,12 +108,13 @@ class Comparison:
         return len(engines) > 1
 
     @property
-    def _block_sizes(self) -> list[str]:
-        """The tokens of a KV block of each run, to follow "KV blocks"; empty where they are the same."""
+    def _block_names(self) -> list[str]:
+        """What the KV cache of each run is divided into; with the tokens of a block where these differ."""
         sizes = [run.config.get("tokens_per_block") for run in (self.a, self.b)]
+        names = [f"KV {words_of(run.config).blocks(size)}" for run, size in zip((self.a, self.b), sizes, strict=True)]
         if sizes[0] == sizes[1] or None in sizes:
-            return ["", ""]
-        return [f" of {size} token{'s' if size != 1 else ''}" for size in sizes]
+            return names
+        return [name if size == 1 else f"{name} of {size} tokens" for name, size in zip(names, sizes, strict=True)]
 
     @property
     def has_digests(self) -> bool:
@@ -174,7 +175,7 @@ class Comparison:
         ]
         found = [run.iteration(iteration) for run in runs]
         starts = [None if one is None else float(one.start_s[0]) for one in found]
-        states = list(map(_state, found, words, self._block_sizes))
+        states = list(map(_state, found, words, self._block_names))
         parted = list[str]()
         if self.has_two_engines:
             named = {one[1] for side in only for one in side if one[0] == iteration}
@@ -308,7 +309,7 @@ def _in_words(decision: Decision, words: Words) -> str:
         "generation": f"request {request_id} generates",
         "stops": f"request {request_id} stops generating",
         "paused": f"request {request_id} is {words.paused} to make room for {amount}",
-        "skipped": f"request {request_id} is skipped",
+        "skipped": f"request {request_id} {words.skipped[1]}",
     }[kind]
 
 
@@ -336,10 +337,11 @@ def _planned_ahead(
     if iteration == 0 or ahead[0] == ahead[1]:
         return
     first = ahead.index(True)
+    ahead_name = words_of(runs[first].config).ahead
     earlier, later = starts[first], starts[1 - first]
     if earlier is not None and later is not None and earlier < later:
         yield (
-            f"in {names[first]} an iteration is decided while the one before it runs (asynchronous scheduling), here "
+            f"in {names[first]} an iteration is decided while the one before it runs ({ahead_name}), here "
             f"{significant(later - earlier)} s before {names[1 - first]}: it sees fewer arrivals"
         )
 
@@ -368,11 +370,11 @@ def _not_run(spans: Sequence[Span], iteration: int, run: RecordedRun, heads: Hea
     return f"was {words.phase(found[0].phase)}" if found else "did not run"
 
 
-def _state(one: Iterations | None, words: Words, size: str) -> str:
-    """What one iteration had and left out, in words. size: of a KV block, in words that follow it."""
+def _state(one: Iterations | None, words: Words, kept: str) -> str:
+    """What one iteration had and left out, in words. kept: what the KV cache is divided into."""
     if one is None:
         return "no such iteration"
-    blocks = "" if np.isnan(one.used_blocks[0]) else f", {one.used_blocks[0]:,.0f} KV blocks{size} in use"
+    blocks = "" if np.isnan(one.used_blocks[0]) else f", {one.used_blocks[0]:,.0f} {kept} in use"
     reason = "no request was left out"
     if one.left_out_pairs:
         request_id, limit = one.left_out_pairs[0]

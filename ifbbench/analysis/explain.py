@@ -11,8 +11,10 @@ from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import TENSORRT_LLM, Words, setting_of, words_of
 from ifbbench.errors import InputError
 from ifbbench.rundir.metrics import fullest_window
+from ifbbench.rundir.reader import waiting_field
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.timeline import NO_REQUEST
+from ifbbench.settings.config import SGLANG
 from ifbbench.settings.modes import Overlap
 
 
@@ -56,7 +58,7 @@ class Stretch:
         if self.phase == "paused":
             return f"is {words.paused} to make room for {self.paused_for}"
         if self.phase == "skipped":
-            return "keeps its blocks and is skipped"
+            return words.skipped[1]
         if self.phase == "generation":
             return f"generates {self.tokens:,} token{'s' if self.tokens > 1 else ''}"
         verb = "computes its prompt" if self.phase == "context" else f"computes again what the {words.pause} dropped"
@@ -216,8 +218,9 @@ class IterationFacts:
     used, available: of each limit: requests, tokens, KV blocks. window: of several attention windows, the tokens of the
     fullest one, which the KV blocks are of; empty with one window. contexts: (request, tokens) of each chunk.
     generating: ids of the requests that generated a token. bound_by: the limit that left out the first request.
-    left_out: that request and the limit. missing: how much more of the limit it needed; None where the recording does
-    not say. words: of the engine.
+    waiting: requests that wait. aside: those that generate and do not run. left_out: the first request that was left
+    out, and the limit. missing: how much more of the limit it needed; None where the recording does not say. words: of
+    the engine.
     """
 
     number: int
@@ -227,6 +230,7 @@ class IterationFacts:
     left_out: tuple[Id, str] | None
     missing: float | None
     waiting: int
+    aside: int
     used: dict[str, int]
     available: dict[str, int]
     contexts: list[tuple[Id, int]]
@@ -261,7 +265,9 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
     left_out = None if code == NO_REQUEST else iterations.left_out_pairs[code]
     contexts, recomputes = chunks["context"], chunks["recompute"]
     scheduled = len(contexts) + len(recomputes) + len(generating)
-    used = {"batch_size": scheduled, "num_tokens": int(iterations.budget_used[index])}
+    # SGLang's limit is of the requests that run, also while they stand aside for prompts.
+    running = int(iterations.active[index]) if run.config.get("engine") == SGLANG else scheduled
+    used = {"batch_size": running, "num_tokens": int(iterations.budget_used[index])}
     available = {name: int(size) for name in used if (size := run.config.get(setting_of(name)))}
     if run.config.get("overlap") == Overlap.PARTITIONED and int(run.config.get("pp_size") or 1) == 1:
         available["batch_size"] = -(-available["batch_size"] // run.data.num_micro_batches)
@@ -281,7 +287,8 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         None
         if left_out is None
         else _missing(run, number, left_out, used, available, dict(contexts + recomputes), window),
-        int(iterations.waiting[index]),
+        int(getattr(iterations, waiting_field(run.config))[index]),
+        int(iterations.waiting[index] - getattr(iterations, waiting_field(run.config))[index]),
         used,
         available,
         contexts,

@@ -173,8 +173,9 @@ class Findings:
         waited, lost_s = self.all_waiting_s, sum(entry.lost_s for entry in self.ledger.entries)
         pauses = ""
         if lost_s:
+            freed = self.words.waits_for("kv_blocks")
             pauses = (
-                f" {self.words.pauses.capitalize()}, which free KV blocks, cost the {self.words.paused} requests "
+                f" {self.words.pauses.capitalize()}, which free {freed}, cost the {self.words.paused} requests "
                 f"{significant(lost_s)} request-seconds."
             )
         if self.load_s:

@@ -56,12 +56,18 @@ SIZES = ("batch_size", "num_tokens")
 @dataclass(frozen=True)
 class Words:
     """The words of an engine. pause, paused: what happens to a request that loses its KV blocks, as a noun and as a
-    participle. chunked: that prompts are cut into chunks. limits: by their names in files. settings: the engine's own
-    names of settings, where it has others."""
+    participle. skipped: of a request that generates and does not run, what it is in a table and what it does in a
+    sentence. held: the time between its tokens in which it did not generate. chunked: that prompts are cut into chunks.
+    block: what the KV cache is divided into. ahead: that an iteration is decided while the one before it runs. limits:
+    by their names in files. settings: the engine's own names of settings, where it has others."""
 
     pause: str = "pause"
     paused: str = "paused"
+    skipped: tuple[str, str] = ("skipped", "keeps its blocks and is skipped")
+    held: str = "held back, or computed again"
     chunked: str = "chunked context"
+    block: str = "block"
+    ahead: str = "asynchronous scheduling"
     limits: Mapping[str, LimitText] = field(default_factory=lambda: LIMITS)
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -71,7 +77,11 @@ class Words:
 
     def phase(self, phase: str) -> str:
         """A phase of a request, as in a span, in a table or a legend."""
-        return self.paused if phase == "paused" else phase
+        return {"paused": self.paused, "skipped": self.skipped[0]}.get(phase, phase)
+
+    def blocks(self, tokens_per_block: int | None) -> str:
+        """What the KV cache holds, as a plural. A block of one token is that token."""
+        return "tokens" if tokens_per_block == 1 else f"{self.block}s"
 
     def limit_name(self, limit: str) -> str:
         """The limit in a table or a legend. A reason of a user's policy is its own name."""
@@ -129,7 +139,11 @@ VLLM = Words(
 SGLANG = Words(
     pause="retraction",
     paused="retracted",
+    skipped=("standing aside for prompts", "stands aside for prompts"),
+    held="standing aside for prompts, or computed again",
     chunked="chunked prefill",
+    block="page",
+    ahead="overlap schedule",
     limits=LIMITS
     | {
         "batch_size": LimitText("running requests", "a place among the running", "run", "running", "max_batch_size"),

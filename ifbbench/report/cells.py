@@ -30,7 +30,6 @@ KEY = {
     "context": "C: context (tokens)",
     "generation": "G: generation (step)",
     "recompute": "R: recompute (tokens)",
-    "skipped": "pale: skipped",
 }
 
 
@@ -129,7 +128,8 @@ def draw_cells(run: RunData, exact: bool = False) -> Figure:
 def _key(cells: pd.DataFrame, words: Words, width: float) -> str:
     """What the letters in the cells mean, in lines that fit the figure."""
     seen = set(cells["phase"])
-    parts = [KEY[phase] for phase in KEY if phase in seen]
+    key = KEY | {"skipped": f"pale: {words.phase('skipped')}"}
+    parts = [key[phase] for phase in key if phase in seen]
     paused = cells.loc[cells["phase"] == "paused", "cause"]
     if "paused" in seen:
         parts.append(f"P→3: {words.paused} to make room for 3" if paused.notna().any() else f"P: {words.paused}")
@@ -239,7 +239,8 @@ def _blocks_by_iteration(axes: Axes, run: RunData, columns: int) -> None:
     axes.bar(table["iteration_counter"], used, width=0.94, color=LIMIT_COLOURS["kv_blocks"], alpha=0.55)
     _numbers(axes, table["iteration_counter"], used, columns)
     _limit(axes, "pool of", pool, float(used.max()))
-    axes.set_ylabel("KV blocks\nused" + (f" of the\n{window_name(window)}" if window else ""))
+    kept = words_of(run.config).blocks(run.config.get("tokens_per_block"))
+    axes.set_ylabel(f"KV {kept}\nused" + (f" of the\n{window_name(window)}" if window else ""))
     round_ticks(axes.yaxis, 4, whole=True)
 
 

@@ -21,7 +21,7 @@ from ifbbench.report.chart_files import Output
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PAUSE, PHASE_COLOURS, limit_colours
 from ifbbench.report.fleet_charts import draw_replicas
-from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue
+from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue, limits_of_line
 from ifbbench.report.lanes import draw_lanes
 from ifbbench.report.latency_charts import draw_itl, draw_latency, draw_ttft
 from ifbbench.report.style import (
@@ -67,7 +67,6 @@ NOT_DRAWN = frozenset(
         "paused_requests",
         "host_ms",
         "device_ms",
-        "queued",
         "paused",
         "missed_blocks",
         "first_left_out",
@@ -223,11 +222,11 @@ def draw_throughput(run: RunData) -> Figure:
 
 
 def _waiting(axes: Axes, bins: TimeBins, run: RunData) -> None:
-    """Requests that have arrived and do not run, by the limit that bound the iteration."""
-    number, below = run.iterations["waiting"].to_numpy(dtype=float), np.zeros(len(bins.edges) - 1)
+    """Requests that have arrived and do not run, by the limit that held the head of the line."""
+    number, below, bound = run.requests_waiting, np.zeros(len(bins.edges) - 1), limits_of_line(run)
     shares = figures(run).get("waiting_by_limit") or {}
-    for limit, colour in limit_colours((*BINDING, *run.iterations["bound_by"].unique())).items():
-        above = below + bins.means(np.where(run.iterations["bound_by"] == limit, number, 0.0))
+    for limit, colour in limit_colours((*BINDING, *bound.unique())).items():
+        above = below + bins.means(np.where(bound == limit, number, 0.0))
         if above.max() > below.max() or shares.get(limit):
             # In a killed run, no request that waited for this limit may have completed.
             share = f" ({percent(shares.get(limit, 0.0) / sum(shares.values()))})" if sum(shares.values()) else ""
@@ -304,7 +303,9 @@ def _blocks_used(blocks: Axes, bins: TimeBins, run: RunData) -> None:
     steps(blocks, used, bins.edges, baseline=None, color=colour, linewidth=1.2)
     # What uses little of the pool is drawn larger, with the size of the pool in words.
     near = pool <= NEAR * used.max()
-    words = f"pool: {pool:,.0f} blocks of {size:.0f} tokens" + ("" if near else " (above this scale)")
+    engine = words_of(run.config)
+    of_size = "" if size == 1 else f" of {size:.0f} tokens"
+    words = f"pool: {pool:,.0f} {engine.blocks(size)}{of_size}" + ("" if near else " (above this scale)")
     blocks.annotate(
         words,
         (0, pool if near else 1),
@@ -316,7 +317,7 @@ def _blocks_used(blocks: Axes, bins: TimeBins, run: RunData) -> None:
     )
     if near:
         blocks.axhline(pool, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES)
-    blocks.set(ylabel="KV blocks used", ylim=(0, pool * 1.14 if near else max(used.max() * 1.3, 1.0)))
+    blocks.set(ylabel=f"KV {engine.blocks(size)} used", ylim=(0, pool * 1.14 if near else max(used.max() * 1.3, 1.0)))
     round_ticks(blocks.yaxis, 6, whole=True)
     to_percent, to_blocks = 100 / pool, pool / 100
     share = blocks.secondary_yaxis(

@@ -16,7 +16,6 @@ from ifbbench.report.colours import LIMIT_COLOURS, PAUSE
 from ifbbench.report.style import MAX_BINS, WIDTH, chosen_ticks, heading, in_percent, round_ticks, steps
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.reader import Floats, RunData, load_run
-from ifbbench.settings.config import SGLANG
 
 LANE_HEIGHT, OTHER_HEIGHT = 0.8, 1.4
 GREY = "0.5"
@@ -140,8 +139,7 @@ def lane_of(run: RunData) -> tuple[Floats, Floats, Floats]:
     table = run.iterations
     used, pool, _ = run.blocks_of_fullest()
     times = table["start_s"].to_numpy(dtype=float)
-    # All of SGLang's requests that wait are in its queue; those that generate stand aside while prompts run.
-    waiting = table["queued" if run.config.get("engine") == SGLANG else "waiting"].to_numpy(dtype=float)
+    waiting = run.requests_waiting
     # What an iteration began with does not last beyond it where no other one follows.
     ends_s = times[-1:] + table["latency_ms"].to_numpy(dtype=float)[-1:] / 1e3
     held = np.nan_to_num(used) / max(pool, 1)

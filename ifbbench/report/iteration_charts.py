@@ -1,6 +1,7 @@
 """Charts of iterations over time: use of the token budget and of the batch, the queue by cause, and what bound them."""
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -70,7 +71,9 @@ def draw_budget(run: RunData) -> Figure:
     legend_above(grid[0, 0], 4)
     grid[1, 1].set_xlabel("share of the time")
     bins.label(grid[1, 0])
-    heading(grid[0, 0], "Use of the token budget and of the batch", run, legend=True)
+    heading(
+        grid[0, 0], f"Use of the {words_of(run.config).limit_name('num_tokens')} and of the batch", run, legend=True
+    )
     figure.align_ylabels(grid[:, 0])
     return figure
 
@@ -147,14 +150,19 @@ def _cause_name(cause: str, words: Words) -> str:
     return name if limit == cause else f"behind one that waits for {name}"
 
 
+def limits_of_line(run: RunData) -> pd.Series:
+    """The limit that held the head of the line in each iteration: what bound it. A request that generates
+    and stands aside for prompts holds no line: what waits is held as in the iteration before."""
+    bound = run.iterations["bound_by"].fillna("none").astype(str)
+    return bound.mask(bound == Limit.PREFILL.value).ffill().fillna("none")
+
+
 def _by_head(layers: dict[str, Floats], bins: TimeBins, run: RunData) -> dict[str, Floats]:
     """`layers` with the requests behind another one by the limit that held that one, the limit of the iteration.
 
     A request that is not active yet waits for a batch slot only if that limit bound the iteration; if none did, it came
-    while the iteration was decided, and waits for the next one. One that generates and stands aside for prompts holds
-    no line: what waits is held as in the iteration before."""
-    bound = run.iterations["bound_by"].fillna("none").astype(str)
-    bound = bound.mask(bound == Limit.PREFILL.value).ffill().fillna("none")
+    while the iteration was decided, and waits for the next one."""
+    bound = limits_of_line(run)
     # As requests wait: from the start of an iteration to that of the next, also where they overlap.
     times = {limit: bins.until_next((bound == limit).to_numpy(dtype=float)) for limit in bound.unique()}
     whole = np.maximum(sum(times.values(), np.zeros(len(bins.edges_s) - 1)), 1e-12)

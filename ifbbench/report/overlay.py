@@ -88,7 +88,7 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
     grid = figure.add_gridspec(12, 2, width_ratios=[3, 2])
     over_time = [figure.add_subplot(grid[3 * index : 3 * index + 3, 0]) for index in range(4)]
     shares = [figure.add_subplot(grid[4 * index : 4 * index + 4, 1]) for index in range(3)]
-    names = ("output\ntokens/s", "requests in\nthe batch", "requests\nwaiting", "KV blocks used\n(share of pool)")
+    names = ("output\ntokens/s", "requests in\nthe batch", "requests\nwaiting", "KV cache used\n(share of pool)")
     for run, label, own, style in zip(runs, labels, bins, line_styles(len(runs), dashed=False), strict=True):
         table = run.iterations
         blocks, pool, _ = run.blocks_of_fullest()
@@ -96,7 +96,7 @@ def draw_overlay(runs: Sequence[RunData]) -> Figure:
         series = (
             own.rates(output_tokens(run)),
             own.means(table["scheduled_requests"].to_numpy(dtype=float)),
-            own.means(table["waiting"].to_numpy(dtype=float)),
+            own.means(run.requests_waiting),
             used,
         )
         ended = own.edges_s[:-1] >= own.clock.end_s.max()

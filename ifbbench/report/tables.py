@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ifbbench.analysis.number_texts import NOTHING, count, percent, significant, time_unit
 from ifbbench.analysis.words import BINDING, SIZES, Words, setting_of, words_of
+from ifbbench.engine.plan import Limit
 from ifbbench.report import bar, plain_table, print_fitting
 from ifbbench.report.profile import print_profile
 from ifbbench.rundir.figures import figures
@@ -79,7 +80,7 @@ def print_report(run: RunData, console: Console, known: dict[str, Any] | None = 
     console.print()
     words = words_of(run.config)
     forms: list[tuple[Table | None, ...]] = [
-        (_throughput_table(known, words), _throughput_table(known, words, pairs=1)),
+        (_throughput_table(known, run.config), _throughput_table(known, run.config, pairs=1)),
         (_bound_table(known, words), _bound_table(known, words, with_bars=False)),
         (_latency_table(known),),
         (_slo_table(known),),
@@ -175,6 +176,10 @@ def bound_sentence(known: dict[str, Any], config: dict[str, Any]) -> str:
         return "No limit left any request out: every iteration ran all that had arrived."
     sentences = []
     for name in binding:
+        if name == Limit.PREFILL.value:  # SGLang's: the requests that it holds do not wait
+            time = percent(by_time.get(name))
+            sentences.append(f"Running requests stood aside for prompts {time} of the time.")
+            continue
         words = f"{_limit_in_words(name, known, config)} left work out {percent(by_time.get(name))} of the time"
         if total_s:
             words += f" and caused {percent(waited_s.get(name, 0.0) / total_s)} of the waiting"
@@ -228,7 +233,8 @@ def expected_error_sentence(expected: dict[str, Any]) -> str:
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:
     if name == "kv_blocks":
         _, pool, of = peak_blocks(known)
-        return "the KV cache" if pool is None else f"the KV cache ({count(pool)} blocks{of})"
+        of_cache = words_of(config).blocks(config.get("tokens_per_block"))
+        return "the KV cache" if pool is None else f"the KV cache ({count(pool)} {of_cache}{of})"
     if name == "lora_pages":
         pages = f" ({count(known['lora']['device_pages'])} pages)" if known.get("lora") else ""
         return f"the cache of LoRA adapters{pages}"
@@ -250,9 +256,10 @@ def peak_blocks(known: dict[str, Any]) -> tuple[int | None, int | None, str]:
     return blocks.get("peak_used"), blocks.get("max"), ""
 
 
-def _throughput_table(known: dict[str, Any], words: Words, pairs: int = 2) -> Table:
+def _throughput_table(known: dict[str, Any], config: dict[str, Any], pairs: int = 2) -> Table:
     """pairs: of a name and a figure in each row."""
     requests, (peak, pool, of_window) = known["requests"], peak_blocks(known)
+    words = words_of(config)
     are_known = known["request_throughput_per_s"] is not None  # else they are not in the log that was imported
     completed = f"{count(requests['completed'])} of {count(requests['total'])}" if are_known else NOTHING
     if requests["failed"]:
@@ -278,7 +285,7 @@ def _throughput_table(known: dict[str, Any], words: Words, pairs: int = 2) -> Ta
         (
             "Total throughput",
             f"{significant(known['total_throughput_tokens_per_s'])} tokens/s",
-            "KV blocks, peak use",
+            f"KV {words.blocks(config.get('tokens_per_block'))}, peak use",
             f"{count(peak)} of {count(pool)} ({percent(peak / pool)}){of_window}"
             if peak is not None and pool
             else NOTHING,

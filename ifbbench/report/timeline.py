@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from ifbbench.analysis.number_texts import time_unit
 from ifbbench.analysis.token_times import IterationClock, span_ends, token_times
-from ifbbench.analysis.words import words_of
+from ifbbench.analysis.words import Words, words_of
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
 from ifbbench.report.style import WIDTH, TimeBins, boxes, draw_limit, heading, legend_above, round_ticks, stack, steps
@@ -75,7 +75,7 @@ def phase_names(run: RunData) -> dict[str, str]:
         "recompute": f"recompute after a {words.pause}",
         "paused": words.paused,
         "waiting": "waiting",
-        "skipped": "generation skipped",
+        "skipped": "generation skipped" if words.skipped == Words.skipped else words.phase("skipped"),
     }
     if run.endpoint:  # a client cannot tell the queue of a server from its context phase
         return names | {"waiting": "not sent yet", "context": "until the first token"}

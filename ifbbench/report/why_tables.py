@@ -9,7 +9,7 @@ from ifbbench.analysis.bounds import LowerBound, part_names
 from ifbbench.analysis.client_side import PART_WORDS, ClientFindings
 from ifbbench.analysis.explain import IterationFacts, RequestLife, Stretch
 from ifbbench.analysis.findings import Findings, SlowRequest
-from ifbbench.analysis.generation_time import PARTS, PROMPTS, SLOWEST_SHARE, GenerationTime, shares
+from ifbbench.analysis.generation_time import HELD, PARTS, PROMPTS, SLOWEST_SHARE, GenerationTime, shares
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.words import Words, window_name
 from ifbbench.report import bar, plain_table, print_fitting
@@ -56,7 +56,7 @@ def print_findings(findings: Findings, slow: list[SlowRequest], slowest: int, co
         console.print()
     _print_ledger(findings, console)
     if findings.generation is not None and findings.generation.of_run:
-        _print_generation(findings.generation, console)
+        _print_generation(findings.generation, findings.words, console)
     if run.lacks_requests:
         return
     _print_lower_bound(findings.lower_bound, console)
@@ -84,14 +84,15 @@ def _print_limits(findings: Findings, console: Console) -> None:
     console.print()
 
 
-def _print_generation(found: GenerationTime, console: Console) -> None:
+def _print_generation(found: GenerationTime, words: Words, console: Console) -> None:
+    names = PARTS | {HELD: words.held}
     of_all, of_slowest = shares(found.of_run), shares(found.of_slowest)
     highest = f"of highest {percent(SLOWEST_SHARE)} TPOT"
     table = plain_table("From first to last token", numbers=["request-seconds", "share", highest])
     table.add_column("")
     for part, seconds in found.of_run.items():
         cells = (significant(seconds), percent(of_all[part]), percent(of_slowest[part]))
-        table.add_row(PARTS[part], *cells, f"[cyan]{bar(of_slowest[part])}[/cyan]")
+        table.add_row(names[part], *cells, f"[cyan]{bar(of_slowest[part])}[/cyan]")
     console.print(table)
     console.print()
 
@@ -161,7 +162,7 @@ def _print_ledger(findings: Findings, console: Console) -> None:
     if chains := ledger.chains():
         longest = f", which was {words.paused} for ".join(map(str, chains[0]))
         console.print(f"{count(len(chains))} chains of {words.pauses}; the longest: {longest}.", soft_wrap=True)
-    numbers = ["blocks freed", "tokens again", "lost s", "gained s"]
+    numbers = [f"{words.block}s freed", "tokens again", "lost s", "gained s"]
     table = plain_table(f"Costliest {words.pauses}", "iteration", "victim", "made room for", numbers=numbers)
     for entry in ledger.costliest()[:PAUSES_SHOWN]:
         table.add_row(
@@ -242,11 +243,19 @@ def _in_words(stretches: list[Stretch], words: Words) -> str:
     )
 
 
+def _number(number: int, what: str) -> str:
+    """A number of things, as a noun in the singular or plural."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 def print_iteration(facts: IterationFacts, console: Console) -> None:
+    left_out = f"{_number(facts.waiting, 'request')} had arrived and {'was' if facts.waiting == 1 else 'were'}"
+    ran = f"{_number(len(facts.contexts) + len(facts.recomputes), 'context chunk')} and "
+    ran += _number(len(facts.generating), "generation request")
+    aside = f"; {_number(facts.aside, 'running request')} stood aside for prompts" if facts.aside else ""
     console.print(
         f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms. It "
-        f"ran {len(facts.contexts) + len(facts.recomputes):,} context chunks and {len(facts.generating):,} generation "
-        f"requests; {facts.waiting:,} requests had arrived and were left out.\n",
+        f"ran {ran}{aside}; {left_out} left out.\n",
         soft_wrap=True,
     )
     table = plain_table("Limit", numbers=["used", "of"])
@@ -268,7 +277,8 @@ def print_iteration(facts: IterationFacts, console: Console) -> None:
     else:
         request_id, limit = facts.left_out
         missing = "" if facts.missing is None else f"; it missed by {facts.missing:,.0f} {UNITS.get(limit, '')}"
-        console.print(f"First left out: request {request_id}, for {facts.words.limit_name(limit)}{missing}.")
+        of = f"for {facts.words.limit_name(limit)}{missing}"
+        console.print(f"First left out: request {request_id}, {'which stood aside' if facts.aside else of}.")
     for victim, beneficiary in facts.paused:
         whom = "itself" if victim == beneficiary else f"request {beneficiary}"
         console.print(f"Request {victim} was {facts.words.paused} to make room for {whom}.")

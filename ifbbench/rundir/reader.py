@@ -31,7 +31,7 @@ from ifbbench.rundir.drafts import stretches_of
 from ifbbench.rundir.line_types import RequestLine, SpanLine
 from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
-from ifbbench.settings.config import ENGINES
+from ifbbench.settings.config import ENGINES, SGLANG
 from ifbbench.settings.modes import BatchingType, Overlap
 
 if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table
@@ -136,6 +136,11 @@ class RunData:
     def num_micro_batches(self) -> int:
         """Parts that the requests were divided into; each ran in one of so many iterations."""
         return micro_batches_of(self.config)
+
+    @property
+    def requests_waiting(self) -> Floats:
+        """How many requests wait in each iteration, [iterations]."""
+        return self.iterations[waiting_field(self.config)].to_numpy(dtype=float)
 
     @cached_property
     def windows(self) -> list[str]:
@@ -300,6 +305,12 @@ def producing_spans(run: RunData) -> pd.DataFrame:
     cut = spans.loc[spans.index.repeat([len(of_one) for of_one in parts])].reset_index(drop=True)
     numbers = np.array([part for of_one in parts for part in of_one], np.int64).reshape(-1, 3)
     return cut.assign(first_iteration=numbers[:, 0], last_iteration=numbers[:, 1], produced=numbers[:, 2])
+
+
+def waiting_field(config: Mapping[str, Any]) -> str:
+    """The field of an iteration with the number of requests that wait. All of SGLang's are in its queue: those that
+    generate, and stand aside while prompts run, do not wait."""
+    return "queued" if config.get("engine") == SGLANG else "waiting"
 
 
 def micro_batches_of(config: Mapping[str, Any]) -> int:

@@ -20,7 +20,9 @@ from tests.workload.sample_files import NAMES, SAMPLES, rows_of
 Try = Callable[[Outcomes, Path, random.Random], None]
 
 # A simulated GPU holds millions of blocks for the smallest model, which take longer to make than everything else.
-SIMULATED = ("--device", "sim:h100-sxm", "--model", "tiny", "--quiet", "--max_tokens_in_paged_kvcache", "65536")
+DEVICE = ("--device", "sim:h100-sxm", "--model", "tiny")
+KV_CACHE = ("--max_tokens_in_paged_kvcache", "65536")
+SIMULATED = (*DEVICE, "--quiet", *KV_CACHE)
 NULL = ("--device", "null", "--time_scale", "0", "--quiet")
 ROWS: list[dict[str, Any]] = [
     {"request_id": 0, "arrival_s": 0.0, "prompt_len": 20, "max_new_tokens": 8, "output_len": 5},
@@ -208,7 +210,7 @@ def settings_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
         for name in ("cpu_threads", "tp_size", "pp_size"):  # they start threads and processes
             chosen.pop(name, None)
     else:
-        device = SIMULATED[:3] if "max_tokens_in_paged_kvcache" in chosen else SIMULATED
+        device = (*DEVICE, "--quiet") if "max_tokens_in_paged_kvcache" in chosen else SIMULATED
     surface = draw.random()
     if surface < 0.75:
         options = [part for name, text in chosen.items() for part in _as_option(name, text)]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -15,9 +16,10 @@ from ifbbench.cli.options import SettingOption
 from ifbbench.serving.routing.config import serve_settings
 from ifbbench.serving.triton_repository import triton_settings
 from ifbbench.settings.config import settings
+from ifbbench.settings.servers import SERVERS
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
-from tests.attack.inputs import NULL, ROWS, SIMULATED, json_lines, setting_value
+from tests.attack.inputs import DEVICE, KV_CACHE, NULL, ROWS, SIMULATED, json_lines, setting_value
 from tests.attack.results import recorded
 from tests.replay.test_soak import DRAWS
 
@@ -36,7 +38,7 @@ COMMAND_LINES: tuple[tuple[str, ...], ...] = (
     ("export", "RUN"), ("plot", "RUN", "--list"), ("config", "show", *SIMULATED), ("config", "schema"),
     ("schema", "summary.json"), ("capacity", "tiny", *SIMULATED), STEP, STEP,
     ("calibrate", "--from", "LOG", "--gpu", "h100-sxm", "--model", "tiny", "--output", "NEW.toml"),
-    ("tune", "TRACE", *SIMULATED[:3], "--model", "tiny", "--max_num_samples", "3", "--output", "NEW"),
+    ("tune", "TRACE", *DEVICE, "--max_num_samples", "3", "--output", "NEW"),
     ("dataset", "info", "TRACE"), ("dataset", "convert", "TRACE", "--to", "gpt-manager", "-o", "NEW.json"),
     ("dataset", "sample", "TRACE", "--num-requests", "2", "-o", "NEW.jsonl"),
     ("dataset", "synth", "fixed", "--input-len", "5", "--output-len", "5", *SYNTH),
@@ -157,17 +159,18 @@ def pair_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     trace = folder / "trace.jsonl"
     trace.write_bytes(json_lines(ROWS))
     known = [one for one in settings() if one.name not in ALONE and one.group != "endpoint"]
-    device = draw.choice((SIMULATED[:3], SIMULATED[:3], NULL))
+    simulated = (*DEVICE, "--quiet")
+    device = draw.choice((simulated, simulated, NULL))
     options = []
     for one in draw.sample(known, 2):
         if device is NULL and one.name in ("time_scale", "arrival", "request_rate"):
-            device = SIMULATED[:3]
+            device = simulated
         options += [
             f"--{'' if value else 'no_'}{one.name}" if isinstance(value, bool) else f"--{one.name}={value}"
             for value in (_valid(one, draw),)
         ]
     if not any("max_tokens_in" in option for option in options):
-        options += SIMULATED[3:]
+        options += KV_CACHE
     if "--slo" in " ".join(options) or draw.random() < 0.8:
         outcomes.attack(["run", str(trace), *device, *options, "--output", str(fresh(folder, "run"))])
     else:
@@ -241,3 +244,67 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(name)} = {_toml_value(item)}" for name, item in value.items()) + "}"
     return json.dumps(value).replace("NaN", "nan").replace("Infinity", "inf")
+
+
+SHARED = [11 * number % 97 for number in range(40)]
+# Requests of several priorities that begin alike.
+LIKE_ROWS = [
+    {"arrival_s": 0.001 * number, "prompt_tokens": [*SHARED[: 8 * (number % 6)], *range(number, 3 * number + 1)],
+     "output_len": 1 + 3 * number % 11, "max_new_tokens": 12, "priority": number % 3 / 2}
+    for number in range(10)
+]  # fmt: skip
+# Settings that those of an engine act with.
+BESIDE = ("max_num_tokens", "max_batch_size", "tokens_per_block", "max_tokens_in_paged_kvcache", "max_queue_size")
+
+
+def engine_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
+    """Two to five settings of vLLM or SGLang, each valid or at a limit, on requests with priorities and prefixes."""
+    trace = folder / "trace.jsonl"
+    trace.write_bytes(json_lines(LIKE_ROWS))
+    engine = draw.choice(("sglang", "sglang", "vllm"))
+    own = [one for one in settings() if one.group == engine]
+    beside = [one for one in settings() if one.name in BESIDE]
+    chosen = {one.name: _valid(one, draw) for one in draw.sample(own, draw.choice((1, 2, 3)))}
+    chosen |= {one.name: _valid(one, draw) for one in draw.sample(beside, draw.choice((0, 1, 2)))}
+    chosen.setdefault("max_tokens_in_paged_kvcache", draw.choice((64, 128, 1024)))
+    for name, needed in (("hicache_", "enable_hierarchical_cache"), ("preemption", "enable_priority_scheduling")):
+        if any(name in one for one in chosen) and draw.random() < 0.8:
+            chosen[needed] = True
+    options = [
+        f"--{'' if value else 'no_'}{name}" if isinstance(value, bool) else f"--{name}={value}"
+        for name, value in chosen.items()
+    ]
+    arguments = [
+        "run",
+        str(trace),
+        "--engine",
+        engine,
+        *DEVICE,
+        "--quiet",
+        *options,
+        "--output",
+        str(fresh(folder, "run")),
+    ]
+    outcomes.attack(arguments, str(chosen))
+
+
+# How the command lines of the servers that `config from` reads begin.
+SERVER_LINES = {
+    "vllm": ("vllm serve tiny", "python -m vllm.entrypoints.openai.api_server --model tiny"),
+    "sglang": ("sglang serve tiny", "python -m sglang.launch_server --model-path tiny"),
+}
+
+
+def line_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
+    """The command line of a server with options of either engine and hostile values, read by `config from`."""
+    engine = draw.choice(list(SERVER_LINES))
+    line = [draw.choice(SERVER_LINES[engine])]
+    others = SERVERS[draw.choice(list(SERVER_LINES)) if draw.random() < 0.1 else engine].options
+    for name, option in draw.sample(sorted(others.items()), draw.choice((1, 2, 3, 6))):
+        line.append(f"--{option}")
+        one = next(one for one in settings() if one.name == name)
+        if one.type is not bool or draw.random() < 0.1:
+            value = setting_value(one, draw)
+            line[-1] += draw.choice(("=", " ")) + (shlex.quote(value) if draw.random() < 0.8 else value)
+    text = " ".join(line)
+    outcomes.attack(["config", "from", text, *draw.choice(([], ["--json"]))], repr(text))

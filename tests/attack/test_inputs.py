@@ -12,7 +12,7 @@ from tests.attack.inputs import Try, name_try, settings_try, specification_try, 
 from tests.attack.library import manager_try, policy_try, request_try
 from tests.attack.model_parts import adapter_try, tokenizer_try
 from tests.attack.models import model_try
-from tests.attack.programs import command_try, config_try, pair_try
+from tests.attack.programs import command_try, config_try, engine_try, line_try, pair_try
 from tests.attack.results import result_try
 from tests.attack.servers import body_try, endpoint_try, start_try, traffic_try
 
@@ -25,7 +25,9 @@ ALL: dict[str, Try] = {
     "result files": result_try,
     "commands": command_try,
     "pairs of settings": pair_try,
+    "settings of engines": engine_try,
     "config files": config_try,
+    "server lines": line_try,
     "server settings": start_try,
     "bodies": body_try,
     "recorded traffic": traffic_try,
@@ -36,7 +38,7 @@ ALL: dict[str, Try] = {
     "tokenizers": tokenizer_try,
     "adapters": adapter_try,
 }
-# Tries of each kind: 350, which take about 10 s of processor time in all; and those of a long attack.
+# Tries of each kind: 430, which take about 13 s of processor time in all; and those of a long attack.
 SHORT = {
     "traces": 40,
     "specifications": 50,
@@ -46,7 +48,9 @@ SHORT = {
     "result files": 15,
     "commands": 15,
     "pairs of settings": 25,
+    "settings of engines": 40,
     "config files": 15,
+    "server lines": 40,
     "server settings": 15,
     "bodies": 5,
     "recorded traffic": 5,
@@ -66,7 +70,9 @@ LONG = {
     "result files": 3000,
     "commands": 3000,
     "pairs of settings": 4000,
+    "settings of engines": 4000,
     "config files": 2000,
+    "server lines": 4000,
     "server settings": 2000,
     "bodies": 2000,
     "recorded traffic": 1500,

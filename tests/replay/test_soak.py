@@ -128,6 +128,7 @@ DRAWS: dict[str, Draw] = {
     **dict.fromkeys(FLEET_SETTINGS, sometimes(0.0)),
     # A server that is not ours: see test_endpoint.py.
     **dict.fromkeys([one.name for one in settings() if one.group == "endpoint"], sometimes(0.0)),
+    "ignore_eos": on_or_off(0.4, usual=True),  # of SGLang here
     "engine": sometimes(0.4, "vllm", "sglang"),
     "type": sometimes(0.35, "v1", "inflight_unfused"),
     "policy": sometimes(0.6, *POLICIES),
@@ -158,7 +159,7 @@ DRAWS: dict[str, Draw] = {
     "prefix_cache_retention_interval": sometimes(0.3, 32, "none"),
     "num_gpu_blocks_override": sometimes(0.3, 20, 40),
     "schedule_policy": sometimes(0.5, *SCHEDULE_POLICIES),
-    "schedule_conservativeness": sometimes(0.3, 0.1, 2.0),
+    "schedule_conservativeness": sometimes(0.4, 1e-6, 0.1, 2.0, 100.0),
     "max_prefill_tokens": sometimes(0.3, 20, 100),
     "prefill_max_requests": sometimes(0.2, 1, 2),
     "enable_mixed_chunk": on_or_off(0.3),
@@ -287,7 +288,9 @@ def fit_together(values: dict[str, Any]) -> None:
     others = {one.name for one in settings() if one.group in unknown and one.group != engine}
     for name in (*others, *unknown.get(str(engine), ())):
         values.pop(name, None)
-    if engine == "sglang":
+    if engine != "sglang":
+        values.pop("ignore_eos", None)
+    else:
         values.pop("overlap", None)
         size = values.get("max_num_tokens", "none")
         if size != "none":

@@ -7,6 +7,7 @@ from typing import Any
 
 from ifbbench.analysis.client_side import ClientFindings
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.words import words_of
 from ifbbench.report.chart_files import Output
 from ifbbench.report.charts import CHARTS, ENDPOINT_CHARTS, plot_run
 from ifbbench.report.client_side import client_sentences, client_warnings
@@ -34,6 +35,7 @@ def client_page_data(run: RecordedRun) -> dict[str, Any]:
         "config": data.config,
         "summary": summary,
         "kv_peak": peak_blocks(summary),
+        "blocks": words_of(data.config).blocks(data.config.get("tokens_per_block")),
         "findings": findings.text,
         "warnings": [*client_warnings(data, summary), *client_sentences(summary)],
         "what_if": shown_what_if(run) if (run.path / WHAT_IF).exists() else None,

@@ -38,6 +38,7 @@ def fleet_page_data(run: RecordedRun) -> dict[str, Any]:
         "config": data.config,
         "summary": summary,
         "kv_peak": peak_blocks(summary),
+        "blocks": words_of(data.config).blocks(data.config.get("tokens_per_block")),
         "findings": findings.sentences() if rows else [],
         "sentences": fleet_sentences(summary),
         "replicas": (summary.get("fleet") or {}).get("replicas") or [],

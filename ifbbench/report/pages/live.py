@@ -15,9 +15,11 @@ from rich.text import Text
 from ifbbench.analysis.number_texts import count, percent, significant, time_unit
 from ifbbench.analysis.words import setting_of, window_name, words_of
 from ifbbench.compressed import DamagedFile, GrowingFile
+from ifbbench.engine.plan import Limit
 from ifbbench.errors import InputError
 from ifbbench.report import bar
 from ifbbench.rundir.metrics import fullest_window
+from ifbbench.rundir.reader import waiting_field
 from ifbbench.rundir.rows import UNREADABLE, Id, Number, bad_line, read_rows
 from ifbbench.rundir.run_directory import find_iterations, find_lines
 from ifbbench.settings.fields import printable
@@ -60,6 +62,7 @@ class _Details(Struct, gc=False):
     start_s: float
     latency_ms: float
     waiting: Number
+    queued: Number
     bound_by: str
     paused: tuple[_Paused, ...]
     budget_used: Number
@@ -187,7 +190,7 @@ class Follower:
             end,
             number,
             *_composition(last),
-            last.details.waiting,
+            getattr(last.details, waiting_field(self._config)),
             last.details.bound_by,
             last.details.budget_used,
             cache.used,
@@ -215,12 +218,13 @@ class Follower:
         rows.append(("batch", running / slots if slots else None, batch))
         budget = self._config.get(setting_of("num_tokens"))
         if budget:
-            rows.append(("token budget", now.budget / budget, f"{now.budget:,} of {budget:,}"))
+            rows.append((words.limit_name("num_tokens"), now.budget / budget, f"{now.budget:,} of {budget:,}"))
         if now.blocks:
             used = now.used_blocks or 0
             of_window = f" of the {window_name(now.window)}" if now.window else ""
-            rows.append(("KV blocks", used / now.blocks, f"{used:,} of {now.blocks:,}{of_window}"))
-        limit = "" if now.bound_by == "none" else f", for {words.limit_name(now.bound_by)}"
+            rows.append((words.limit_name("kv_blocks"), used / now.blocks, f"{used:,} of {now.blocks:,}{of_window}"))
+        # A request that stands aside for prompts does not wait, and says nothing of those that do.
+        limit = "" if now.bound_by in ("none", Limit.PREFILL.value) else f", for {words.limit_name(now.bound_by)}"
         rows.append(("waiting", None, f"{now.waiting:,} requests{limit}"))
         ttft = "" if now.ttft_s is None else f", TTFT {in_unit(now.ttft_s)} (median of the last {len(self._recent)})"
         rows.append(("now", None, f"{count(now.tokens_per_s)} output tokens/s{ttft}"))

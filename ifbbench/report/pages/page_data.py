@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
+from ifbbench.analysis.waiting import names_queue_head
 from ifbbench.analysis.words import words_of
 from ifbbench.report.colours import limit_colours
 from ifbbench.report.compat.perfetto import batch_composition
 from ifbbench.report.tables import peak_blocks, settings_line
 from ifbbench.report.what_if_table import what_if_table
 from ifbbench.rundir.figures import figures
+from ifbbench.rundir.reader import waiting_field
 from ifbbench.rundir.rows import Id, Span, single_steps
 from ifbbench.rundir.run_directory import WHAT_IF
 from ifbbench.rundir.timeline import Floats
@@ -121,9 +123,12 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
         "phases": PHASES,
         "causes": causes,
         "head_limits": limits,
+        "names_queue_head": names_queue_head(run),
         "limits": run.iterations.limits,
         "pause": words.pause,
         "paused": words.paused,
+        "skipped": words.skipped,
+        "blocks": words.blocks(run.config.get("tokens_per_block")),
         "limit_texts": _limit_texts(run, causes),
         "waited": findings.waiting_text,
         "what_if": shown_what_if(run),
@@ -198,7 +203,7 @@ def _add_iterations(block: Block, run: RecordedRun) -> None:
     for size, (used, _) in iterations.blocks_of_window.items():
         block.add(f"iteration.used_blocks.{size}", np.nan_to_num(used).astype(np.int64))
     block.add("iteration.budget", iterations.budget_used)
-    block.add("iteration.waiting", iterations.waiting)
+    block.add("iteration.waiting", getattr(iterations, waiting_field(run.config)))
     block.add("iteration.bound", iterations.limit)
 
 

@@ -61,9 +61,26 @@ def test_the_figures_are_those_of_summary_json(runs: list[Path], tmp_path: Path,
     assert page.evaluate("ifbbench.runs[0].pauses.length") == summary["pauses"]
 
 
-def test_the_life_of_each_request_is_what_why_tells(runs: list[Path], tmp_path: Path, opened: Any) -> None:
-    page = opened(write_page(runs[:1], tmp_path))
-    run = RecordedRun.load(runs[0])
+@pytest.fixture
+def of_engine(request: pytest.FixtureRequest, runs: list[Path], tmp_path: Path) -> Path:
+    """A run of the engine that the parameter names."""
+    if request.param == "trtllm":
+        return runs[0]
+    directory = tmp_path / "run"
+    done = CliRunner().invoke(main, [*RUN.split(), str(directory), "--engine", request.param])
+    assert done.exit_code == 0, done.output
+    return directory
+
+
+@pytest.mark.parametrize("of_engine", ["trtllm", "vllm", "sglang"], indirect=True)
+def test_the_life_of_each_request_is_what_why_tells(of_engine: Path, tmp_path: Path, opened: Any) -> None:
+    page = opened(write_page([of_engine], tmp_path))
+    run = RecordedRun.load(of_engine)
+    # Iterations that overlap count once: no mean is above the largest batch.
+    for name in ("generation", "context", "budget"):
+        series = f"ifbbench.runs[0].{name}"
+        means = page.evaluate(f"Array.from({series}.means(ifbbench.runs[0].begin, ifbbench.runs[0].end, 300))")
+        assert 0 < max(means) <= page.evaluate(f"{series}.highest") * (1 + 1e-9)
     findings = Findings(run)
     lives = page.evaluate("ifbbench.runs[0].header.ids.map((_, r) => ifbbench.runs[0].life(r))")
     assert len(lives) == 60

@@ -43,8 +43,10 @@ class Series {
   }
   /** The sum of value times seconds up to `time`, which is in iteration `i` or behind it. */
   integral(time, i) {
+    if (!this.holds) while (i > 0 && time < this.run.alone[i]) i--;
     if (i < 0) return 0;
-    return this.sums[i] + this.values[i] * Math.min(time - this.run.start[i], this.run.lasts(i, this.holds));
+    const begin = this.holds ? this.run.start[i] : this.run.alone[i];
+    return this.sums[i] + this.values[i] * Math.max(0, Math.min(time - begin, this.run.lasts(i, this.holds)));
   }
   /** The mean of each of `width` equal parts of a stretch of time. */
   means(from, to, width) {
@@ -88,6 +90,12 @@ class Run {
     this.duration = Float64Array.from(get("iteration.duration_us"), us => us / 1e6);
     this.count = this.number.length;
     this.dense = this.number[this.count - 1] - this.number[0] === this.count - 1;
+    // Begin and end of each iteration alone: with overlap, one begins when those before have ended.
+    this.alone = new Float64Array(this.count); this.until = new Float64Array(this.count);
+    for (let i = 0, latest = -Infinity; i < this.count; i++) {
+      this.alone[i] = Math.max(this.start[i], latest);
+      this.until[i] = latest = Math.max(latest, this.start[i] + this.duration[i]);
+    }
     this.end = this.start[this.count - 1] + this.duration[this.count - 1];
     this.begin = Math.min(0, this.start[0]);
     this.bound = get("iteration.bound");
@@ -106,7 +114,7 @@ class Run {
 
   /** How long iteration `i` lasts, or until the next one begins if its value holds until then. */
   lasts(i, holds) {
-    return holds && i + 1 < this.count ? this.start[i + 1] - this.start[i] : this.duration[i];
+    return holds && i + 1 < this.count ? this.start[i + 1] - this.start[i] : this.until[i] - this.alone[i];
   }
   startOf(iteration) { return this.timeOf(iteration, this.start); }
   endOf(iteration) {
@@ -183,7 +191,7 @@ class Run {
   /** What held the request of a waiting span, in order of time: itself at the head of the line, or behind another. */
   holding(r, i) {
     const s = this.span, first = s.first[i], last = first + s.length[i], cause = this.header.causes[s.cause[i]];
-    const queued = i === s.offset[r] && cause === QUEUE;
+    const named = this.header.names_queue_head, queued = i === s.offset[r] && (named || cause === QUEUE);
     if (cause !== BEHIND && !queued) return [{ first, last, limit: cause, behind: -1 }];
     const starts = this.get("head.start"), offset = this.get("head.offset"), rank = this.get("head.rank");
     const who = this.get("head.request"), limits = this.get("head.limit"), own = this.request.rank[r], held = [];
@@ -191,8 +199,12 @@ class Run {
       const end = place + 1 < starts.length ? starts[place + 1] - 1 : last;
       let head = -1;
       for (let k = offset[place]; k < offset[place + 1] && rank[k] < own; k++) head = k;
-      const limit = head < 0 ? (queued ? QUEUE : null) : this.header.head_limits[limits[head]];
-      const part = { first: Math.max(starts[place], first), last: Math.min(end, last), limit, behind: head < 0 ? -1 : who[head] };
+      let limit = head < 0 ? (queued ? (named ? "none" : QUEUE) : null) : this.header.head_limits[limits[head]], behind = head < 0 ? -1 : who[head];
+      // In the queue it may be the head of the line itself.
+      for (let k = offset[place]; queued && k < offset[place + 1]; k++) {
+        if (who[k] === r) { limit = this.header.head_limits[limits[k]]; behind = -1; break; }
+      }
+      const part = { first: Math.max(starts[place], first), last: Math.min(end, last), limit, behind };
       const latest = held[held.length - 1];
       if (latest && latest.limit === part.limit && latest.behind === part.behind) latest.last = part.last;
       else held.push(part);
@@ -201,7 +213,7 @@ class Run {
   }
 
   phaseName(phase) {
-    if (phase === SKIPPED && this.header.config.type === "v1") return "empty slot";
+    if (phase === SKIPPED) return this.header.config.type === "v1" ? "empty slot" : this.header.skipped[0];
     return phase === RECOMPUTE ? `recompute after a ${this.header.pause}` : phase === PAUSED ? this.header.paused : this.header.phases[phase];
   }
   nameOf(limit) { return (this.header.limit_texts[limit] || [limit])[0]; }
@@ -227,7 +239,7 @@ class Run {
       } else if (s.phase[i] === PAUSED) {
         stretches.push({ ...base, reason: `is ${this.header.paused} to make room for ${s.cause[i] < 0 ? "another request" : id[s.cause[i]]}` });
       } else if (s.phase[i] === SKIPPED) {
-        stretches.push({ ...base, reason: "keeps its blocks and is skipped" });
+        stretches.push({ ...base, reason: this.header.skipped[1] });
       } else if (s.phase[i] === GENERATION) {
         stretches.push({ ...base, reason: `generates ${grouped(tokens)} token${tokens > 1 ? "s" : ""}` });
       } else {

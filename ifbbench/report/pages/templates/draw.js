@@ -35,7 +35,7 @@ function strips(run) {
     list.push({ name: ["KV window", grouped(+size)], layers: [[blocks, COLOURS.limits.kv_blocks]], peak: blocks, limit: pool });
   }
   if (run.header.num_kv_blocks && !run.windows.length) {
-    list.push({ name: ["KV blocks", "used"], layers: [[run.blocks, COLOURS.limits.kv_blocks]], peak: run.blocks, limit: run.header.num_kv_blocks });
+    list.push({ name: [`KV ${run.header.blocks}`, "used"], layers: [[run.blocks, COLOURS.limits.kv_blocks]], peak: run.blocks, limit: run.header.num_kv_blocks });
   }
   list.push({ name: ["requests in", "the batch"], layers: [[run.generation, PHASE_COLOURS[1]], [run.context, PHASE_COLOURS[0]]], limit: config.max_batch_size });
   list.push({ name: ["tokens in", "the batch"], layers: [[run.budget, COLOURS.limits.num_tokens]], peak: run.budget, limit: config.max_num_tokens });

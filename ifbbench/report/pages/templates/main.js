@@ -79,8 +79,8 @@ function describe(view, x, y) {
   const general = [`${time.toFixed(3)} s, iteration ${grouped(number)}`,
     `${grouped(run.budget.values[k])} tokens in the batch: ${grouped(run.context.values[k])} context and ${grouped(run.generation.values[k])} generation requests`,
     `${grouped(run.waiting.values[k])} requests wait; bound by ${run.nameOf(run.header.limits[run.bound[k]])}`];
-  for (const { size, pool, blocks } of run.windows) general.push(`${grouped(blocks.values[k])} of ${grouped(pool)} KV blocks of the window of ${grouped(+size)} tokens used`);
-  if (run.header.num_kv_blocks && !run.windows.length) general.push(`${grouped(run.blocks.values[k])} of ${grouped(run.header.num_kv_blocks)} KV blocks used`);
+  for (const { size, pool, blocks } of run.windows) general.push(`${grouped(blocks.values[k])} of ${grouped(pool)} KV ${run.header.blocks} of the window of ${grouped(+size)} tokens used`);
+  if (run.header.num_kv_blocks && !run.windows.length) general.push(`${grouped(run.blocks.values[k])} of ${grouped(run.header.num_kv_blocks)} KV ${run.header.blocks} used`);
   const found = view.hit(x, y);
   if (!found || found.i < 0) return y < view.timeline && !found ? null : y < view.timeline ? [`Request ${run.header.ids[found.r]}`, "not in the system", general[0]] : general;
   const s = run.span, { r, i } = found, phase = s.phase[i], at = Math.max(0, Math.min(number - s.first[i], s.length[i]));

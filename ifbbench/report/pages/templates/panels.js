@@ -26,7 +26,7 @@ function tilesOf(runs) {
     const values = runs.map(run => (isPool ? run.header.kv_peak[0] : figure(run.header.summary, path)));
     if (values.every(value => value === null || value === undefined)) continue;
     const rest = isPool ? ` of ${grouped(runs[0].header.kv_peak[1])}${runs[0].header.kv_peak[2]}` : path === "requests.completed" ? ` of ${grouped(figure(runs[0].header.summary, "requests.total"))}` : kind.includes("/") ? ` ${kind}` : "";
-    tiles.append(element("div", { class: "tile" }, element("div", { class: "label" }, label || capitalised(`${runs[0].header.pause}s`)),
+    tiles.append(element("div", { class: "tile" }, element("div", { class: "label" }, isPool ? `KV ${runs[0].header.blocks}, peak use` : label || capitalised(`${runs[0].header.pause}s`)),
       element("div", { class: "value", "data-figure": path, "data-value": values[0] }, inWords(values[0], kind), element("small", {}, rest)),
       runs.length > 1 ? element("div", { class: "second", "data-figure-b": path, "data-value": values[1] }, `${inWords(values[1], kind)} in ${runs[1].label}`) : null));
   }
@@ -208,7 +208,7 @@ function showLedger(views, state) {
     if (!run.pauses.length) { section.append(element("p", { class: "note" }, `${of}no request was ${run.header.paused}.`)); continue; }
     const sorted = [...run.pauses].sort((a, b) => b.tokens - a.tokens).slice(0, LEDGER_ROWS), sum = name => run.pauses.reduce((total, pause) => total + pause[name], 0);
     section.append(element("p", { class: "note" }, `${of}${grouped(run.pauses.length)} ${run.header.pause}s: ${grouped(sum("tokens"))} tokens computed again, ${significant(sum("lost"))} s lost by the victims, ${significant(sum("gained"))} s gained by the requests that they made room for.${run.pauses.length > LEDGER_ROWS ? ` The ${LEDGER_ROWS} costliest:` : ""}`),
-      element("div", { class: "scroll" }, table("The costliest first; click to see it on the timeline", ["time s", "iteration", "victim", "made room for", "blocks freed", "tokens again", "lost s", "gained s", `its ${run.header.pause} no.`],
+      element("div", { class: "scroll" }, table("The costliest first; click to see it on the timeline", ["time s", "iteration", "victim", "made room for", `${run.header.blocks} freed`, "tokens again", "lost s", "gained s", `its ${run.header.pause} no.`],
         sorted.map(pause => [pause.time.toFixed(3), grouped(pause.iteration), run.header.ids[pause.victim], run.header.ids[pause.beneficiary], pause.blocks === null ? "–" : grouped(pause.blocks), grouped(pause.tokens), significant(pause.lost), significant(pause.gained), pause.nth]),
         [0, 1, 4, 5, 6, 7, 8], sorted.map(pause => () => state.focusPause(view, pause)))));
   }
