@@ -73,7 +73,7 @@ def test_running_requests_do_not_wait(run: Path) -> None:
         figure = CHARTS["throughput"].draw(data)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert [text for text in labels if "prompts first" in text] == []
-    highest = max(patch.get_path().vertices[:, 1].max() for patch in figure.axes[0].patches)
+    highest = max(np.asarray(patch.get_path().vertices)[:, 1].max() for patch in figure.axes[0].patches)
     assert highest < table["queued"].max() + 1e-6 < table["waiting"].max()
 
 
