@@ -841,7 +841,11 @@ class RunConfig:
         False, "Schedule an iteration only when the tokens of the one before are known. Always so on a CPU."
     )
     scheduler_recv_interval: int = _sglang(
-        1, "Receive requests after so many iterations, and after each one with prompts.", minimum=1, unit="iterations"
+        1,
+        "Receive requests after so many iterations, and after each one with prompts.",
+        minimum=1,
+        maximum=10_000,
+        unit="iterations",
     )
     num_reserved_decode_tokens: int = _sglang(
         512,
