@@ -434,7 +434,12 @@ def test_one_replica_behind_a_router_is_recorded_as_one_engine(tmp_path):
         "tp_size": 1,
         "enable_chunked_context": True,
     }
-    asked: dict[str, Any] = {"router": "least_requests", "request_rate": 5, "max_num_samples": 20, "policy": "guaranteed_no_evict"}
+    asked: dict[str, Any] = {
+        "router": "least_requests",
+        "request_rate": 5,
+        "max_num_samples": 20,
+        "policy": "guaranteed_no_evict",
+    }
     found = tune(goal="cost", slo="ttft.p99=2s", **limits, **asked)
     assert found.best is not None
     assert found.best.run.case.replicas == 1
