@@ -428,14 +428,26 @@ def test_the_cost_is_that_of_the_fewest_gpus_that_meet_the_objectives():
 
 def test_one_replica_behind_a_router_is_recorded_as_one_engine(tmp_path):
     """Its directory has iterations, which the answer explains."""
-    limits = {"max_batch_size": 128, "max_num_tokens": 1024, "tp_size": 1, "enable_chunked_context": True}
-    asked = {"router": "least_requests", "request_rate": 5, "max_num_samples": 20, "policy": "guaranteed_no_evict"}
+    limits: dict[str, Any] = {
+        "max_batch_size": 128,
+        "max_num_tokens": 1024,
+        "tp_size": 1,
+        "enable_chunked_context": True,
+    }
+    asked: dict[str, Any] = {
+        "router": "least_requests",
+        "request_rate": 5,
+        "max_num_samples": 20,
+        "policy": "guaranteed_no_evict",
+    }
     found = tune(goal="cost", slo="ttft.p99=2s", **limits, **asked)
     assert found.best is not None
     assert found.best.run.case.replicas == 1
     (run,) = record_best(found, tmp_path / "tuned", overwrite=False)
     assert answer(found, [run], [])["binding"]
-    assert load_run(run).summary["schedule_digest"] == found.best.summary["schedule_digest"]
+    summary = load_run(run).summary
+    assert summary is not None
+    assert summary["schedule_digest"] == found.best.summary["schedule_digest"]
 
 
 def test_a_candidate_over_more_of_the_trace_replaces_one_over_less():
