@@ -139,9 +139,9 @@ def test_columns_that_are_left_out_of_a_table_are_not_read(tmp_path: Path) -> No
     assert not NOT_DRAWN & set(part.iterations)
     pd.testing.assert_frame_equal(part.iterations, whole.iterations[list(part.iterations)])
     path = directory / "iterations.jsonl"
-    path.write_text(re.sub(r'"queued": ?\d+', '"queued":"many"', path.read_text(), count=1))
+    path.write_text(re.sub(r'"missed_blocks": ?\d+', '"missed_blocks":"many"', path.read_text(), count=1))
     pd.testing.assert_frame_equal(load_run(directory, NOT_DRAWN).iterations, part.iterations)
-    with pytest.raises(InputError, match="queued"):
+    with pytest.raises(InputError, match="missed_blocks"):
         _ = load_run(directory).iterations
 
 
