@@ -52,9 +52,9 @@ def _errors(pairs: Sequence[tuple[Comparison, Comparison]]) -> dict[str, Any]:
 
 
 def better_apart(comparisons: Iterable[Comparison]) -> dict[str, Any]:
-    """Of pairs of an aggregated and a disaggregated deployment with about the same measured TPOT, both of random
-    lengths: in how many the one with more output tokens/s of each GPU (of both sides) is predicted, and in how many
-    that is the disaggregated one. Rows that repeat a measurement count once."""
+    """Compare pairs of an aggregated and a disaggregated deployment with about the same measured TPOT, both of random
+    lengths. Returns in how many the one with more output tokens/s of each GPU (of both sides) is predicted, and in how
+    many that is the disaggregated one. Rows that repeat a measurement count once."""
     found: defaultdict[str, dict[str, dict[str, Comparison]]] = defaultdict(dict)
     for one in comparisons:
         if one.row.get("lengths_of"):

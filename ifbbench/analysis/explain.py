@@ -278,6 +278,7 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
     window = fullest_window(of_window) if of_window else ""
     if window:
         used["kv_blocks"], available["kv_blocks"] = int(of_window[window][0]), of_window[window][1]
+    num_waiting = int(getattr(iterations, waiting_field(run.config))[index])
     return IterationFacts(
         number,
         float(iterations.start_s[index]),
@@ -287,8 +288,8 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         None
         if left_out is None
         else _missing(run, number, left_out, used, available, dict(contexts + recomputes), window),
-        int(getattr(iterations, waiting_field(run.config))[index]),
-        int(iterations.waiting[index] - getattr(iterations, waiting_field(run.config))[index]),
+        num_waiting,
+        int(iterations.waiting[index]) - num_waiting,
         used,
         available,
         contexts,

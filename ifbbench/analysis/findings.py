@@ -83,17 +83,20 @@ class Findings:
     def all_waiting_s(self) -> dict[str, float]:
         """`waiting_s`, and last, as "none", the request-seconds in queues that no limit caused: requests waited for the
         iteration in progress to end."""
-        rows = self.run.row_of.values()
-        seconds = sum((row.get("attribution_s") or {}).get(WAITING_ITERATION, 0.0) for row in rows)
-        return self.waiting_s | ({"none": float(seconds)} if seconds else {})
+        seconds = self._attributed_s(WAITING_ITERATION)
+        return self.waiting_s | ({"none": seconds} if seconds else {})
 
     @cached_property
     def load_s(self) -> float | None:
         """Request-seconds in which keys and values came from stores; None without stores."""
         if not (self.run.data.summary or {}).get("kv_tiers"):
             return None
+        return self._attributed_s(TRANSFER)
+
+    def _attributed_s(self, part: str) -> float:
+        """Request-seconds that all requests spent in `part` of their attribution."""
         rows = self.run.row_of.values()
-        return float(sum((row.get("attribution_s") or {}).get(TRANSFER, 0.0) for row in rows))
+        return float(sum((row.get("attribution_s") or {}).get(part, 0.0) for row in rows))
 
     @cached_property
     def turns(self) -> Turns:

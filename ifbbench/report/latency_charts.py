@@ -73,8 +73,7 @@ def draw_latency(run: RunData) -> Figure:
     _distribution(grid[0, 0], grid[1, 0], Pool.of(ttft), "TTFT", "requests", SERIES[0])
     runs = [run]
     if run.is_fleet and not run.is_disaggregated:
-        replicas = map(load_run, replica_directories(run.path))
-        runs = [one for one in replicas if (one.summary or {}).get("iterations", 1)]
+        runs = [load_run(path) for path in replica_directories(run.path)]
     if any(one.recorded_every > 1 or one.has_only_summary for one in runs):
         _unrecorded_gaps(grid[0, 1], grid[1, 1], run)
     else:

@@ -249,10 +249,15 @@ def _toml_value(value: Any) -> str:
 SHARED = [11 * number % 97 for number in range(40)]
 # Requests of several priorities that begin alike.
 LIKE_ROWS = [
-    {"arrival_s": 0.001 * number, "prompt_tokens": [*SHARED[: 8 * (number % 6)], *range(number, 3 * number + 1)],
-     "output_len": 1 + 3 * number % 11, "max_new_tokens": 12, "priority": number % 3 / 2}
+    {
+        "arrival_s": 0.001 * number,
+        "prompt_tokens": [*SHARED[: 8 * (number % 6)], *range(number, 3 * number + 1)],
+        "output_len": 1 + 3 * number % 11,
+        "max_new_tokens": 12,
+        "priority": number % 3 / 2,
+    }
     for number in range(10)
-]  # fmt: skip
+]
 # Settings that those of an engine act with.
 BESIDE = ("max_num_tokens", "max_batch_size", "tokens_per_block", "max_tokens_in_paged_kvcache", "max_queue_size")
 

@@ -110,9 +110,13 @@ def sessions(draw: random.Random) -> list[dict[str, Any]]:
             if length + output_len > 64:
                 break
             row = {
-                "request_id": len(rows), "arrival_s": session * 1e-3 + turn * 1e-4, "prompt_len": length,
-                "output_len": output_len, "prefix_ids": [session], "prefix_lens": [length + output_len],
-            }  # fmt: skip
+                "request_id": len(rows),
+                "arrival_s": session * 1e-3 + turn * 1e-4,
+                "prompt_len": length,
+                "output_len": output_len,
+                "prefix_ids": [session],
+                "prefix_lens": [length + output_len],
+            }
             if before is not None:
                 row |= {"after": before, "think_s": draw.choice([0.0, 0.002, 0.02])}
             before, length = len(rows), length + output_len
@@ -167,10 +171,16 @@ def test_an_agent_finds_its_blocks_after_other_requests(tmp_path: Path) -> None:
         {"request_id": 0, "arrival_s": 0.0, "prompt_len": 40, "output_len": 2, "prefix_ids": [0], "prefix_lens": [42]},
         *({"request_id": k, "arrival_s": 0.01 * k, "prompt_len": 60, "output_len": 2} for k in (1, 2)),
         {
-            "request_id": 3, "arrival_s": 0.001, "prompt_len": 50, "output_len": 2, "prefix_ids": [0],
-            "prefix_lens": [42], "after": 0, "think_s": 0.1,
+            "request_id": 3,
+            "arrival_s": 0.001,
+            "prompt_len": 50,
+            "output_len": 2,
+            "prefix_ids": [0],
+            "prefix_lens": [42],
+            "after": 0,
+            "think_s": 0.1,
         },
-    ]  # fmt: skip
+    ]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reused = {}
     for name, priority in {"usual": None, "kept": 90}.items():
@@ -183,10 +193,11 @@ def test_an_agent_finds_its_blocks_after_other_requests(tmp_path: Path) -> None:
 @pytest.mark.parametrize("router", ["session", "least_requests"])
 def test_replicas_keep_blocks_and_their_traces_give_their_files(router: str, tmp_path: Path) -> None:
     rows = sessions(random.Random(3)) + [
-        row | {"request_id": row["request_id"] + 100, "prefix_ids": [row["prefix_ids"][0] + 100]}
+        row
+        | {"request_id": row["request_id"] + 100, "prefix_ids": [row["prefix_ids"][0] + 100]}
         | ({"after": row["after"] + 100} if "after" in row else {})
         for row in sessions(random.Random(4))
-    ]  # fmt: skip
+    ]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kept: dict[str, Any] = {"kv_retention_priority": 90, "kv_retention_s": 0.01}
     fleet = RunConfig(**BASE, **kept, replicas=2, router=router, output=str(tmp_path / "fleet"))

@@ -35,7 +35,8 @@ def full_rate(path: Path, replica: int, number: int, **asked: Any) -> float:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rates_are_those_of_fleets_that_are_always_full(engine: str, tmp_path: Path) -> None:
-    """Of one that many decode replicas serve, and of one that many prefill replicas serve."""
+    """The rate of a prefill replica beside many decode replicas, and of a decode replica beside many prefill replicas,
+    is what `capacity` computes."""
     asked: dict[str, Any] = {"engine": engine, "prefill": "max_num_tokens=4000", "decode": "max_batch_size=8"}
     # Prompts are sent without delay, and none is found in a cache.
     asked |= {"transfer_bandwidth": 1e15, "router": "least_requests", "enable_kv_cache_reuse": False}
