@@ -36,7 +36,7 @@ from ifbbench.replay.single import (
 )
 from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
 from ifbbench.rundir import run_directory
-from ifbbench.rundir.disaggregated import DECODE, PREFILL, reserves_first, transfer_figures, write_lines
+from ifbbench.rundir.disaggregated import DECODE, PREFILL, SIDES, reserves_first, transfer_figures, write_lines
 from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_directory
 from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
@@ -53,7 +53,6 @@ from ifbbench.workload.formats import write_trace
 from ifbbench.workload.load import Source, load_trace
 from ifbbench.workload.trace import Trace, columns_of
 
-SIDES = (PREFILL, DECODE)
 # What a request has beside its prompt's keys and values. The model's own draft layer (`--draft_mtp`) needs none of it.
 NOT_BUILT = {
     "draft_model": "drafts are not sent",

@@ -17,6 +17,7 @@ from ifbbench.settings.config import BY_LAYER, SGLANG
 ROUTER, DECODE_BLOCKS = "router", f"{WAITING_FOR}decode_blocks"
 CONCURRENCY = f"{WAITING_FOR}concurrency"
 PREFILL, DECODE = "prefill", "decode"
+SIDES = (PREFILL, DECODE)
 
 
 def reserves_first(engine: str, transfer_by: str) -> bool:

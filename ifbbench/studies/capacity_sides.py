@@ -12,9 +12,9 @@ from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.plan import Limit
 from ifbbench.fleet.sides import check_sides
-from ifbbench.replay.disaggregated import SIDES, link_rate, own_values
-from ifbbench.rundir.disaggregated import DECODE, PREFILL
-from ifbbench.settings.config import SGLANG, TRTLLM, VLLM, RunConfig
+from ifbbench.replay.disaggregated import link_rate, own_values
+from ifbbench.rundir.disaggregated import DECODE, PREFILL, SIDES
+from ifbbench.settings.config import SGLANG, VLLM, RunConfig
 from ifbbench.settings.fields import memory_size
 from ifbbench.studies.capacity import Study, study
 from ifbbench.studies.explain import Step, explain
@@ -138,14 +138,8 @@ def _seconds(found: Study, step: Step) -> float:
     """The time of an iteration of one replica, in steady state."""
     explained = explain(found.config, step)
     device_ns, host_ns = explained.device_ns, explained.host_ns
-    config = found.config
-    runs_ahead = config.overlap is not None if config.engine == TRTLLM else _runs_ahead(config)
-    return (max(device_ns, host_ns) if runs_ahead else device_ns + host_ns) / NANOSECONDS
-
-
-def _runs_ahead(config: RunConfig) -> bool:
-    """Whether vLLM or SGLang decides an iteration while the one before it runs."""
-    return bool(config.async_scheduling) if config.engine == VLLM else not config.disable_overlap_schedule
+    overlaps = found.config.overlap is not None
+    return (max(device_ns, host_ns) if overlaps else device_ns + host_ns) / NANOSECONDS
 
 
 def side_sentences(found: SidesStudy) -> list[str]:

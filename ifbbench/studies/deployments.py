@@ -14,12 +14,12 @@ from typing import Any
 from ifbbench.errors import InputError
 from ifbbench.fleet.sides import side_values
 from ifbbench.progress import NO_PROGRESS, Progress
-from ifbbench.rundir.disaggregated import DECODE
+from ifbbench.rundir.disaggregated import DECODE, SIDES
 from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.tune import FAR_OFF, Tuner, Tuning
 from ifbbench.studies.tune_candidates import TIE, Candidate, Goal, nearest_objective
-from ifbbench.studies.tune_runs import SIDES, sides_of
+from ifbbench.studies.tune_runs import sides_of
 from ifbbench.studies.tune_sides import SidesTuner, compared_text, time_to_first_token
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import Trace

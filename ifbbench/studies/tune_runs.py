@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ifbbench.fleet.sides import gpus_of_side
-from ifbbench.rundir.disaggregated import DECODE, PREFILL
+from ifbbench.rundir.disaggregated import SIDES
 from ifbbench.settings.config import RunConfig
 from ifbbench.studies.points import PointResult, run_all, summarise_replicas
 from ifbbench.studies.tune_space import Settings
@@ -27,7 +27,6 @@ APPLIED: Mapping[str, Any] = {
     "skip_samples": 0,
 }
 
-SIDES = (PREFILL, DECODE)
 # What a trace is cut into, to see how much the highest rate varies; a stretch has so many requests at least.
 STRETCHES, MIN_STRETCH = 3, 100
 
