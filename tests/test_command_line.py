@@ -41,6 +41,7 @@ def test_vllm_has_its_own_names_which_are_options_here_too() -> None:
         "pp_size": 1,
         "seed": 3,
         "prefix_cache_retention_interval": 64,
+        "stream_interval": 4,
     }
     values |= {name: name == "enable_chunked_context" for name in VLLM_SERVE.flags}
     assert values.keys() == VLLM_SERVE.options.keys()

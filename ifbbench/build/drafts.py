@@ -97,15 +97,11 @@ def draft_settings(config: RunConfig, layout: CacheLayout) -> DraftSettings:
 
 
 def load_draft_config(config: RunConfig, model: ModelConfig) -> ModelConfig:
-    """The shape of `--draft_model`, or of the layer for multi-token prediction. InputError unless it can propose tokens
-    for `model`.
+    """The shape of `--draft_model`, or of the layer for multi-token prediction or EAGLE head. InputError unless it can
+    propose tokens for `model`.
 
     config: with resolved limits."""
     if config.draft_mtp is not None:
-        if not model.num_draft_layers:
-            raise InputError(
-                f"--draft_mtp: model {config.model} has no layer for multi-token prediction; choose another model."
-            )
         return model.draft_layer
     if "," in (config.max_attention_window or ""):
         raise InputError(

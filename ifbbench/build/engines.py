@@ -17,7 +17,7 @@ from ifbbench.simulated.hardware import load_hardware
 
 GIB = 1 << 30
 # Settings, beside engine and device, on which the defaults of others depend.
-DECIDING = ("tp_size", "max_num_tokens", "kv_cache_free_gpu_mem_fraction")
+DECIDING = ("tp_size", "attention_dp_size", "max_num_tokens", "kv_cache_free_gpu_mem_fraction")
 # Why a setting has no meaning under vLLM's scheduler, and what has: of those that differ from their defaults.
 _SCHEDULED = "vLLM has one rule: running requests first, then the queue, each with what is left of the token budget"
 NOT_IN_VLLM: Mapping[str, str] = {
@@ -94,6 +94,9 @@ def _vllm_defaults(memory_bytes: int | None, is_a100: bool, values: Mapping[str,
         tokens, requests = 8192, 1024
     else:
         tokens, requests = 2048, 256
+    # Each rank of data parallelism has a scheduler with these limits; ours are those of all ranks.
+    ranks = setting("attention_dp_size").check(values.get("attention_dp_size", 1))
+    tokens, requests = tokens * ranks, requests * ranks
     given_tokens = setting("max_num_tokens").check(values.get("max_num_tokens", tokens))
     return {
         "max_num_tokens": tokens,

@@ -36,6 +36,8 @@ BY_MEMORY = (
     _OfMemory(math.inf, 16_384, 512, 512),
 )
 CHUNK_WITHOUT_GPU = 4096
+# What SGLang multiplies --schedule-conservativeness with, with attention data parallelism.
+OF_ATTENTION_DP = 0.3
 _SCHEDULED = "SGLang runs a prefill batch where it can make one, else a decode batch of all running requests"
 _RETAINED = (
     "SGLang keeps no blocks for a time; --radix_eviction_policy priority evicts those of requests with a lower "
@@ -152,7 +154,7 @@ def sglang_rules(config: RunConfig) -> SglangRules:
     """The rules of a resolved `config`."""
     return SglangRules(
         schedule_policy=config.schedule_policy,
-        conservativeness=config.schedule_conservativeness,
+        conservativeness=config.schedule_conservativeness * (OF_ATTENTION_DP if config.attention_dp_size > 1 else 1),
         chunk_size=config.max_num_tokens if config.enable_chunked_context else None,
         max_prefill_tokens=config.max_prefill_tokens,
         prefill_max_requests=config.prefill_max_requests,

@@ -1,17 +1,16 @@
 """`ifbbench bench throughput` and `bench latency`: trtllm-bench's command line, and the report that it prints."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ifbbench.cli.gpt_manager import SPECULATIVE, ForeignOption, TraceCommand, unset
-from ifbbench.cli.options import given_config, parse_config_file
-from ifbbench.errors import InputError
+from ifbbench.cli.options import given_config
 from ifbbench.settings.config import settings
-from ifbbench.settings.fields import located
+from ifbbench.settings.trtllm_serve import read_arguments, with_attention_dp
 
 MULTIMODAL = "models with images or video are not available; prompts are tokens."
 HEURISTICS = "limits are not tuned to lengths; they are those that are given, or the defaults of `ifbbench run`."
@@ -29,8 +28,7 @@ OPTIONS = (
     ForeignOption("mamba_ssm_cache_dtype", "models have no state space layers."),
     ForeignOption("target_input_len", HEURISTICS),
     ForeignOption("target_output_len", HEURISTICS),
-    ForeignOption("ep", "models have no experts."),
-    ForeignOption("cluster_size", "models have no experts."),
+    ForeignOption("cluster_size", "each part of --ep has whole experts."),
     ForeignOption("medusa_choices", SPECULATIVE, is_refused=True),
 )
 # Names of settings in trtllm-bench.
@@ -38,6 +36,7 @@ RENAMED = {
     "num_requests": "max_num_samples",
     "tp": "tp_size",
     "pp": "pp_size",
+    "ep": "ep_size",
     "warmup": "warm_up",
     "output_json": "responses_json",
 }
@@ -46,33 +45,10 @@ NOT_TAKEN = ("max_input_len",)
 SHOWN = (
     "max_num_samples", "request_rate", "concurrency", "streaming", "beam_width", "eos_id", "seed", "policy",
     "max_batch_size", "max_num_tokens", "max_seq_len", "enable_chunked_context", "kv_cache_free_gpu_mem_fraction",
-    "enable_kv_cache_reuse", "device", "model", "dtype", "kv_cache_dtype", "tp_size", "pp_size", "warm_up", "output",
-    "overwrite", "report_json", "request_json", "iteration_log", "responses_json", "quiet",
+    "enable_kv_cache_reuse", "device", "model", "dtype", "kv_cache_dtype", "tp_size", "pp_size", "ep_size", "warm_up",
+    "output", "overwrite", "report_json", "request_json", "iteration_log", "responses_json", "quiet",
 )  # fmt: skip
 ARRIVALS = ("request_rate", "concurrency", "time_scale", "arrival", "rate_schedule")
-# Arguments of TensorRT-LLM's LLM class in --extra_llm_api_options, where a setting has another name.
-LLM_ARGUMENTS = {
-    "enable_chunked_prefill": "enable_chunked_context",
-    "tensor_parallel_size": "tp_size",
-    "pipeline_parallel_size": "pp_size",
-    "scheduler_config.capacity_scheduler_policy": "policy",
-    "scheduler_config.context_chunking_policy": "context_chunking_policy",
-    "kv_cache_config.dtype": "kv_cache_dtype",
-    **{
-        f"kv_cache_config.{name}": name
-        for name in (
-            "enable_block_reuse",
-            "free_gpu_memory_fraction",
-            "max_tokens",
-            "host_cache_size",
-            "max_attention_window",
-            "sink_token_length",
-            "enable_partial_reuse",
-            "copy_on_partial_reuse",
-            "tokens_per_block",
-        )
-    },
-}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "throughput": {},
     "latency": {"max_batch_size": 1, "concurrency": 1, "streaming": True, "enable_chunked_context": False},
@@ -184,9 +160,14 @@ def _values(command: str, options: dict[str, Any]) -> dict[str, Any]:
     values = dict(options)
     model_path = values.pop("model_path")
     from_files: dict[str, Any] = {}
+    has_attention_dp = False
     for name in ("llm_arguments", "sampler_options"):
-        path = values.pop(name)
-        from_files |= _from_file(Path(path)) if path else {}
+        if path := values.pop(name):
+            found = read_arguments(Path(path))
+            from_files |= found.values
+            has_attention_dp = has_attention_dp or found.has_attention_dp
+            if found.ignored:
+                _log.warning("%s: %s have no effect here.", path, ", ".join(found.ignored))
     unset(values, ("max_num_samples", "concurrency"), "0", "-1")
     given = from_files | {name: value for name, value in values.items() if value is not None}
     if model_path is not None:
@@ -196,39 +177,4 @@ def _values(command: str, options: dict[str, Any]) -> dict[str, Any]:
         defaults.pop("concurrency", None)
     if not any(name in defaults | given for name in ARRIVALS):
         defaults["time_scale"] = 0
-    return defaults | given
-
-
-def _from_file(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file of arguments of TensorRT-LLM; those without a meaning here are named in a warning."""
-    taken = {name: one.name for one in settings() for name in (one.name, *one.aliases)}
-    values, ignored = {}, []
-    with located(str(path)):
-        for name, value in _flat(parse_config_file(path)):
-            if name.startswith("speculative_config"):
-                raise InputError(f"{name}: {SPECULATIVE} Leave it out.")
-            own_name = taken.get(LLM_ARGUMENTS.get(name, name))
-            if name == "disable_overlap_scheduler":
-                values["overlap"] = None if _is_true(value) else "async"
-            elif own_name is not None and value not in ("auto", "null", ""):
-                values[own_name] = value
-            else:
-                ignored.append(name)
-    if ignored:
-        _log.warning("%s: %s have no effect here.", path, ", ".join(ignored))
-    return values
-
-
-def _is_true(value: Any) -> bool:
-    return str(value).lower() in ("true", "1")
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of nested mappings."""
-    if not isinstance(value, dict):
-        raise InputError("expected a table of arguments, one `name: value` each.")
-    for name, entry in value.items():
-        if isinstance(entry, dict):
-            yield from _flat(entry, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", entry
+    return with_attention_dp(defaults | given, has_attention_dp)

@@ -1,5 +1,5 @@
-"""`ifbbench config`: the settings that a command would run with, also as or from a command line of a server of vLLM or
-SGLang, and the JSON schema of config files."""
+"""`ifbbench config`: the settings that a command would run with, also as or from the command line of a server, and the
+JSON schema of config files."""
 
 import json
 from pathlib import Path
@@ -16,6 +16,7 @@ from ifbbench.cli.options import (
     json_instead_of_tables,
     read_config_file,
 )
+from ifbbench.errors import InputError
 from ifbbench.settings.config import FLEET_SETTINGS, RunConfig, settings
 from ifbbench.settings.servers import SERVERS, read_line, write_line
 
@@ -71,21 +72,33 @@ def show(
 @click.argument("line", metavar="LINE")
 @json_instead_of_tables
 def from_line(line: str, as_json: bool) -> None:
-    """Print the config file of a command line that starts a server of vLLM or SGLang, given as one argument.
+    """Print the config file of a command line that starts a server (vLLM, SGLang, trtllm-serve), given as one argument.
 
-    Options on which neither schedule nor times depend are left out, and named on standard error.
+    Options that are not simulated, or have no effect on schedule and times, are named in its comments and on standard
+    error.
 
     Example: ifbbench config from "vllm serve meta-llama/Llama-3.1-8B --max-num-seqs 64" > server.yaml
     """
-    found = read_line(line)
-    if found.ignored:
-        click.echo(f"Without effect here: {', '.join(f'--{name}' for name in found.ignored)}.", err=True)
+    found = read_line(line, has_experts)
+    for remark in found.remarks():
+        click.echo(remark, err=True)
     if as_json:
         click.echo(json.dumps(found.values, indent=2))
         return
     import yaml
 
-    click.echo(f"# {' '.join(line.split())}\n" + yaml.safe_dump(found.values, sort_keys=False), nl=False)
+    comments = "".join(f"# {text}\n" for text in (" ".join(line.split()), *found.remarks()))
+    click.echo(comments + yaml.safe_dump(found.values, sort_keys=False), nl=False)
+
+
+def has_experts(model: str) -> bool:
+    """Whether `model` is known to have experts: a built-in shape, or a directory."""
+    from ifbbench.models.named_models import load_model_config
+
+    try:
+        return load_model_config(model).num_experts > 0
+    except InputError:
+        return False
 
 
 @config.command(cls=Command)

@@ -184,7 +184,7 @@ class TraceCommand(SettingsCommand):
                     )
             for server in SERVERS.values():
                 with formatter.section(f"{server.usage} options without effect in `ifbbench config from`"):
-                    names = sorted(server.no_effect | server.no_effect_flags)
+                    names = sorted(server.others.no_effect)
                     formatter.write_text(", ".join(f"--{name}" for name in names))
             click.echo(formatter.getvalue().rstrip())
             ctx.exit()

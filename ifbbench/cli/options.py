@@ -1,17 +1,15 @@
 """Command line options and config files, made from the settings of `ifbbench.settings.config`."""
 
 import difflib
-import json
 import logging
 import os
-import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ifbbench.compressed import STANDARD_INPUT, is_read_once, read_text
+from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.errors import InputError
 from ifbbench.files import protect, protecting_inputs
 from ifbbench.rundir.run_directory import LINE_FILES, OPEN_SPANS, RUN, SWEEP_CONFIG
@@ -27,6 +25,7 @@ from ifbbench.settings.config import (
     RunConfig,
     settings,
 )
+from ifbbench.settings.config_file import CONFIG_SUFFIXES, parse_config_file
 from ifbbench.settings.fields import (
     BYTES_FORMS,
     MAX_INTEGER_SETTING,
@@ -48,7 +47,6 @@ DEBUG = "ifbbench.debug"
 # Keys of config files that are no settings: arguments and options of the command itself. `run` takes the first two.
 COMMAND_KEYS = ("trace", "repeat", "over", "zip", "keep", "processes", "executor")
 RUN_KEYS = COMMAND_KEYS[:2]
-CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")
 # A setting by the other one that decides the same.
 SAME_QUESTION = {"overlap": "enable_trt_overlap"}
 # Settings of a recorded run that say where its results went.
@@ -594,45 +592,3 @@ def config_table(path: Path) -> dict[str, Any]:
 def _is_config(path: Path) -> bool:
     """Whether `path` may be meant for a config file where the directory that it is in was given."""
     return (path / "run.json").is_file() if path.is_dir() else path.suffix in CONFIG_SUFFIXES
-
-
-def parse_config_file(path: Path) -> Any:
-    """The content of a YAML, TOML or JSON file; values of YAML stay texts. A pipe without a suffix, as a shell makes it
-    for `<(command)`, is YAML. InputError if it cannot be read."""
-    try:
-        text = read_text(path)
-    except OSError as error:
-        raise InputError(f"the config file cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise InputError("the config file is not UTF-8 text.") from error
-    try:
-        return _parse(path.suffix or (".yaml" if is_read_once(path) else ""), text)
-    except RecursionError as error:
-        raise InputError("the config file has values nested too deeply; expected a flat table.") from error
-
-
-def _parse(suffix: str, text: str) -> Any:
-    if suffix == ".toml":
-        try:
-            return tomllib.loads(text)
-        except ValueError as error:
-            raise InputError(f"not valid TOML: {error}.") from error
-    if suffix == ".json":
-        from ifbbench.settings.json_text import check_keys
-
-        try:
-            check_keys(text)
-            return json.loads(text)
-        except ValueError as error:
-            raise InputError(f"not valid JSON: {error}.") from error
-    if suffix not in CONFIG_SUFFIXES:
-        raise InputError("the name of a config file must end in .toml, .yaml or .yml, or be run.json.")
-    from yaml import YAMLError
-
-    from ifbbench.settings.yaml_text import parse_yaml
-
-    try:
-        # Every value is kept as text, as on the command line; otherwise `device: null` would be no device.
-        return parse_yaml(text, as_texts=True) or {}
-    except YAMLError as error:
-        raise InputError(f"not valid YAML: {' '.join(str(error).split())}.") from error

@@ -345,12 +345,13 @@ def _explain_endpoint(
 
 def _server_settings(line: str, device: str) -> dict[str, Any]:
     """The settings of a server from the line that started it, with its GPU."""
+    from ifbbench.cli.config import has_experts
     from ifbbench.settings.config import SIMULATED
     from ifbbench.settings.servers import read_line
 
-    found = read_line(line)
-    if found.ignored:
-        click.echo(f"Without effect here: {', '.join(f'--{name}' for name in found.ignored)}.", err=True)
+    found = read_line(line, has_experts)
+    for remark in found.remarks():
+        click.echo(remark, err=True)
     return found.values | {"device": SIMULATED + device.removeprefix(SIMULATED)}
 
 

@@ -247,8 +247,9 @@ class ModelConfig:
 
     @property
     def draft_layer(self) -> "ModelConfig":
-        """The layer for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): one more layer like the
-        last one. It shares embeddings and output layer with the model."""
+        """The layer for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), of a model without one an
+        EAGLE head (arXiv:2401.15077): one more layer like the last one. It shares embeddings and output layer with the
+        model."""
         return dataclasses.replace(
             self, num_layers=1, layers=self.layers[-1:], windows=(), num_draft_layers=0, is_draft=True
         )

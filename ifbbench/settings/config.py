@@ -1219,11 +1219,13 @@ class RunConfig:
     )
     draft_mtp: int | None = _execution(
         None,
-        "Speculative decoding by the model's own layer for multi-token prediction, which proposes so many draft "
-        "tokens, one after the other. Simulated devices only, with --acceptance_rate.",
+        "Speculative decoding by the model's own layer for multi-token prediction, of a model without one by an EAGLE "
+        "head of one such layer: so many draft tokens, one after the other. Simulated devices only, with "
+        "--acceptance_rate.",
         minimum=1,
         maximum=64,
         unit="tokens",
+        aliases=("draft_eagle",),
         elsewhere="num_nextn_predict_layers speculative_num_steps",
     )
     draft_len: int | None = _execution(

@@ -1,63 +1,152 @@
 """Command lines of the servers of other engines: the settings that a line means, and the line of some settings."""
 
+import json
+import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import ENGINE_NAMES
-from ifbbench.settings.fields import boolean, did_you_mean, located
+from ifbbench.settings.config import DTYPES, ENGINE_NAMES
+from ifbbench.settings.config_file import parse_config_file
+from ifbbench.settings.fields import boolean, did_you_mean, integer, located, table
 from ifbbench.settings.names import setting, snake_case
 
-MODEL, QUANTIZATION = "model", "quantization"
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "float32", "float32": "float32"}
+MODEL, QUANTIZATION, CONFIG, KV_DTYPE = "model", "quantization", "config", "kv_cache_dtype"
+OTHER_OPTIONS = Path(__file__).with_name("server_options.toml")
+DTYPES_READ = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "float32"}
 DTYPES_WRITTEN = {"bf16": "bfloat16", "fp16": "float16"}
+# Formats of weights by the names that servers have for them. The others say nothing beside the checkpoint.
+QUANTIZATIONS = {
+    "modelopt": "fp8", "modelopt_fp8": "fp8", "ptpc_fp8": "fp8", "fbgemm_fp8": "fp8", "w8a8_fp8": "fp8",
+    "modelopt_fp4": "nvfp4", "awq": "int4", "awq_marlin": "int4", "gptq": "int4", "gptq_marlin": "int4",
+}  # fmt: skip
+OF_CHECKPOINT = ("auto", "none", "compressed-tensors", "quark")
+ACCEPTANCE = "add acceptance_rate: R1,R2,…, the probability that a draft token is accepted if all before it were."
+_LEVEL = re.compile(r"-O[0-9]")  # of vLLM's compilation, which is written as a compiler's
 Convert = Callable[[str], dict[str, Any]]
 
 
 class Line(NamedTuple):
-    """What a command line means. values: by setting name, with the engine. ignored: options without an effect."""
+    """What a command line means.
+
+    values: by setting name, with the engine. ignored: options on which neither schedule nor times depend here.
+    not_simulated: options with which the server's schedule, times or memory may differ from what is simulated. notes:
+    what else has to be known, in sentences.
+    """
 
     values: dict[str, Any]
     ignored: list[str]
+    not_simulated: list[str]
+    notes: list[str]
+
+    def remarks(self) -> list[str]:
+        """What the settings do not say, one sentence each."""
+        found = list(self.notes)
+        if self.not_simulated:
+            differs = "with them the server's schedule, times or memory may differ"
+            found.append(f"Not simulated: {_listed(self.not_simulated)}; {differs}.")
+        if self.ignored:
+            found.append(f"Without effect here: {_listed(self.ignored)}.")
+        return found
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)
+
+
+Given = Mapping[str, str | bool]
+# Adds to a line what options mean that depend on each other. The last argument: whether its model has experts.
+Join = Callable[[Given, Line, bool], None]
+
+
+def no_join(_given: Given, _line: Line, _has_experts: bool) -> None:
+    """Each option of the server stands for itself."""
 
 
 def dtype_meant(value: str) -> dict[str, Any]:
-    return {} if value == "auto" else {"dtype": DTYPES.get(value, value)}
+    return {} if value == "auto" else {"dtype": setting("dtype").check(DTYPES_READ.get(value, value))}
 
 
 def quantization_meant(value: str) -> dict[str, Any]:
-    if value != "fp8":
-        raise InputError(f"is {value}; expected fp8. Give the data type of the weights with --dtype.")
-    return {"dtype": "fp8"}
+    name = value.lower()
+    if name in OF_CHECKPOINT:
+        return {}
+    dtype = QUANTIZATIONS.get(name, name)
+    if dtype not in DTYPES:
+        raise InputError(
+            f"is {value}, which is not simulated; expected one of {', '.join(('fp8', 'mxfp4', *QUANTIZATIONS))}."
+        )
+    return {"dtype": dtype}
+
+
+def number_of(given: Given, option: str, default: int = 1) -> int:
+    """The value of an option that is an integer of at least 1."""
+    return integer(given.get(option, str(default)), f"--{option}", 1, from_text=True)
+
+
+def json_table(value: str | bool, option: str) -> dict[str, Any]:
+    """The JSON object that an option has as its value."""
+    try:
+        found = json.loads(str(value))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--{option}: is not valid JSON ({error}); check its quotes.") from error
+    if not isinstance(found, dict):
+        raise InputError(f'--{option}: expected a JSON object, such as {{"num_speculative_tokens": 3}}.')
+    return found
+
+
+class _Others(NamedTuple):
+    """Names of options that are no settings, by what they take and by what they change."""
+
+    flags: frozenset[str]
+    lists: frozenset[str]
+    no_effect: frozenset[str]
+    not_simulated: frozenset[str]
+
+    @classmethod
+    def of_engine(cls, engine: str) -> "_Others":
+        tables = tomllib.loads(OTHER_OPTIONS.read_text(encoding="utf-8"))[engine]
+
+        def names(takes: tuple[str, ...], changes: tuple[str, ...]) -> frozenset[str]:
+            return frozenset(name for change in changes for take in takes for name in tables[change][take].split())
+
+        takes, changes = ("values", "flags", "lists"), ("no_effect", "not_simulated")
+        return cls(names(("flags",), changes), names(("lists",), changes), *(names(takes, (one,)) for one in changes))
 
 
 @dataclass(frozen=True)
 class Server:
     """The command line of one engine's server.
 
-    starts: words that begin a line, where `python` is any interpreter; the first are written. options: of each setting
-    that the server has. aliases: other names of its options. converted: what a value means, where it is not the
-    setting's own. no_effect, no_effect_flags: options with and without a value on which no schedule and no time depends
-    here. has_negations: whether `--no-` turns a flag off; else a flag that is off is left out. kv_dtypes: data types of
-    the KV cache by the server's names, those that are written first. model_option: before the model, if it has one.
-    own_values: settings that are written, where the server says them by others.
+    starts: words that begin a line, where `python` is any interpreter; the first are written. images: beginnings of the
+    names of container images that start it. options: of each setting that the server has. aliases: other names of its
+    options. converted: what a value means, where it is not the setting's own. joint, joint_flags: options with and
+    without a value that depend on others, and `join` reads them. has_negations: whether `--no-` turns a flag off; else
+    a flag that is off is left out. kv_dtypes: data types of the KV cache by the server's names, those that are written
+    first. model_option: before the model, if it has one. own_words: the words of settings that no single option says,
+    and the settings that are left.
     """
 
     engine: str
+    version: str
     usage: str
     starts: tuple[tuple[str, ...], ...]
     options: Mapping[str, str]
-    no_effect: frozenset[str]
-    no_effect_flags: frozenset[str]
     kv_dtypes: Mapping[str, str]
+    images: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     converted: Mapping[str, Convert] = field(default_factory=dict)
+    joint: frozenset[str] = frozenset()
+    joint_flags: frozenset[str] = frozenset()
+    join: Join = no_join
     has_negations: bool = True
     model_option: str | None = None
-    own_values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    own_words: Callable[[Mapping[str, Any]], tuple[list[str], Mapping[str, Any]]] = lambda values: ([], values)
 
     @cached_property
     def flags(self) -> frozenset[str]:
@@ -69,30 +158,53 @@ class Server:
         """The setting of each option."""
         return {option: name for name, option in self.options.items()}
 
+    @cached_property
+    def others(self) -> _Others:
+        """The options that are no settings."""
+        return _Others.of_engine(self.engine)
+
     def options_of(self, words: list[str]) -> list[str] | None:
         """The words after the beginning of a line of this server; None of another line."""
+        if any(words[0].startswith(image) for image in self.images):
+            return words[1:]
+        program = words[0].rpartition("/")[2]
         for start in self.starts:
-            found = words[: len(start)]
-            if found == list(start) or (start[0] == "python" and found[1:] == list(start[1:])):
+            is_program = program == start[0] or (start[0] == "python" and program.startswith("python"))
+            if is_program and words[1 : len(start)] == list(start[1:]):
                 return words[len(start) :]
         return None
 
-    def read(self, words: list[str]) -> Line:
-        """What these options mean. InputError for an option that would change what is measured and has no counterpart,
-        and for an unknown one."""
-        line = Line({"engine": self.engine}, [])
-        for name, value in self._given(words):
+    def read(self, words: list[str], has_experts: Callable[[str], bool]) -> Line:
+        """What these options mean. InputError for those that the server does not have, and for values that cannot be.
+
+        has_experts: whether the model of this name has experts."""
+        line = Line({"engine": self.engine}, [], [], [])
+        joint: dict[str, str | bool] = {}
+        unknown: list[str] = []
+        for name, value in self._given(self._with_file(words)):
+            if name in self.joint or name in self.joint_flags:
+                joint[name] = value
+                continue
             with located(f"--{name}" if name != MODEL else self.usage):
-                self._take(name, value, line)
+                if not self._take(name, value, line):
+                    unknown.append(name)
+        if unknown:
+            known = [*self.settings, *self.joint, *self.joint_flags, *self.others.no_effect, *self.others.not_simulated]
+            are = "is no option" if len(unknown) == 1 else "are no options"
+            raise InputError(
+                f"{_listed(unknown)}: {are} of {ENGINE_NAMES[self.engine]} {self.version}; correct or leave out what "
+                "your version does not have." + "".join(did_you_mean(name, known) for name in unknown)
+            )
         if MODEL not in line.values:
             raise InputError(f"{' '.join(self.starts[0])}: no model; expected `{self.usage} …`.")
+        self.join(joint, line, has_experts(str(line.values[MODEL])))
         return line
 
     def write(self, values: Mapping[str, Any]) -> str:
         """The line of these settings. Those that the server does not have are left out."""
         words = [*self.starts[0], *([self.model_option] if self.model_option else [])]
         words.append(str(values.get(MODEL, "MODEL")))
-        own = self.own_values(values)
+        more, own = self.own_words(values)
         for name, option in self.options.items():
             value = own.get(name)
             if value is None:
@@ -101,51 +213,97 @@ class Server:
                 words += self._written(name, option, value)
             elif value or self.has_negations:
                 words.append(f"--{'' if value else 'no-'}{option}")
-        return shlex.join(words)
+        return shlex.join(words + more)
 
     def _written(self, name: str, option: str, value: Any) -> list[str]:
         if name == "dtype":
-            return [f"--{QUANTIZATION}", value] if value == "fp8" else [f"--{option}", DTYPES_WRITTEN.get(value, value)]
-        if name == "kv_cache_dtype":
+            is_format = value in DTYPES[DTYPES.index("fp8") :]
+            return [f"--{QUANTIZATION}", value] if is_format else [f"--{option}", DTYPES_WRITTEN.get(value, value)]
+        if name == KV_DTYPE:
             value = next((theirs for theirs, ours in self.kv_dtypes.items() if ours == value), value)
         return [f"--{option}", f"{value:g}" if isinstance(value, float) else str(value)]
 
+    def _with_file(self, words: list[str]) -> list[str]:
+        """`words` behind the options in the YAML file of --config, which they win over."""
+        option = f"--{CONFIG}"
+        index = next((at for at, word in enumerate(words) if word.partition("=")[0] == option), None)
+        if CONFIG in self.aliases or index is None:
+            return words
+        _, equals, path = words[index].partition("=")
+        if not equals and index + 1 == len(words):
+            raise InputError(f"{option}: the value is missing.")
+        others = words[:index] + words[index + (1 if equals else 2) :]
+        path = path if equals else words[index + 1]
+        found = list[str]()
+        with located(path):
+            for name, value in table(parse_config_file(Path(path)), "the content").items():
+                is_flag = str(value).lower() in ("true", "false")
+                text = json.dumps(value) if isinstance(value, dict) else str(value)
+                found += [f"--{name}={text}"] if is_flag or not isinstance(value, list) else [f"--{name}", *value]
+        return found + others
+
     def _given(self, words: list[str]) -> Iterator[tuple[str, str | bool]]:
-        """Name and value of each option, the model among them; True or False of a flag."""
-        rest = list(words)
+        """Name and value of each option, the model among them; True or False of a flag. Options of one key in a JSON
+        object (`--speculative-config.method`) are put together."""
+        rest, tables, model = list(words), dict[str, dict[str, Any]](), ""
         while rest:
             word = rest.pop(0)
             if not word.startswith("-"):
+                if model:
+                    raise InputError(f"{word!r} stands beside the model {model!r}; expected one model.")
+                model = word
                 yield MODEL, word
                 continue
-            name, equals, value = word.partition("=")
-            name = snake_case(name.lstrip("-")).replace("_", "-")
-            name = self.aliases.get(name, name)
+            name, key, value = self._split(word)
             positive = name.removeprefix("no-") if self.has_negations else name
-            is_setting = self.settings.get(positive) in self.flags
-            if is_setting or name in self.no_effect_flags:
-                is_given = bool(equals) or (bool(rest) and rest[0].lower() in ("true", "false"))
-                is_on = boolean(value if equals else rest.pop(0), f"--{name}", from_text=True) if is_given else True
-                yield (positive, is_on == (positive == name)) if is_setting else (name, is_on)
+            flag = next((one for one in (name, positive) if self._is_flag(one)), None)
+            if flag is not None:
+                if value is None and rest and rest[0].lower() in ("true", "false"):
+                    value = rest.pop(0)
+                is_on = value is None or boolean(value, f"--{name}", from_text=True)
+                yield flag, is_on == (flag == name)
                 continue
-            if not equals:
-                if not self._is_known(name):
-                    yield name, ""
-                    continue
+            is_known = self._is_known(name)
+            if name in self.others.lists or (not is_known and value is None):
+                while rest and not rest[0].startswith("-"):
+                    rest.pop(0)
+                value = ""
+            elif value is None:
                 if not rest:
                     raise InputError(f"--{name}: the value is missing.")
                 value = rest.pop(0)
-            yield name, value
+            if key and is_known:
+                tables.setdefault(name, {})[key] = value
+            else:
+                yield name, value
+        for name, keys in tables.items():
+            yield name, json.dumps(keys)
+
+    def _split(self, word: str) -> tuple[str, str, str | None]:
+        """The name of the option that a word gives, the key of a JSON object behind it, and a value in the same word."""
+        if _LEVEL.fullmatch(word):
+            word = f"--optimization-level={word[2:]}"
+        option, equals, value = word.partition("=")
+        name, _, key = snake_case(option.lstrip("-")).partition(".")
+        name = name.replace("_", "-")
+        return self.aliases.get(name, name), key, value if equals else None
+
+    def _is_flag(self, name: str) -> bool:
+        return self.settings.get(name) in self.flags or name in self.joint_flags or name in self.others.flags
 
     def _is_known(self, name: str) -> bool:
-        return any(name in known for known in (self.settings, self.converted, self.no_effect, (MODEL, QUANTIZATION)))
+        own = (self.settings, self.converted, self.joint, (MODEL, QUANTIZATION))
+        return any(name in known for known in (*own, self.others.no_effect, self.others.not_simulated))
 
-    def _take(self, name: str, value: str | bool, line: Line) -> None:
-        """Add one option to `line`."""
-        if name == MODEL and MODEL not in line.values:
+    def _take(self, name: str, value: str | bool, line: Line) -> bool:
+        """Add one option to `line`; False of an option that the server does not have."""
+        if name == MODEL:
             line.values[MODEL] = value
-        elif name in self.no_effect or name in self.no_effect_flags:
+        elif name in self.others.no_effect:
             line.ignored.append(name)
+        elif name in self.others.not_simulated:
+            if value is not False:
+                line.not_simulated.append(name)
         elif name in self.converted:
             line.values.update(self.converted[name](str(value)))
         elif name == "dtype":
@@ -153,12 +311,11 @@ class Server:
         elif name == QUANTIZATION:
             line.values.update(quantization_meant(str(value)))
         elif name == "kv-cache-dtype":
-            line.values.update({} if value == "auto" else {"kv_cache_dtype": self.kv_dtypes.get(str(value), value)})
+            dtype = self.kv_dtypes.get(str(value), value)
+            line.values.update({} if value == "auto" else {KV_DTYPE: setting(KV_DTYPE).check(dtype)})
         elif name in self.settings:
             own = self.settings[name]
             line.values[own] = setting(own).check(value)
         else:
-            raise InputError(
-                f"this option of {ENGINE_NAMES[self.engine]} has no counterpart here, and may change what is measured; "
-                "leave it out." + did_you_mean(name, list(self.settings))
-            )
+            return False
+        return True

@@ -1,29 +1,52 @@
 """The servers of other engines by the engine's name, and their command lines."""
 
+import itertools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.settings.config import SGLANG, VLLM
 from ifbbench.settings.server import Line, Server
 from ifbbench.settings.sglang_serve import SGLANG_SERVE
+from ifbbench.settings.trtllm_serve import TRTLLM_SERVE
 from ifbbench.settings.vllm_serve import VLLM_SERVE
 
 SERVERS: Mapping[str, Server] = {VLLM: VLLM_SERVE, SGLANG: SGLANG_SERVE}
+# Those of which lines are read.
+SERVERS_READ = (*SERVERS.values(), TRTLLM_SERVE)
 
 
-def read_line(text: str) -> Line:
-    """The settings of a line that starts a server. InputError for a line of none, and for what it cannot mean here."""
+# Words after which a shell begins another command, or writes to a file.
+_SHELL = frozenset(("&", "&&", "|", "||", ";", ">", ">>", "2>", "2>&1", "&>", "<"))
+
+
+def read_line(text: str, has_experts: Callable[[str], bool] = lambda _model: False) -> Line:
+    """The settings of a line that starts a server, also in a container, behind variables and other programs
+    (`docker run … IMAGE`, `NAME=VALUE`, `nohup`, `bash -c '…'`). InputError for a line that starts none, and for what
+    it cannot mean here.
+
+    has_experts: whether the model of this name has experts."""
     try:
         words = shlex.split(text.replace("\\\n", " "))
     except ValueError as error:
         raise InputError(f"the command line cannot be split into words ({error}); check its quotes.") from error
-    for server in SERVERS.values():
-        if (options := server.options_of(words)) is not None:
-            return server.read(options)
-    expected = " or ".join(f"`{server.usage} …`" for server in SERVERS.values())
+    for start in range(len(words)):
+        if start and words[start] == "serve":  # of `vllm bench serve`; alone it is what a container is given
+            continue
+        for server in SERVERS_READ:
+            if (options := server.options_of(words[start:])) is not None:
+                return server.read(_one_command(options), has_experts)
+    for word in words:
+        if any(" ".join(server.starts[0]) in word for server in SERVERS_READ) and word != text:
+            return read_line(word, has_experts)
+    expected = " or ".join(f"`{server.usage} …`" for server in SERVERS_READ)
     raise InputError(f"{' '.join(words[:3])!r} starts no server; expected {expected}.")
+
+
+def _one_command(words: list[str]) -> list[str]:
+    """`words` up to the end of the command."""
+    return list(itertools.takewhile(lambda word: word not in _SHELL, words))
 
 
 def write_line(values: Mapping[str, Any], engine: str) -> str:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ifbbench.errors import InputError
 from ifbbench.settings.config import SGLANG
 from ifbbench.settings.names import setting
-from ifbbench.settings.server import Server
+from ifbbench.settings.server import ACCEPTANCE, Given, Line, Server, number_of
 
 # The settings that the server has, each with SGLang's name.
 OPTIONS: Mapping[str, str] = {
@@ -39,25 +38,24 @@ OPTIONS: Mapping[str, str] = {
     "dtype": "dtype",
     "tp_size": "tp-size",
     "pp_size": "pp-size",
+    "enable_two_batch_overlap": "enable-two-batch-overlap",
+    "redundant_experts": "ep-num-redundant-experts",
+    "stream_interval": "stream-interval",
     "seed": "random-seed",
 }
-# What no schedule and no time depends on here: options with a value, and options without.
-_IGNORED = (
-    "host port api-key admin-api-key served-model-name tokenizer-path tokenizer-mode tokenizer-backend revision load- "
-    "format download-dir chat-template hf-chat-template-name completion-template fastapi-root-path log-level log- "
-    "level-http log-requests-level log-requests-format log-requests-target decode-log-interval reasoning-parser tool- "
-    "call-parser tool-server sampling-defaults preferred-sampling-params warmups weight-version watchdog-timeout "
-    "dist-timeout dist-init-addr nccl-port node-rank base-gpu-id device attention-backend prefill-attention-backend "
-    "decode-attention-backend sampling-backend grammar-backend moe-runner-backend model-impl file-storage-path "
-    "hicache-io-backend hicache-mem-layout ssl-keyfile ssl-certfile ssl-ca-certs ssl-keyfile-password crash-dump- "
-    "folder otlp-traces-endpoint"
+# Data parallelism: ranks that share the experts, or replicas.
+RANKS, SHARES_ATTENTION, EXPERTS = "dp-size", "enable-dp-attention", "ep-size"
+ATTENTION_RANKS = "attn-dp-size"  # the same as both of the first
+# What makes the experts those of all GPUs: a backend that passes tokens between them, and options of earlier versions.
+ALL_TO_ALL, EARLIER_EXPERTS = "moe-a2a-backend", ("enable-ep-moe", "enable-deepep-moe")
+ALGORITHM, STEPS, BRANCHES, VERIFIED = (
+    "speculative-algorithm",
+    "speculative-num-steps",
+    "speculative-eagle-topk",
+    "speculative-num-draft-tokens",
 )
-_IGNORED_FLAGS = (
-    "trust-remote-code skip-tokenizer-init skip-server-warmup log-requests show-time-cost enable-metrics "
-    "enable-metrics-for-all-schedulers enable-cache-report enable-mfu-metrics enable-trace enable-p2p-check "
-    "disable-custom-all-reduce disable-cuda-graph disable-cuda-graph-padding enable-nccl-nvls enable-mscclpp "
-    "enable-symm-mem enable-torch-compile sleep-on-idle enable-request-time-stats-logging incremental-streaming-output"
-)
+# The head has the shape of a layer of the model, whatever its weights.
+DRAFT_WEIGHTS = ("speculative-draft-model-path", "speculative-draft-model")
 
 
 def _chunk(value: str) -> dict[str, Any]:
@@ -65,24 +63,60 @@ def _chunk(value: str) -> dict[str, Any]:
     return {"max_num_tokens": None if value == "-1" else setting("max_num_tokens").check(value)}
 
 
-def _own_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang turns the prefix cache off by an option of its own, and chunks by their size."""
-    own = dict(values)
+def _join(given: Given, line: Line, _has_experts: bool) -> None:
+    """Ranks of data parallelism share all but the attention, or are replicas."""
+    values, ranks, attention_ranks = line.values, number_of(given, RANKS), number_of(given, ATTENTION_RANKS)
+    gpus = values.get("tp_size", 1)
+    if attention_ranks > 1 or (ranks > 1 and given.get(SHARES_ATTENTION) is True):
+        values["attention_dp_size"] = max(ranks, attention_ranks)
+    elif ranks > 1:
+        values |= {"replicas": ranks, "router": "round_robin"}
+    is_all = given.get(ALL_TO_ALL, "none") != "none" or any(given.get(name) is True for name in EARLIER_EXPERTS)
+    if (parts := gpus if is_all else number_of(given, EXPERTS)) > 1:
+        values["ep_size"] = parts
+    _take_drafts(given, line)
+
+
+def _take_drafts(given: Given, line: Line) -> None:
+    """The layer for multi-token prediction or the EAGLE head, each token of which is verified: a chain."""
+    algorithm, verified = str(given.get(ALGORITHM, "none")).lower(), number_of(given, VERIFIED)
+    if algorithm == "none":
+        return
+    steps = number_of(given, STEPS, default=verified - 1 or 1)
+    if algorithm not in ("eagle", "eagle3", "nextn", "mtp"):
+        line.not_simulated.append(f"{ALGORITHM} ({algorithm})")
+        return
+    line.values["draft_mtp"] = steps
+    line.notes.append(f"--{ALGORITHM}: {ACCEPTANCE}")
+    if STEPS not in given and VERIFIED not in given:
+        line.notes.append(f"--{STEPS}: SGLang chooses it by the model; correct draft_mtp, which is {steps}.")
+    if number_of(given, BRANCHES) > 1:
+        line.notes.append(f"--{BRANCHES}: a tree of draft tokens is simulated as a chain of {steps}.")
+
+
+def _own_words(values: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]:
+    """What SGLang says by other options: the prefix cache off, whole prompts, ranks, experts, drafts."""
+    words, own = list[str](), dict(values)
     if values.get("enable_kv_cache_reuse") is False:
         own["disable_radix_cache"] = True
     if values.get("enable_chunked_context") is False or values.get("max_num_tokens", 0) is None:
         own["max_num_tokens"] = -1
-    return own
-
-
-def _only_one(value: str) -> dict[str, Any]:
-    if value != "1":
-        raise InputError(f"is {value}; expected 1: more is not simulated.")
-    return {}
+    ranks, replicas = values.get("attention_dp_size") or 1, values.get("replicas") or 1
+    if ranks > 1:
+        words += [f"--{RANKS}", str(ranks), f"--{SHARES_ATTENTION}"]
+    elif replicas > 1:
+        words += [f"--{RANKS}", str(replicas)]
+    if (parts := values.get("ep_size") or 1) > 1:
+        words += [f"--{EXPERTS}", str(parts)]
+    if (steps := values.get("draft_mtp")) is not None:
+        words += [f"--{ALGORITHM}", "EAGLE", f"--{STEPS}", str(steps), f"--{BRANCHES}", "1"]
+        words += [f"--{VERIFIED}", str(steps + 1)]
+    return words, own
 
 
 SGLANG_SERVE = Server(
     engine=SGLANG,
+    version="0.5.23",
     usage="python -m sglang.launch_server --model-path MODEL",
     starts=(("python", "-m", "sglang.launch_server"), ("sglang", "serve"), ("sglang", "launch_server")),
     options=OPTIONS,
@@ -92,16 +126,21 @@ SGLANG_SERVE = Server(
         "tensor-parallel-size": "tp-size",
         "pp": "pp-size",
         "pipeline-parallel-size": "pp-size",
-        "dp": "dp-size",
-        "data-parallel-size": "dp-size",
-        "ep": "ep-size",
-        "expert-parallel-size": "ep-size",
+        "dp": RANKS,
+        "data-parallel-size": RANKS,
+        "ep": EXPERTS,
+        "expert-parallel-size": EXPERTS,
+        "attention-data-parallel-size": ATTENTION_RANKS,
+        "enable-hicache": "enable-hierarchical-cache",
     },
-    converted={"chunked-prefill-size": _chunk} | dict.fromkeys(("dp-size", "ep-size", "nnodes"), _only_one),
-    no_effect=frozenset(_IGNORED.split()),
-    no_effect_flags=frozenset(_IGNORED_FLAGS.split()),
-    kv_dtypes={"fp8_e4m3": "fp8", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16"},
+    converted={"chunked-prefill-size": _chunk},
+    joint=frozenset(
+        (RANKS, ATTENTION_RANKS, EXPERTS, ALL_TO_ALL, ALGORITHM, STEPS, BRANCHES, VERIFIED, *DRAFT_WEIGHTS)
+    ),
+    joint_flags=frozenset((SHARES_ATTENTION, *EARLIER_EXPERTS)),
+    join=_join,
+    kv_dtypes={"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16"},
     has_negations=False,
     model_option="--model-path",
-    own_values=_own_values,
+    own_words=_own_words,
 )

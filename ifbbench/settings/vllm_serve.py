@@ -4,11 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ifbbench.errors import InputError
 from ifbbench.settings.config import VLLM
-from ifbbench.settings.fields import number
+from ifbbench.settings.fields import integer, number
 from ifbbench.settings.names import setting
-from ifbbench.settings.server import Server
+from ifbbench.settings.server import ACCEPTANCE, Given, Line, Server, json_table, number_of
 
 # The settings that `vllm serve` has, each with vLLM's name.
 OPTIONS: Mapping[str, str] = {
@@ -34,25 +33,27 @@ OPTIONS: Mapping[str, str] = {
     "dtype": "dtype",
     "tp_size": "tensor-parallel-size",
     "pp_size": "pipeline-parallel-size",
+    "enable_two_batch_overlap": "enable-dbo",
+    "stream_interval": "stream-interval",
     "seed": "seed",
 }
-# What no schedule and no time depends on here: options with a value, and options without.
-_IGNORED = (
-    "host port api-key served-model-name tokenizer tokenizer-mode revision tokenizer-revision download-dir load-format "
-    "chat-template uvicorn-log-level allowed-origins ssl-keyfile ssl-certfile max-logprobs root-path tool-call-parser "
-    "reasoning-parser chat-template-content-format distributed-executor-backend max-log-len generation-config hf-token "
-    "hf-overrides otlp-traces-endpoint"
+# Limits of each rank of --data-parallel-size; ours are those of all ranks.
+OF_A_RANK = (
+    "max_batch_size",
+    "max_num_tokens",
+    "max_num_scheduled_tokens",
+    "max_num_active_seqs",
+    "max_queue_size",
 )
-_IGNORED_FLAGS = (
-    "trust-remote-code enable-log-requests no-enable-log-requests disable-log-requests disable-log-stats "
-    "enable-auto-tool-choice enable-request-id-headers disable-uvicorn-access-log enforce-eager skip-tokenizer-init "
-    "enable-logging-iteration-details disable-custom-all-reduce enable-force-include-usage"
-)
+RANKS, EXPERTS, DRAFTS = "data-parallel-size", "enable-expert-parallel", "speculative-config"
+# Shorter options for the keys of --speculative-config.
+DRAFT_KEYS = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
+REDUNDANT = "num_redundant_experts"
 
 
 def _model_len(value: str) -> dict[str, Any]:
     """vLLM takes 8k (8,000) and 8K (8,192), and auto."""
-    if value == "auto":
+    if value in ("auto", "-1"):
         return {}
     units = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}
     if value and value[-1] in units:
@@ -60,25 +61,100 @@ def _model_len(value: str) -> dict[str, Any]:
     return {"max_seq_len": setting("max_seq_len").check(value)}
 
 
-def _speculation(value: str) -> dict[str, Any]:
-    try:
-        given = json.loads(value)
-    except ValueError as error:
-        raise InputError(f"is not valid JSON ({error}).") from error
-    if not isinstance(given, dict) or given.get("method") != "ngram":
-        raise InputError("expected an object with the method ngram; other kinds of drafts are not simulated.")
-    known = {"num_speculative_tokens": "draft_len", "prompt_lookup_max": "draft_ngram"}
-    return {known[name]: value for name, value in given.items() if name in known}
+def _redundant(value: str) -> dict[str, Any]:
+    given = json_table(value, "eplb-config")
+    return {"redundant_experts": setting("redundant_experts").check(given[REDUNDANT])} if REDUNDANT in given else {}
+
+
+def _join(given: Given, line: Line, has_experts: bool) -> None:
+    """Ranks of data parallelism share the experts of a model; without experts they are replicas."""
+    values, ranks, is_shared = line.values, number_of(given, RANKS), given.get(EXPERTS) is True
+    if ranks > 1 and (is_shared or has_experts):
+        values |= {"tp_size": values.get("tp_size", 1) * ranks, "attention_dp_size": ranks}
+        values |= {name: values[name] * ranks for name in OF_A_RANK if values.get(name) is not None}
+        line.notes.append(
+            f"--{RANKS}: tp_size and the limits of requests and tokens are those of the {ranks} ranks together."
+        )
+    elif ranks > 1:
+        values |= {"replicas": ranks, "router": "least_requests"}
+    if is_shared:
+        values["ep_size"] = values.get("tp_size", 1)
+    _take_drafts(given, line)
+
+
+def _take_drafts(given: Given, line: Line) -> None:
+    """The layer for multi-token prediction or the EAGLE head, or look-up in the prompt."""
+    asked = json_table(given[DRAFTS], DRAFTS) if DRAFTS in given else {}
+    asked |= {key: given[option] for option, key in DRAFT_KEYS.items() if option in given}
+    if not asked:
+        return
+    names = "eagle" if "eagle" in str(asked.get("model", "")).lower() else "draft_model"
+    method = str(asked.get("method", names)).lower()
+    count = integer(asked.get("num_speculative_tokens", 1), f"--{DRAFTS}: num_speculative_tokens", 1, from_text=True)
+    if method == "ngram":
+        line.values["draft_len"] = count
+        if (longest := asked.get("prompt_lookup_max")) is not None:
+            line.values["draft_ngram"] = setting("draft_ngram").check(longest)
+    elif method.endswith("mtp") or method.startswith("eagle"):
+        line.values["draft_mtp"] = count
+        line.notes.append(f"--{DRAFTS}: {ACCEPTANCE}")
+    else:
+        line.not_simulated.append(f"{DRAFTS} ({method})")
+
+
+def _own_words(values: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]:
+    """Ranks, experts and drafts as vLLM says them."""
+    words, own = list[str](), dict(values)
+    ranks, replicas = values.get("attention_dp_size") or 1, values.get("replicas") or 1
+    if ranks > 1:
+        own["tp_size"] = values.get("tp_size", ranks) // ranks
+        own |= {name: own[name] // ranks for name in OF_A_RANK if own.get(name) is not None}
+    if ranks * replicas > 1:
+        words += [f"--{RANKS}", str(ranks * replicas)]
+    if (values.get("ep_size") or 1) > 1:
+        words.append(f"--{EXPERTS}")
+    drafts: dict[str, Any] = {}
+    if values.get("draft_mtp") is not None:
+        drafts = {"method": "mtp", "num_speculative_tokens": values["draft_mtp"]}
+    elif values.get("draft_ngram") is not None:
+        drafts = {"method": "ngram", "prompt_lookup_max": values["draft_ngram"]}
+        drafts |= {"num_speculative_tokens": values["draft_len"]} if values.get("draft_len") is not None else {}
+    if drafts:
+        words += [f"--{DRAFTS}", json.dumps(drafts)]
+    if values.get("redundant_experts"):
+        words += ["--enable-eplb", "--eplb-config", json.dumps({REDUNDANT: values["redundant_experts"]})]
+    return words, own
 
 
 VLLM_SERVE = Server(
     engine=VLLM,
+    version="0.32",
     usage="vllm serve MODEL",
     starts=(("vllm", "serve"), ("serve",), ("python", "-m", "vllm.entrypoints.openai.api_server")),
+    images=("vllm/vllm-openai",),
     options=OPTIONS,
-    aliases={"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "q": "quantization"},
-    converted={"max-model-len": _model_len, "speculative-config": _speculation},
-    no_effect=frozenset(_IGNORED.split()),
-    no_effect_flags=frozenset(_IGNORED_FLAGS.split()),
-    kv_dtypes={"fp8": "fp8", "fp8_e4m3": "fp8", "bfloat16": "bf16", "float16": "fp16"},
+    aliases={
+        "tp": "tensor-parallel-size",
+        "pp": "pipeline-parallel-size",
+        "dp": RANKS,
+        "ep": EXPERTS,
+        "q": "quantization",
+        "sc": DRAFTS,
+        "cc": "compilation-config",
+        "device-memory-utilization": "gpu-memory-utilization",
+    },
+    converted={"max-model-len": _model_len, "eplb-config": _redundant},
+    joint=frozenset((RANKS, DRAFTS, *DRAFT_KEYS)),
+    joint_flags=frozenset((EXPERTS, "enable-eplb")),
+    join=_join,
+    kv_dtypes={
+        "fp8": "fp8",
+        "fp8_e4m3": "fp8",
+        "fp8_e5m2": "fp8",
+        "fp8_inc": "fp8",
+        "fp8_ds_mla": "fp8",
+        "bfloat16": "bf16",
+        "float16": "fp16",
+    },
+    own_words=_own_words,
 )

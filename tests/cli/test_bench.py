@@ -98,10 +98,19 @@ SIMULATED = ["--device", "h100-sxm", "--max_tokens", "65536"]
 TINY = ["--model", "tiny"]  # before other words, which may name another model
 
 
+# Limits of each of eight ranks, and draft tokens.
+RANKS = """\
+enable_attention_dp: true
+max_batch_size: 7
+speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 2}
+"""
+
+
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("llm.yaml").write_text(LLM_OPTIONS)
+    Path("ranks.yaml").write_text(RANKS)
     Path("model").mkdir()
     shape = {
         "model_type": "llama",
@@ -191,6 +200,10 @@ def test_an_option_without_effect_says_so_in_one_line(option, caplog) -> None:
             },
         ),
         ("--config llm.yaml --max_batch_size 9", {"max_batch_size": 9}),
+        (
+            "--model deepseek-r1 --tp 16 --ep 8 --config ranks.yaml --acceptance_rate 0.7",
+            {"tp_size": 16, "ep_size": 8, "attention_dp_size": 16, "max_batch_size": 112, "draft_mtp": 2},
+        ),
         ("--model_path model --model x/y", {"model": "model"}),
         ("-m mistralai/Mistral-7B-v0.1", {"model": "mistralai/Mistral-7B-v0.1"}),
     ],
@@ -226,7 +239,9 @@ def test_arguments_without_effect_are_named(caplog) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("speculative_config:\n  decoding_type: MTP\n", "speculative_config.decoding_type: draft tokens come from"),
+        ("speculative_config:\n  decoding_type: MTP\n", "add --acceptance_rate"),
+        ("speculative_config:\n  decoding_type: Medusa\n", "speculative_config.decoding_type: medusa is not simulated"),
+        ("enable_attention_dp: often\n", "enable_attention_dp is 'often'; expected true or false"),
         ("max_batch_size: 0\n", "--max_batch_size is '0'"),
         ("- 1\n", "llm.yaml: expected a table of arguments"),
     ],

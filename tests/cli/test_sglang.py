@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.build.sglang import sglang_rules
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from ifbbench.settings.command_line import option_words
-from ifbbench.settings.config import settings
+from ifbbench.settings.config import RunConfig, settings
 from ifbbench.settings.servers import read_line, write_line
 from ifbbench.settings.sglang_serve import OPTIONS
 
@@ -218,8 +219,8 @@ HIERARCHICAL = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "h
 
 @pytest.mark.parametrize("without", [HIERARCHICAL, ("disable_radix_cache",)], ids=["no tree", "a tree"])
 def test_each_option_that_is_written_is_read_and_is_an_option_here(without: tuple[str, ...]) -> None:
-    """Host memory needs the tree, so that not all options go together."""
-    names = OPTIONS.keys() - set(without)
+    """Host memory needs the tree, and two batches need ranks, so that not all options go together."""
+    names = OPTIONS.keys() - {*without, "enable_two_batch_overlap"}
     values = {item.name: item.default for item in settings() if item.name in names and item.default is not None}
     values |= {name: True for name, value in values.items() if value is False} | {"schedule_policy": "lof"}
     line = write_line(values | {"model": "m"}, "sglang")
@@ -241,15 +242,56 @@ def test_whole_prompts_are_a_chunk_of_minus_one(tmp_path: Path) -> None:
     assert "--chunked-prefill-size -1" in CliRunner().invoke(main, [*words, "--as", "sglang"]).stdout
 
 
+STARTS = [
+    ("docker run --gpus all lmsysorg/sglang:latest python3 -m sglang.launch_server --model m --tp 2", {"tp_size": 2}),
+    ("sglang serve m --dp 4", {"replicas": 4, "router": "round_robin"}),
+    (
+        "sglang serve m --tp 16 --dp 8 --enable-dp-attention --moe-a2a-backend deepep --nnodes 2 --load-format dummy",
+        {"tp_size": 16, "attention_dp_size": 8, "ep_size": 16},
+    ),
+    ("sglang serve m --tp 8 --attn-dp-size 4", {"tp_size": 8, "attention_dp_size": 4}),
+    ("sglang serve m --tp 8 --ep 4 --quantization modelopt_fp4", {"tp_size": 8, "dtype": "nvfp4", "ep_size": 4}),
+    ("sglang serve m --speculative-algorithm EAGLE3 --speculative-num-steps 3", {"draft_mtp": 3}),
+    ("sglang serve m --speculative-algorithm NEXTN --speculative-num-draft-tokens 3", {"draft_mtp": 2}),
+    ("sglang serve m --speculative-algorithm NGRAM --speculative-num-draft-tokens 3", {}),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), STARTS)
+def test_lines_as_users_start_servers(line: str, expected: dict[str, Any]) -> None:
+    found = read_line(line)
+    assert found.values == {"engine": "sglang", "model": "m"} | expected
+    assert found.not_simulated == (["speculative-algorithm (ngram)"] if "NGRAM" in line else [])
+    assert read_line(write_line(found.values, "sglang")).values == found.values
+
+
+def test_what_sglang_chooses_itself_or_drafts_as_a_tree_is_said() -> None:
+    found = read_line("sglang serve m --speculative-algorithm EAGLE --speculative-eagle-topk 4 --cuda-graph-bs 1 2 4")
+    assert found.values["draft_mtp"] == 1
+    assert found.not_simulated == ["cuda-graph-bs"]
+    acceptance, chosen, tree = found.notes
+    assert "add acceptance_rate" in acceptance
+    assert "SGLang chooses it by the model" in chosen
+    assert "as a chain of 1" in tree
+
+
+def test_ranks_that_share_the_experts_admit_more() -> None:
+    """SGLang multiplies its conservativeness with 0.3 there (`parallel_hook.py`)."""
+    rules = [
+        sglang_rules(RunConfig(engine="sglang", device="sim:h200-sxm", tp_size=8, attention_dp_size=ranks))
+        for ranks in (1, 8)
+    ]
+    assert rules[1].conservativeness == pytest.approx(0.3 * rules[0].conservativeness)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("sglang serve", "no model; expected `python -m sglang.launch_server --model-path MODEL"),
         ("sglang bench", "starts no server"),
-        ("sglang serve m --speculative-algorithm EAGLE", "this option of SGLang has no counterpart here"),
-        ("sglang serve m --no-enable-mixed-chunk", "--no-enable-mixed-chunk: this option of SGLang"),
+        ("sglang serve m --no-enable-mixed-chunk", "--no-enable-mixed-chunk: is no option of SGLang"),
         ("sglang serve m --max-running-request 3", "Did you mean max-running-requests"),
-        ("sglang serve m --dp 2", "--dp-size: is 2; expected 1"),
+        ("sglang serve m --dp 0", "--dp-size is '0'; expected an integer of at least 1"),
         ("sglang serve m --schedule-policy sjf", "--schedule-policy"),
     ],
 )

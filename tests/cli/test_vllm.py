@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ LLAMA = ("--model", "llama-3.1-8b")
         (("--device", "a100", *LLAMA), (2048, 256, "async", "vllm")),
         (("--device", "rtx-4090", *LLAMA, "--max-model-len", "4096"), (2048, 256, "async", "vllm")),
         (("--device", "cpu"), (2048, 128, None, None)),
+        (
+            ("--device", "h200", "--model", "deepseek-r1", "--tp_size", "8", "--attention_dp_size", "8"),
+            (16_384 * 8 // 2, 1024 * 8, "async", "vllm"),
+        ),
         (("--device", "h100-sxm", *LLAMA, "--max-num-batched-tokens", "512"), (512, 512, "async", "vllm")),
         (("--device", "h100-sxm", *LLAMA, "--no-async-scheduling"), (8192, 1024, None, "vllm")),
         (("--device", "h100-sxm", *LLAMA, "--engine_overhead", "sglang"), (8192, 1024, "async", "sglang")),
@@ -126,17 +131,118 @@ def test_each_option_that_is_written_is_read() -> None:
     assert shlex.split(line)[:3] == ["vllm", "serve", "m"]
 
 
+# Lines as users start servers, and what they mean beside the engine.
+STARTS = [
+    (
+        "CUDA_VISIBLE_DEVICES=0 nohup /bin/vllm serve m -tp 4 --enable-expert-parallel --stream-interval 20 > log &",
+        {"tp_size": 4, "ep_size": 4, "stream_interval": 20},
+    ),
+    (
+        "docker run --gpus all -e HF_TOKEN=x -p 8000:8000 vllm/vllm-openai:v0.32 --model m --max-num-seqs 64",
+        {"max_batch_size": 64},
+    ),
+    ("bash -c 'vllm serve m -q modelopt_fp4 -O3'", {"dtype": "nvfp4"}),
+    ("vllm serve m -dp 4", {"replicas": 4, "router": "least_requests"}),
+    (
+        "vllm serve deepseek-r1 -tp 2 -dp 4 --max-num-seqs 256",
+        {"tp_size": 8, "attention_dp_size": 4, "max_batch_size": 1024},
+    ),
+    (
+        "vllm serve m -dp 8 --enable-expert-parallel --enable-dbo --enable-eplb --eplb-config.num-redundant-experts 32",
+        {
+            "tp_size": 8,
+            "attention_dp_size": 8,
+            "ep_size": 8,
+            "enable_two_batch_overlap": True,
+            "redundant_experts": 32,
+        },
+    ),
+    (
+        'vllm serve m --speculative-config \'{"method": "eagle3", "model": "n", "num_speculative_tokens": 3}\'',
+        {"draft_mtp": 3},
+    ),
+    ("vllm serve m --spec-method deepseek_mtp --spec-tokens 2", {"draft_mtp": 2}),
+    (
+        'vllm serve m -sc \'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}\'',
+        {"draft_len": 5, "draft_ngram": 4},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), STARTS)
+def test_lines_as_users_start_servers(line: str, expected: dict[str, Any]) -> None:
+    model = "deepseek-r1" if "deepseek-r1" in line else "m"
+    found = read_line(line, lambda name: name == "deepseek-r1")
+    assert found.values == {"engine": "vllm", "model": model} | expected
+    again = read_line(write_line(found.values, "vllm"), lambda name: name == "deepseek-r1")
+    assert again.values == found.values
+
+
+def test_options_in_a_file_are_read_and_those_of_the_line_win(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "model: n\nmax-num-seqs: 8\nmax_num_batched_tokens: 512\nenable-prefix-caching: false\nheadless: true\n"
+        "served-model-name: [a, b]\nspeculative-config: {method: mtp, num_speculative_tokens: 2}\n"
+    )
+    found = read_line(f"vllm serve m --max-num-seqs 16 --config {file}")
+    limits = {"max_batch_size": 16, "max_num_tokens": 512, "enable_kv_cache_reuse": False, "draft_mtp": 2}
+    assert found.values == {"engine": "vllm", "model": "m"} | limits
+    assert found.ignored == ["headless", "served-model-name"]
+    assert read_line(f"vllm serve --config={file}").values["model"] == "n"
+    file.write_text("max-num-seqs: many\n")
+    with pytest.raises(InputError, match="max-num-seqs"):
+        read_line(f"vllm serve m --config {file}")
+    with pytest.raises(InputError, match=r"none\.yaml: the config file cannot be read"):
+        read_line("vllm serve m --config none.yaml")
+
+
+def test_options_that_are_not_simulated_are_named() -> None:
+    line = (
+        "vllm serve m --enforce-eager --compilation-config.cudagraph_mode FULL --api-key a b --lora-modules x=y z=w "
+        '--max-loras 4 --speculative-config \'{"method": "medusa", "num_speculative_tokens": 2}\' --port 1'
+    )
+    found = read_line(line)
+    assert found.values == {"engine": "vllm", "model": "m"}
+    assert found.ignored == ["api-key", "port"]
+    names = ["enforce-eager", "lora-modules", "max-loras", "compilation-config", "speculative-config (medusa)"]
+    assert found.not_simulated == names
+    result = CliRunner().invoke(main, ["config", "from", line])
+    assert "# Not simulated: --enforce-eager, --lora-modules" in result.stdout
+    assert "Not simulated: --enforce-eager" in result.stderr
+
+
+@pytest.mark.parametrize("model", ["deepseek-r1", "llama-3.1-8b"])
+def test_a_line_with_drafts_runs(tmp_path: Path, model: str) -> None:
+    """The layer for multi-token prediction of a model that has one, an EAGLE head of another."""
+    line = f"vllm serve {model} -tp 8 --max-num-seqs 8 --spec-method mtp --spec-tokens 2"
+    result = CliRunner().invoke(main, ["config", "from", line])
+    assert "add acceptance_rate" in result.stdout
+    config = tmp_path / "server.yaml"
+    config.write_text(f"{result.stdout}acceptance_rate: '0.8,0.6'\n")
+    options = ["--config", str(config), "--device", "b200", "--max_num_samples", "4", "--output", str(tmp_path / "run")]
+    result = CliRunner().invoke(main, ["run", "chat", *options])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "run/summary.json").read_text())["speculative_decoding"]["acceptance_rate"] > 0.5
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("vllm serve", "no model"),
         ("vllm bench serve", "starts no server"),
-        ("vllm serve m --foo 3", "--foo: this option of vLLM has no counterpart here"),
+        ("docker run --name vllm image", "starts no server"),
+        ("vllm serve m --foo 3", "--foo: is no option of vLLM"),
+        ("vllm serve m --foo 3 --max-num-seq 3", "--foo, --max-num-seq: are no options of vLLM"),
         ("vllm serve m --max-num-seq 3", "Did you mean max-num-seqs"),
+        ("vllm serve m --kv-cache-dtype nvfp4", "--kv-cache-dtype: kv_cache_dtype is 'nvfp4'; expected one of float32"),
+        ("vllm serve m --dtype int3", "expected one of float32"),
+        ("vllm serve m n", "'n' stands beside the model 'm'"),
+        ("vllm serve m -dp none", "--data-parallel-size is 'none'; expected an integer of at least 1"),
         ("vllm serve m --max-num-seqs", "the value is missing"),
         ("vllm serve m --max-num-seqs many", "expected an integer of at least 1"),
-        ("vllm serve m --quantization awq", "expected fp8"),
-        ('vllm serve m --speculative-config \'{"method": "eagle"}\'', "ngram"),
+        ("vllm serve m --quantization int8", "is int8, which is not simulated"),
+        ("vllm serve m --speculative-config ngram", "--speculative-config: is not valid JSON"),
+        ("vllm serve m --speculative-config '{\"num_speculative_tokens\": 0}'", "expected an integer of at least 1"),
         ("vllm serve m 'x", "quotes"),
     ],
 )

@@ -1,0 +1,72 @@
+"""Command lines of `trtllm-serve` as config files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ifbbench.errors import InputError
+from ifbbench.settings.servers import read_line
+
+LLM = """\
+enable_attention_dp: true
+attention_dp_config: {enable_balance: true, timeout_iters: 60}
+cuda_graph_config: {max_batch_size: 256}
+kv_cache_config: {free_gpu_memory_fraction: 0.85, enable_block_reuse: false, dtype: fp8}
+scheduler_config: {capacity_scheduler_policy: MAX_UTILIZATION}
+speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 3}
+stream_interval: 10
+max_batch_size: 64
+"""
+MEANT = {
+    "tp_size": 8,
+    "ep_size": 8,
+    "max_num_tokens": 8 * 4096,
+    "attention_dp_enable_balance": True,
+    "attention_dp_time_out_iters": 60,
+    "kv_cache_free_gpu_mem_fraction": 0.85,
+    "enable_kv_cache_reuse": False,
+    "kv_cache_dtype": "fp8",
+    "policy": "max_utilization",
+    "stream_interval": 10,
+    "max_batch_size": 8 * 64,
+    "draft_mtp": 3,
+    "attention_dp_size": 8,
+}
+
+
+@pytest.mark.parametrize("option", ["--extra_llm_api_options", "--config"])
+def test_a_line_with_a_file_of_arguments(tmp_path: Path, option: str) -> None:
+    """The arguments in the file win, and limits of a rank become those of all."""
+    file = tmp_path / "llm.yaml"
+    file.write_text(LLM)
+    options = f"--tp_size 8 --ep_size 8 --max_num_tokens 4096 --max_batch_size 9 {option} {file}"
+    found = read_line(f"mpirun -n 1 trtllm-serve serve m {options}")
+    assert found.values == {"engine": "trtllm", "model": "m"} | MEANT
+    assert found.not_simulated == ["extra-llm-api-options: cuda_graph_config.max_batch_size"]
+    assert "add acceptance_rate" in found.notes[0]
+    assert "those of the ranks together" in found.notes[1]
+
+
+def test_options_alone() -> None:
+    line = (
+        "trtllm-serve m --backend pytorch --kv_cache_free_gpu_memory_fraction 0.8 --enable_chunked_prefill --pp_size 2"
+    )
+    found = read_line(line)
+    options: dict[str, Any] = {"kv_cache_free_gpu_mem_fraction": 0.8, "enable_chunked_context": True, "pp_size": 2}
+    assert found.values == {"engine": "trtllm", "model": "m"} | options
+    assert found.ignored == ["backend"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--max_batch_sizes 3", "--max-batch-sizes: is no option of TensorRT-LLM 1; correct"),
+        ("--config none.yaml", "none.yaml: the config file cannot be read"),
+        ("--max_batch_size 0", "--max-batch-size"),
+    ],
+)
+def test_what_a_line_cannot_mean_is_named(options: str, words: str) -> None:
+    with pytest.raises(InputError) as refused:
+        read_line(f"trtllm-serve m {options}")
+    assert words in str(refused.value)
