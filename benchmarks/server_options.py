@@ -21,12 +21,12 @@ BOOLEANS = ("_StoreTrueAction", "BooleanOptionalAction", "DeprecatedStoreTrueAct
 def parser_of(engine: str) -> argparse.ArgumentParser:
     """The parser of the engine's own server."""
     if engine == "vllm":
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser  # type: ignore[import-not-found]
-        from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found]
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         return make_arg_parser(FlexibleArgumentParser())
     importlib.import_module("benchmarks.sglang_oracle")  # replaces the packages that need a GPU
-    from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found]
+    from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
@@ -35,7 +35,7 @@ def parser_of(engine: str) -> argparse.ArgumentParser:
 
 def theirs(parser: argparse.ArgumentParser) -> dict[str, str]:
     """What each option of the parser takes, by its name."""
-    found = {}
+    found: dict[str, str] = {}
     for action in parser._actions:
         kind = FLAG if type(action).__name__ in BOOLEANS else LIST if action.nargs in ("+", "*") else VALUE
         names = [name[2:] for name in action.option_strings if name.startswith("--") and not name.startswith("--no-")]

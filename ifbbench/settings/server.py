@@ -280,7 +280,7 @@ class Server:
             yield name, json.dumps(keys)
 
     def _split(self, word: str) -> tuple[str, str, str | None]:
-        """The name of the option that a word gives, the key of a JSON object behind it, and a value in the same word."""
+        """The option that a word names, the key of a JSON object behind it, and the value in the same word."""
         if _LEVEL.fullmatch(word):
             word = f"--optimization-level={word[2:]}"
         option, equals, value = word.partition("=")

@@ -13,7 +13,7 @@ from ifbbench.settings.trtllm_serve import TRTLLM_SERVE
 from ifbbench.settings.vllm_serve import VLLM_SERVE
 
 SERVERS: Mapping[str, Server] = {VLLM: VLLM_SERVE, SGLANG: SGLANG_SERVE}
-# Those of which lines are read.
+# The servers whose command lines are read.
 SERVERS_READ = (*SERVERS.values(), TRTLLM_SERVE)
 
 

@@ -16,7 +16,7 @@ from ifbbench.cli.options import SettingOption
 from ifbbench.serving.routing.config import serve_settings
 from ifbbench.serving.triton_repository import triton_settings
 from ifbbench.settings.config import settings
-from ifbbench.settings.servers import SERVERS
+from ifbbench.settings.servers import SERVERS_READ
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
 from tests.attack.inputs import DEVICE, KV_CACHE, NULL, ROWS, SIMULATED, json_lines, setting_value
@@ -297,6 +297,13 @@ def engine_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
 SERVER_LINES = {
     "vllm": ("vllm serve tiny", "python -m vllm.entrypoints.openai.api_server --model tiny"),
     "sglang": ("sglang serve tiny", "python -m sglang.launch_server --model-path tiny"),
+    "trtllm": ("trtllm-serve tiny", "mpirun -n 2 trtllm-serve serve tiny"),
+}
+# Options that depend on each other, and those of JSON objects, files and lists.
+JOINT = {
+    "vllm": ("data-parallel-size", "enable-expert-parallel", "speculative-config", "eplb-config", "config", "api-key"),
+    "sglang": ("dp-size", "ep-size", "enable-dp-attention", "speculative-algorithm", "speculative-num-steps", "config"),
+    "trtllm": ("config", "extra_llm_api_options"),
 }
 
 
@@ -304,12 +311,18 @@ def line_try(outcomes: Outcomes, folder: Path, draw: random.Random) -> None:
     """The command line of a server with options of either engine and hostile values, read by `config from`."""
     engine = draw.choice(list(SERVER_LINES))
     line = [draw.choice(SERVER_LINES[engine])]
-    others = SERVERS[draw.choice(list(SERVER_LINES)) if draw.random() < 0.1 else engine].options
+    options = {server.engine: server.options for server in SERVERS_READ}
+    others = options[draw.choice(list(SERVER_LINES)) if draw.random() < 0.1 else engine]
     for name, option in draw.sample(sorted(others.items()), draw.choice((1, 2, 3, 6))):
         line.append(f"--{option}")
         one = next(one for one in settings() if one.name == name)
         if one.type is not bool or draw.random() < 0.1:
             value = setting_value(one, draw)
             line[-1] += draw.choice(("=", " ")) + (shlex.quote(value) if draw.random() < 0.8 else value)
+    for option in draw.sample(JOINT[engine], draw.choice((0, 0, 1, 2))):
+        value = draw.choice(
+            ("", "2", "-1", "{}", "[", "eagle", str(folder), '{"method": 3}', '{"num_speculative_tokens": "x"}')
+        )
+        line.append(f"--{option}{draw.choice(('=', ' ', '.key '))}{shlex.quote(value)}")
     text = " ".join(line)
     outcomes.attack(["config", "from", text, *draw.choice(([], ["--json"]))], repr(text))

@@ -234,7 +234,7 @@ def test_a_line_with_drafts_runs(tmp_path: Path, model: str) -> None:
         ("vllm serve m --foo 3", "--foo: is no option of vLLM"),
         ("vllm serve m --foo 3 --max-num-seq 3", "--foo, --max-num-seq: are no options of vLLM"),
         ("vllm serve m --max-num-seq 3", "Did you mean max-num-seqs"),
-        ("vllm serve m --kv-cache-dtype nvfp4", "--kv-cache-dtype: kv_cache_dtype is 'nvfp4'; expected one of float32"),
+        ("vllm serve m --kv-cache-dtype nvfp4", "--kv_cache_dtype is 'nvfp4'; expected one of float32"),
         ("vllm serve m --dtype int3", "expected one of float32"),
         ("vllm serve m n", "'n' stands beside the model 'm'"),
         ("vllm serve m -dp none", "--data-parallel-size is 'none'; expected an integer of at least 1"),
