@@ -20,6 +20,8 @@ MODEL, QUANTIZATION, CONFIG, KV_DTYPE = "model", "quantization", "config", "kv_c
 OTHER_OPTIONS = Path(__file__).with_name("server_options.toml")
 DTYPES_READ = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "float32"}
 DTYPES_WRITTEN = {"bf16": "bfloat16", "fp16": "float16"}
+# Of 4-bit integers there are several formats: the checkpoint says which.
+QUANTIZATIONS_WRITTEN = {"fp8": "fp8", "fp8_block": "fp8", "mxfp4": "mxfp4", "nvfp4": "modelopt_fp4", "int4": None}
 # Formats of weights by the names that servers have for them. The others say nothing beside the checkpoint.
 QUANTIZATIONS = {
     "modelopt": "fp8", "modelopt_fp8": "fp8", "ptpc_fp8": "fp8", "fbgemm_fp8": "fp8", "w8a8_fp8": "fp8",
@@ -217,8 +219,10 @@ class Server:
 
     def _written(self, name: str, option: str, value: Any) -> list[str]:
         if name == "dtype":
-            is_format = value in DTYPES[DTYPES.index("fp8") :]
-            return [f"--{QUANTIZATION}", value] if is_format else [f"--{option}", DTYPES_WRITTEN.get(value, value)]
+            if value not in QUANTIZATIONS_WRITTEN:
+                return [f"--{option}", DTYPES_WRITTEN.get(value, value)]
+            format = QUANTIZATIONS_WRITTEN[value]
+            return [f"--{QUANTIZATION}", format] if format else []
         if name == KV_DTYPE:
             value = next((theirs for theirs, ours in self.kv_dtypes.items() if ours == value), value)
         return [f"--{option}", f"{value:g}" if isinstance(value, float) else str(value)]

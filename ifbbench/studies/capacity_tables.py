@@ -218,10 +218,11 @@ def _server_start(study: Study) -> str:
             f"max_prefill_tokens={limits.sglang.max_prefill_tokens}, max_running_requests={limits.max_batch_size}, "
             f"context_len={limits.max_seq_len}"
         )
-    values = {name: getattr(config, name) for name in SERVERS[engine].options}
     # The servers' own limit of tokens depends on the GPU.
     changed = {
-        name: value for name, value in values.items() if value != setting(name).default or name == "max_num_tokens"
+        name: value
+        for name, value in config.as_dict().items()
+        if value != setting(name).default or name == "max_num_tokens"
     }
     line = SERVERS[engine].write({"model": config.model} | changed)
     return f"{ENGINE_NAMES[engine]} says: {logged}. Its command line: {line}"
