@@ -51,9 +51,7 @@ def ours(engine: str, name: str) -> str | None:
         return FLAG
     if name in server.others.lists:
         return LIST
-    known = (server.settings, server.converted, server.joint, ("model", "quantization"))
-    others = server.others.no_effect | server.others.not_simulated
-    return VALUE if name in others or any(name in names for names in known) else None
+    return VALUE if name in server.names else None
 
 
 def main(engine: str) -> int:

@@ -161,20 +161,28 @@ class Server:
         return {option: name for name, option in self.options.items()}
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All options, of which a line may write an unambiguous beginning, as argparse and click allow it."""
+        own = (*self.settings, *self.converted, *self.joint, *self.joint_flags, MODEL, QUANTIZATION)
+        return tuple(dict.fromkeys((*own, *sorted(self.others.no_effect | self.others.not_simulated))))
+
+    @cached_property
     def others(self) -> _Others:
         """The options that are no settings."""
         return _Others.of_engine(self.engine)
 
     def options_of(self, words: list[str]) -> list[str] | None:
         """The words after the beginning of a line of this server; None of another line."""
-        if any(words[0].startswith(image) for image in self.images):
-            return words[1:]
         program = words[0].rpartition("/")[2]
         for start in self.starts:
             is_program = program == start[0] or (start[0] == "python" and program.startswith("python"))
             if is_program and words[1 : len(start)] == list(start[1:]):
                 return words[len(start) :]
         return None
+
+    def options_of_image(self, words: list[str]) -> list[str] | None:
+        """The words after the name of a container image that starts this server; None of another word."""
+        return words[1:] if any(words[0].startswith(image) for image in self.images) else None
 
     def read(self, words: list[str], has_experts: Callable[[str], bool]) -> Line:
         """What these options mean. InputError for those that the server does not have, and for values that cannot be.
@@ -191,11 +199,10 @@ class Server:
                 if not self._take(name, value, line):
                     unknown.append(name)
         if unknown:
-            known = [*self.settings, *self.joint, *self.joint_flags, *self.others.no_effect, *self.others.not_simulated]
             are = "is no option" if len(unknown) == 1 else "are no options"
             raise InputError(
                 f"{_listed(unknown)}: {are} of {ENGINE_NAMES[self.engine]} {self.version}; correct or leave out what "
-                "your version does not have." + "".join(did_you_mean(name, known) for name in unknown)
+                "your version does not have." + "".join(did_you_mean(name, self.names) for name in unknown)
             )
         if MODEL not in line.values:
             raise InputError(f"{' '.join(self.starts[0])}: no model; expected `{self.usage} …`.")
@@ -267,7 +274,7 @@ class Server:
                 is_on = value is None or boolean(value, f"--{name}", from_text=True)
                 yield flag, is_on == (flag == name)
                 continue
-            is_known = self._is_known(name)
+            is_known = name in self.names
             if name in self.others.lists or (not is_known and value is None):
                 while rest and not rest[0].startswith("-"):
                     rest.pop(0)
@@ -290,14 +297,12 @@ class Server:
         option, equals, value = word.partition("=")
         name, _, key = snake_case(option.lstrip("-")).partition(".")
         name = name.replace("_", "-")
-        return self.aliases.get(name, name), key, value if equals else None
+        name = self.aliases.get(name, name)
+        longer = [one for one in self.names if one.startswith(name)] if name not in self.names else []
+        return longer[0] if len(longer) == 1 else name, key, value if equals else None
 
     def _is_flag(self, name: str) -> bool:
         return self.settings.get(name) in self.flags or name in self.joint_flags or name in self.others.flags
-
-    def _is_known(self, name: str) -> bool:
-        own = (self.settings, self.converted, self.joint, (MODEL, QUANTIZATION))
-        return any(name in known for known in (*own, self.others.no_effect, self.others.not_simulated))
 
     def _take(self, name: str, value: str | bool, line: Line) -> bool:
         """Add one option to `line`; False of an option that the server does not have."""

@@ -31,12 +31,13 @@ def read_line(text: str, has_experts: Callable[[str], bool] = lambda _model: Fal
         words = shlex.split(text.replace("\\\n", " "))
     except ValueError as error:
         raise InputError(f"the command line cannot be split into words ({error}); check its quotes.") from error
-    for start in range(len(words)):
-        if start and words[start] == "serve":  # of `vllm bench serve`; alone it is what a container is given
-            continue
-        for server in SERVERS_READ:
-            if (options := server.options_of(words[start:])) is not None:
-                return server.read(_one_command(options), has_experts)
+    for begins in (Server.options_of, Server.options_of_image):  # an image may stand before the program that it runs
+        for start in range(len(words)):
+            if start and words[start] == "serve":  # of `vllm bench serve`; alone it is what a container is given
+                continue
+            for server in SERVERS_READ:
+                if (options := begins(server, words[start:])) is not None:
+                    return server.read(_one_command(options), has_experts)
     for word in words:
         if any(" ".join(server.starts[0]) in word for server in SERVERS_READ) and word != text:
             return read_line(word, has_experts)

@@ -252,7 +252,7 @@ STARTS = [
     ("sglang serve m --tp 8 --attn-dp-size 4", {"tp_size": 8, "attention_dp_size": 4}),
     ("sglang serve m --tp 8 --ep 4 --quantization modelopt_fp4", {"tp_size": 8, "dtype": "nvfp4", "ep_size": 4}),
     ("sglang serve m --speculative-algorithm EAGLE3 --speculative-num-steps 3", {"draft_mtp": 3}),
-    ("sglang serve m --speculative-algorithm NEXTN --speculative-num-draft-tokens 3", {"draft_mtp": 2}),
+    ("sglang serve m --speculative-algo NEXTN --speculative-num-draft-tokens 3", {"draft_mtp": 2}),
     ("sglang serve m --speculative-algorithm NGRAM --speculative-num-draft-tokens 3", {}),
 ]
 
@@ -290,7 +290,7 @@ def test_ranks_that_share_the_experts_admit_more() -> None:
         ("sglang serve", "no model; expected `python -m sglang.launch_server --model-path MODEL"),
         ("sglang bench", "starts no server"),
         ("sglang serve m --no-enable-mixed-chunk", "--no-enable-mixed-chunk: is no option of SGLang"),
-        ("sglang serve m --max-running-request 3", "Did you mean max-running-requests"),
+        ("sglang serve m --max-runing-requests 3", "Did you mean max-running-requests"),
         ("sglang serve m --dp 0", "--dp-size is '0'; expected an integer of at least 1"),
         ("sglang serve m --schedule-policy sjf", "--schedule-policy"),
     ],

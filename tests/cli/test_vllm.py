@@ -142,6 +142,7 @@ STARTS = [
         {"max_batch_size": 64},
     ),
     ("bash -c 'vllm serve m -q modelopt_fp4 -O3'", {"dtype": "nvfp4"}),
+    ("hf jobs run --flavor h200x2 vllm/vllm-openai:latest vllm serve m --max-num-se 4", {"max_batch_size": 4}),
     ("vllm serve m -dp 4", {"replicas": 4, "router": "least_requests"}),
     (
         "vllm serve deepseek-r1 -tp 2 -dp 4 --max-num-seqs 256",
@@ -232,8 +233,8 @@ def test_a_line_with_drafts_runs(tmp_path: Path, model: str) -> None:
         ("vllm bench serve", "starts no server"),
         ("docker run --name vllm image", "starts no server"),
         ("vllm serve m --foo 3", "--foo: is no option of vLLM"),
-        ("vllm serve m --foo 3 --max-num-seq 3", "--foo, --max-num-seq: are no options of vLLM"),
-        ("vllm serve m --max-num-seq 3", "Did you mean max-num-seqs"),
+        ("vllm serve m --foo 3 --max-nun-seqs 3", "--foo, --max-nun-seqs: are no options of vLLM"),
+        ("vllm serve m --max-nun-seqs 3", "Did you mean max-num-seqs"),
         ("vllm serve m --kv-cache-dtype nvfp4", "--kv_cache_dtype is 'nvfp4'; expected one of float32"),
         ("vllm serve m --dtype int3", "expected one of float32"),
         ("vllm serve m n", "'n' stands beside the model 'm'"),
