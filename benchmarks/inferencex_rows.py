@@ -11,9 +11,9 @@ run by themselves.
 `settings` are those of the servers' own scripts (github.com/SemiAnalysisAI/InferenceX, benchmarks/single_node,
 `dsr1_*`), which change with time:
 
-- SGLang looks for requests in each 10th or 30th decode batch on Blackwell (`--scheduler-recv-interval`), and sends 10 or
-  30 tokens together (`--stream-interval`), which is also what the median ITL of the rows is over their TPOT. Running
-  requests reserve a share of the rest of their outputs (`reserve_by_ratio`), as SGLang did before 0.5.23.
+- SGLang looks for requests in each 10th or 30th decode batch on Blackwell (`--scheduler-recv-interval`), and sends 10
+  or 30 tokens together (`--stream-interval`), as the median ITL over the TPOT shows too. Running requests reserve a
+  share of the rest of their outputs (`reserve_by_ratio`), as SGLang did before 0.5.23.
 - TensorRT-LLM's `max_num_tokens` is that of one prompt and the batch, so that one prompt runs in an iteration; from
   WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part,
   and prompts wait until each part has one (`attention_dp_config`).
