@@ -11,7 +11,9 @@ run by themselves.
 `settings` are those of the servers' own scripts (github.com/SemiAnalysisAI/InferenceX, benchmarks/single_node,
 `dsr1_*`), which change with time:
 
-- SGLang looks for requests in each 10th or 30th decode batch on Blackwell (`--scheduler-recv-interval`).
+- SGLang looks for requests in each 10th or 30th decode batch on Blackwell (`--scheduler-recv-interval`), and sends 10
+  or 30 tokens together (`--stream-interval`), as the median ITL over the TPOT shows too. Running requests reserve a
+  share of the rest of their outputs (`reserve_by_ratio`), as SGLang did before 0.5.23.
 - TensorRT-LLM's `max_num_tokens` is that of one prompt and the batch, so that one prompt runs in an iteration; from
   WARMED_UP on 8192 at least, but with multi-token prediction. With attention data parallelism, limits are of one part,
   and prompts wait until each part has one (`attention_dp_config`).
@@ -125,15 +127,17 @@ def acceptance_rate(row: Row) -> str:
 def _of_sglang(row: Row) -> dict[str, Any]:
     """Settings of `dsr1_*_b200.sh`, `dsr1_fp8_h200.sh` and their `_mtp` forms."""
     clients, drafts = row["concurrency"], bool(row.get("drafts"))
-    found: dict[str, Any] = {"disable_radix_cache": True, "gpu_memory_utilization": 0.82}
+    found: dict[str, Any] = {"disable_radix_cache": True, "gpu_memory_utilization": 0.82, "reserve_by_ratio": True}
     if not _is_blackwell(row):
         is_short = row["input"] == row["output"] == 1024
         return found | {
             "max_num_tokens": 32_768,
             "max_prefill_tokens": 32_768,
             "max_batch_size": 512 if is_short else 256,
+            "stream_interval": 10,
         }
     found |= {"kv_cache_dtype": "fp8", "scheduler_recv_interval": 30 if clients >= 16 else 10}
+    found["stream_interval"] = 10 if row["dtype"] == "fp4" else 30
     if row["dtype"] == "fp4":
         return found | {
             "gpu_memory_utilization": 0.85,

@@ -219,7 +219,7 @@ def config_of(row: Row, model: str) -> RunConfig:
             room = longest_prompt + (concurrency or 0) + PROMPT_ROOM
             values |= {"max_num_tokens": room, "async_scheduling": False}
     elif engine == SGLANG:
-        values["engine"] = SGLANG
+        values |= {"engine": SGLANG, "reserve_by_ratio": True}
         if row.get("source") == AICONFIGURATOR and row["version"] != SGLANG_DEFAULTS:
             values |= {"max_prefill_tokens": longest_prompt + PROMPT_ROOM, "enable_mixed_chunk": True}
             values["disable_overlap_schedule"] = True

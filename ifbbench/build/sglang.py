@@ -168,5 +168,6 @@ def sglang_rules(config: RunConfig) -> SglangRules:
         receive_interval=config.scheduler_recv_interval,
         reserved_tokens=config.num_reserved_decode_tokens,
         ignores_eos=config.ignore_eos and not config.stop_at_end_token,
+        reserves_by_ratio=config.reserve_by_ratio,
         seed=config.seed,
     )

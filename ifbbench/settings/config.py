@@ -830,6 +830,11 @@ class RunConfig:
     schedule_conservativeness: float = _sglang(
         1.0, "Factor of the share of their outputs that running requests are expected to need.", minimum=0.0
     )
+    reserve_by_ratio: bool = _sglang(
+        False,
+        "Running requests with ignore_eos are expected to need a share of the rest of their outputs, as others are, "
+        "instead of all of it: as SGLang did before 0.5.23 (read in its code; when it changed is not known).",
+    )
     max_prefill_tokens: int = _sglang(
         16_384, "Prompt tokens of an iteration, above which no further prompt starts.", minimum=1, unit="tokens"
     )

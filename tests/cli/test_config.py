@@ -238,6 +238,7 @@ OTHER_VALUES: dict[str, Any] = {
     "skip_samples": 2,
     "schedule_policy": "lpm",
     "schedule_conservativeness": 0.3,
+    "reserve_by_ratio": True,
     "max_prefill_tokens": 900,
     "prefill_max_requests": 2,
     "scheduler_recv_interval": 4,

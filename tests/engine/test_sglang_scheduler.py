@@ -18,7 +18,7 @@ from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.schedulers.sglang.admission import NONE_RUNNING, Need, PrefillPass, Verdict
+from ifbbench.schedulers.sglang.admission import NONE_RUNNING, Need, PrefillPass, Running, Verdict
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.sglang.scheduler import SglangScheduler
 from ifbbench.settings.config import EVICTION_POLICIES, HOST_WRITE_POLICIES, SCHEDULE_POLICIES
@@ -43,6 +43,7 @@ rules = st.builds(
     preemption_threshold=st.sampled_from([0.0, 0.3]),
     receive_interval=st.sampled_from([1, 1, 3, 10]),
     ignores_eos=st.booleans(),
+    reserves_by_ratio=st.booleans(),
 ).flatmap(
     lambda rules: st.builds(replace, st.just(rules), preempts=st.booleans() if rules.is_priority else st.just(False))
 )
@@ -89,6 +90,22 @@ def test_together_is_as_one_by_one(
     recorder = run(trace, config, folder / "together", together=True, concurrency=concurrency, every=every)
     event(f"advanced together: {recorder.together > 0}")
     assert files(folder / "together") == files(folder / "apart")
+
+
+@pytest.mark.parametrize(("by_ratio", "reserved"), [(False, 90 + 40), (True, (90 + 40) * 0.1)])
+def test_what_running_requests_that_ignore_the_end_token_reserve(by_ratio: bool, reserved: float) -> None:
+    """All of the rest of their outputs, or with `reserve_by_ratio` a share of it: then a further prompt is tried behind
+    one of 15 tokens with 60 outputs. In both cases a new request must fit until each other one has ended."""
+    running = Running(np.array([50, 70]), np.array([10, 60]), np.array([100, 100]), np.array([True, True]))
+    rules = SglangRules(ignores_eos=True, reserves_by_ratio=by_ratio)
+
+    def judged(available: int, outputs: int) -> Verdict:
+        batch = PrefillPass(rules, 1, lambda: available, running, 0.1, keeps_prefixes=False)
+        assert batch.left == pytest.approx(available - reserved)
+        return batch.judge(Need(15, 0, outputs, ignores_eos=True))[0]
+
+    assert judged(200, 60) is (Verdict.CONTINUE if by_ratio else Verdict.NO_TOKEN)
+    assert judged(100, 90) is Verdict.NO_TOKEN
 
 
 def test_a_second_prompt_is_not_cut_in_a_batch(tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ DRAWS: dict[str, Draw] = {
     "num_gpu_blocks_override": sometimes(0.3, 20, 40),
     "schedule_policy": sometimes(0.5, *SCHEDULE_POLICIES),
     "schedule_conservativeness": sometimes(0.4, 1e-6, 0.1, 2.0, 100.0),
+    "reserve_by_ratio": on_or_off(0.2),
     "max_prefill_tokens": sometimes(0.3, 20, 100),
     "prefill_max_requests": sometimes(0.2, 1, 2),
     "enable_mixed_chunk": on_or_off(0.3),

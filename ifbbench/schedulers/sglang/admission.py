@@ -76,7 +76,7 @@ class PrefillPass:
         self._total = self._now = float(num_mixed)
         if len(running.outputs):
             expected = np.minimum(running.max_new_tokens - running.outputs, MAX_EXPECTED)
-            certain = running.ignores_eos
+            certain = None if rules.reserves_by_ratio else running.ignores_eos
             if certain is not None and np.logical_and.reduce(certain):
                 self._total += int(np.add.reduce(expected))
             else:
@@ -156,7 +156,7 @@ class PrefillPass:
     def expected(self, outputs: int, is_certain: bool) -> float:
         """Tokens that a running request is expected to need still, which may have so many outputs more."""
         expected = min(outputs, MAX_EXPECTED)
-        return expected if is_certain else expected * self._ratio
+        return expected if is_certain and not self._rules.reserves_by_ratio else expected * self._ratio
 
     def _charge(self, tokens: int, expected: int, chosen: Need) -> None:
         paged = self._paged(tokens)

@@ -21,6 +21,7 @@ class SglangRules:
     reserved_tokens: of the cache, kept free for each request of which another engine computes the prompt.
     receive_interval: iterations without prompts after which requests that have arrived are received.
     ignores_eos: outputs of which the maximum length is the actual one have it for certain: no end token ends them.
+    reserves_by_ratio: while such requests run, they are nevertheless expected to need a share of the rest of it only.
     seed: of the random order.
     """
 
@@ -39,4 +40,5 @@ class SglangRules:
     receive_interval: int = 1
     reserved_tokens: int = 512
     ignores_eos: bool = False
+    reserves_by_ratio: bool = False
     seed: int = 0
