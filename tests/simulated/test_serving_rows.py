@@ -378,7 +378,7 @@ def test_sides_have_the_settings_of_recipes(workers, changes, prefill, decode, d
 def test_sglang_accepts_as_the_model_does_where_drafts_are_overlapped():
     drafted = {"engine": "sglang", "dtype": "fp8", "drafts": "mtp", "concurrency": 64}
     rates = {gpu: apart("1x8", "1x8", **drafted, gpu=gpu)[1].acceptance_rate for gpu in ("b200", "h200")}
-    assert rates == {"b200": "0.63", "h200": "0.38"}
+    assert rates == {"b200": "0.71,0.615,0.533", "h200": "0.38"}
     assert deepseek(**drafted)[1].acceptance_rate == "0.38"
 
 
