@@ -424,5 +424,5 @@ class PagedCache(KvCache):
     def _settle(self) -> None:
         for group in self.groups:
             if group.settled < group.step:
-                self.registered[list(group.slots)] += group.step - group.settled
+                self.registered[np.fromiter(group.slots, np.int64, group.count)] += group.step - group.settled
                 group.settled = group.step

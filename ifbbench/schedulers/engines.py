@@ -68,8 +68,9 @@ def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = Fa
     factory = find_scheduler(limits.engine)
     if limits.engine in BUILT_IN:
         scheduler = factory(limits, clock, is_predicted)
-        if (parts := limits.attention_dp_size) > 1:
-            scheduler.table.choose_row = Parts(scheduler.table, parts, limits.engine).take
+        if limits.attention_dp_size > 1:
+            parts = Parts(scheduler.table, limits.attention_dp_size, limits.engine)
+            scheduler.table.choose_row, scheduler.table.left_row = parts.take, parts.leave
         return scheduler
     return _make(limits.engine, factory, limits, clock)
 

@@ -19,10 +19,12 @@ from ifbbench.settings.config import SGLANG, VLLM
 class Parts:
     """The parts of the devices with requests of their own. The request in a row belongs to part row % number.
 
-    A request is given to a part when it enters the running set, one after the other."""
+    A request is given to a part when it enters the running set, one after the other. Requests and prompt tokens of each
+    part are counted as requests enter and leave."""
 
     def __init__(self, table: RequestTable, number: int, engine: str) -> None:
         self._table, self._number = table, number
+        self._requests, self._tokens = [0] * number, [0] * number
         self._next = 0
         rules: dict[str, Callable[[list[int]], int]] = {VLLM: self._fewest_requests, SGLANG: self._in_turn}
         self._rule = rules.get(engine, self._fewest_tokens)
@@ -37,20 +39,19 @@ class Parts:
                 break
         if not by_part:
             raise IndexError("no row is free")
-        return free_rows.pop(by_part[self._rule(sorted(by_part))])
+        row = free_rows.pop(by_part[self._rule(sorted(by_part))])
+        self._requests[row % self._number] += 1
+        self._tokens[row % self._number] += request.original_prompt_len
+        return row
 
-    def _requests(self) -> list[int]:
-        """Requests of each part."""
-        return self._sums(None)
-
-    def _sums(self, values: NDArray[np.int64] | None) -> list[int]:
-        requests = self._table.requests
-        return sums_of_parts(np.fromiter(requests, np.int64, len(requests)), self._number, values)
+    def leave(self, request: Request, row: int) -> None:
+        """`request`, which had `row`, has left."""
+        self._requests[row % self._number] -= 1
+        self._tokens[row % self._number] -= request.original_prompt_len
 
     def _fewest_requests(self, parts: list[int]) -> int:
         """vLLM: requests that wait count fourfold, but none waits for a part here."""
-        running = self._requests()
-        return min(parts, key=lambda part: running[part])
+        return min(parts, key=lambda part: self._requests[part])
 
     def _in_turn(self, parts: list[int]) -> int:
         """SGLang."""
@@ -61,7 +62,7 @@ class Parts:
     def _fewest_tokens(self, parts: list[int]) -> int:
         """TensorRT-LLM: the fewest prompt tokens, among parts with fewer requests than each may have if they are
         divided evenly. It sorts several requests that arrive together by length first; here they come in order."""
-        running, tokens = self._requests(), self._sums(self._table.original_prompt_len)
+        running, tokens = self._requests, self._tokens
         expected = max(ceil_div(sum(running) + 1, self._number), max(running))
         open_parts = [part for part in parts if running[part] < expected] or parts
         return min(open_parts, key=lambda part: (tokens[part], running[part]))

@@ -41,6 +41,7 @@ COST_OF_FURTHER_HEAD = 0.08
 # A hidden state on the way to experts has 8 bits, with a scale for each 128 values, beside weights of 8 bits or fewer.
 DISPATCH_BYTES = 1 + 4 / 128
 ATTENTION_OUTPUT = "attention output product"
+ROUTER = "router"
 ALL_TO_ALL = ("expert dispatch", "expert combine")
 
 
@@ -110,6 +111,7 @@ class CostModel:
         self._weight_bytes = {part: shard.weight_bytes_of(part) for part in parts}
         self._flops_per_s = {part: hardware.matmul_flops_per_s(shard.dtype_of(part)) for part in parts}
         self._expert_flops_per_s = self._flops_per_s[Mlp.EXPERTS] * share.experts
+        self._quantize_s = share.quantize_s if shard.dtype == "fp8_block" else 0.0
         self._value_bytes = shard.input_bytes, shard.compute_bytes
         self._context_ns = share.context_s * NANOSECONDS
         halves = 2 if self._two_batches else 1
@@ -404,7 +406,7 @@ class CostModel:
         of_all = tokens * shard.attention_dp_size
         rows, hit, size = self._experts.rows(of_all), self._experts.hit(of_all), shard.expert_size
         found += [
-            self._layer_product("router", Mlp.EXPERTS, tokens, hidden, model.num_experts),
+            self._layer_product(ROUTER, Mlp.EXPERTS, tokens, hidden, model.num_experts),
             self._expert_product("expert gate and up product", rows, hidden, model.up_products * size, hit),
             self._expert_product("expert down product", rows, size, hidden, hit),
         ]
@@ -467,7 +469,10 @@ class CostModel:
         """[tokens, inputs] × [inputs, outputs] in every layer with `part`."""
         layers = self._counts[part] if layers is None else layers
         flops, moved = self._work_of_product(part, tokens, inputs, outputs, 1.0)
-        return self._product(name, layers * flops, layers * moved, self._flops_per_s[part], self._bytes_per_s)
+        done = self._product(name, layers * flops, layers * moved, self._flops_per_s[part], self._bytes_per_s)
+        if self._quantize_s and name != ROUTER:
+            done = replace(done, seconds=done.seconds + layers * tokens * inputs * self._quantize_s)
+        return done
 
     def _expert_product(self, name: str, rows: float, inputs: int, outputs: int, hit: float) -> OperationCost:
         """A product of all layers with experts: `hit` routed ones of each share the rows."""

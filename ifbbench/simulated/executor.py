@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from mypy_extensions import mypyc_attr
-from numpy.typing import NDArray
 
 from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.arrays import NO_ROWS, Rows
@@ -218,41 +217,49 @@ class SimulatedExecutor:
         if not context and len(self.windows) == 1:
             window = self.windows[0][0]
             if within_ns is not None and steps > 1:
-                first = self._keys_of_parts(window, of_part, cached, by_part, 1)
-                shortest_ns = host_ns + cost.generation_ns(most, [int(first.max())])[0]
+                first = self._most_keys_of_parts(window, of_part, cached, counts, 1)
+                shortest_ns = host_ns + cost.generation_ns(most, first)[0]
                 steps = min(steps, max(within_ns, 0) // max(shortest_ns, 1) + 1)
-            of_steps = self._keys_of_parts(window, of_part, cached, by_part, steps)
-            largest: list[int] = of_steps.max(axis=1).astype(np.int64).tolist()
+            largest = self._most_keys_of_parts(window, of_part, cached, counts, steps)
             return host_ns, cost.generation_ns(most, largest), outputs, False, largest, []
         # [windows, steps, parts]
-        keys = [self._keys_of_parts(window, of_part, cached, by_part, steps) for window, _ in self.windows]
+        keys = [self._keys_of_parts(window, of_part, cached, counts, steps) for window, _ in self.windows]
         device_ns, passed_ns, largest_works = list[int](), 0, list[StepWork]()
         for step in range(steps):
             if within_ns is not None and passed_ns > within_ns:
                 break
-            of_windows: list[list[float]] = [of_window[step].tolist() for of_window in keys]
-            largest_works.append(self._largest_work(context, counts, of_windows))
+            largest_works.append(self._largest_work(context, counts, [of_window[step] for of_window in keys]))
             device_ns.append(cost.device_ns(largest_works[-1]))
             passed_ns += host_ns + device_ns[-1]
             for chunks in context.values():
                 chunks[:] = [(start + length, length, is_last) for start, length, is_last in chunks]
         return host_ns, device_ns, outputs, False, (), largest_works
 
-    def _keys_of_parts(
-        self, window: int | None, of_part: Rows, cached: Rows, by_part: Rows, steps: int
-    ) -> NDArray[np.float64]:
-        """The keys that generation reads in each of the next `steps` iterations, [steps, parts], in a layer with this
-        window. of_part, cached: the part of each request, and its tokens in the cache. by_part: requests."""
+    def _most_keys_of_parts(
+        self, window: int | None, of_part: Rows, cached: Rows, counts: list[int], steps: int
+    ) -> Sequence[int]:
+        """The most keys that generation of one part reads in each of the next `steps` iterations: see
+        `_keys_of_parts`."""
         if window is None:
-            in_cache = np.bincount(of_part, weights=cached, minlength=self._parts)
-            growing: NDArray[np.float64] = in_cache + by_part * np.arange(1, steps + 1)[:, None]
-            return growing
-        return np.stack(
-            [
-                np.bincount(of_part, weights=np.minimum(cached + step, window), minlength=self._parts)
-                for step in range(1, steps + 1)
-            ]
-        )
+            in_cache: list[float] = np.bincount(of_part, weights=cached, minlength=self._parts).tolist()
+            keys, count = max(zip(in_cache, counts, strict=True))
+            if count == max(counts):  # this part stays the one with the most
+                return range(int(keys) + count, int(keys) + count * steps + 1, max(count, 1))
+        return [int(max(of_step)) for of_step in self._keys_of_parts(window, of_part, cached, counts, steps)]
+
+    def _keys_of_parts(
+        self, window: int | None, of_part: Rows, cached: Rows, counts: list[int], steps: int
+    ) -> list[list[float]]:
+        """The keys that generation reads in each of the next `steps` iterations, [steps][parts], in a layer with this
+        window. of_part, cached: the part of each request, and its tokens in the cache. counts: requests by part."""
+        if window is None:
+            in_cache: list[float] = np.bincount(of_part, weights=cached, minlength=self._parts).tolist()
+            by_part = list(zip(in_cache, counts, strict=True))
+            return [[keys + count * step for keys, count in by_part] for step in range(1, steps + 1)]
+        return [
+            np.bincount(of_part, weights=np.minimum(cached + step, window), minlength=self._parts).tolist()
+            for step in range(1, steps + 1)
+        ]
 
     def _chunks_of_parts(self, context: Sequence[ContextChunk]) -> dict[int, list[tuple[int, int, bool]]]:
         """Start, length and whether it is the last of its prompt, for each chunk, by part."""

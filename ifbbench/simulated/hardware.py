@@ -35,6 +35,7 @@ MAY_BE_ZERO = (
     "kernel_s",
     "launch_s",
     "context_s",
+    "quantize_s",
     "all_to_all_s",
     "expert_kernel_s",
     "expert_launch_s",
@@ -67,6 +68,8 @@ class Constants:
 
     matmul, matmul_fp8: of peak FLOP/s, in large matrix products of 16 (or 32) bits and of 8.
     matmul_fp8_block, matmul_fp4: the same of 8 bits with a scale for each block, and of 4 bits in floating point.
+    quantize_s: time to quantize one value of activations before a product with a scale for each block, where kernels do
+        so more slowly than they read and write memory.
     experts: of what large matrix products reach, in the grouped ones of experts.
     experts_memory: of memory bandwidth, for the weights of experts.
     context_attention: of peak 16-bit FLOP/s, in context attention.
@@ -89,6 +92,7 @@ class Constants:
     matmul_fp8: float
     matmul_fp8_block: float
     matmul_fp4: float
+    quantize_s: float
     experts: float
     experts_memory: float
     context_attention: float

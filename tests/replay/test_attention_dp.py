@@ -176,7 +176,9 @@ def test_each_part_has_its_share_of_the_tokens():
 def parts_of_requests(engine: str, prompts: list[int], table: RequestTable | None = None) -> list[int]:
     """The part of each of these requests, which enter one after the other."""
     table = table or RequestTable(12)
-    table.choose_row = Parts(table, PARTS, engine).take
+    if table.choose_row is None:
+        parts = Parts(table, PARTS, engine)
+        table.choose_row, table.left_row = parts.take, parts.leave
     found = []
     for index, prompt_len in enumerate(prompts):
         request = Request(index, prompt_len, 4)
@@ -204,7 +206,12 @@ def test_sglang_gives_requests_to_parts_in_turn() -> None:
 
 def test_tensorrt_llm_gives_a_request_to_the_fewest_tokens_among_parts_with_room() -> None:
     # The second round begins when all parts have one request; then the shortest prompts get company first.
-    assert parts_of_requests("trtllm", [50, 20, 90, 10, 5, 5, 5, 5]) == [0, 1, 2, 3, 3, 1, 0, 2]
+    table = RequestTable(16)
+    assert parts_of_requests("trtllm", [50, 20, 90, 10, 5, 5, 5, 5], table) == [0, 1, 2, 3, 3, 1, 0, 2]
+    # Tokens of a request that left count no more: parts 0 and 2 have one request each, with 5 and 90 tokens.
+    for row in (0, 6):
+        table.requests[row].leave()
+    assert parts_of_requests("trtllm", [1, 1], table) == [0, 2]
 
 
 @pytest.mark.parametrize(

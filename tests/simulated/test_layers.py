@@ -78,6 +78,23 @@ def test_layers_with_experts_have_constants_of_their_own():
     assert before["kernel starts"].seconds - kernel_starts.seconds == pytest.approx(quantizing_s)
 
 
+def test_activations_are_quantized_before_products_with_a_scale_for_each_block():
+    hardware = load_hardware("b200")
+    slower = dataclasses.replace(hardware, constants=dataclasses.replace(hardware.constants, quantize_s=1e-11))
+    more_s = {}
+    for dtype in ("fp8_block", "nvfp4"):
+        shard = Shard(load_model_config("deepseek-r1"), dtype, "fp8", tp_size=8)
+        before, after = (
+            sum(one.seconds for one in CostModel(shard, each).of_tokens(4096)) for each in (hardware, slower)
+        )
+        more_s[dtype] = after - before
+
+    # Inputs of the products of a layer on one of 8 GPUs: 16 heads of 128, 256 of the shared expert, 2,304 of an MLP.
+    # The router has 16 bits, and products of experts have constants of their own.
+    attention, shared, dense = 7168 + 1536 + 512 + 16 * 128, 7168 + 256, 7168 + 2304
+    assert more_s == {"fp8_block": pytest.approx(4096e-11 * (61 * attention + 58 * shared + 3 * dense)), "nvfp4": 0.0}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_time_is_below_that_of_the_least_work(case):
     model = cost_model(case)

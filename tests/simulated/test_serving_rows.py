@@ -233,7 +233,14 @@ def deepseek(**changes):
         ({"engine": "tensorrt-llm", "concurrency": 16}, {"max_num_tokens": 8320, "enable_chunked_context": False}),
         ({"engine": "tensorrt-llm", "input": 1024}, {"max_num_tokens": 8192}),
         ({"engine": "tensorrt-llm", "input": 1024, "date": "2025-12-10"}, {"max_num_tokens": 1152}),
-        ({"engine": "tensorrt-llm", "drafts": "mtp", "output": 8192}, {"draft_mtp": 3, "acceptance_rate": "0.79"}),
+        (
+            {"engine": "tensorrt-llm", "drafts": "mtp", "output": 8192},
+            {"draft_mtp": 3, "acceptance_rate": "0.85,0.74,0.64"},
+        ),
+        # Without overlap as long as the image's engine needs a variable for it, which only this script does not export.
+        ({"dtype": "fp8", "drafts": "mtp", "date": "2026-03-25"}, {"disable_overlap_schedule": True}),
+        ({"dtype": "fp8", "drafts": "mtp", "date": "2026-05-17"}, {"disable_overlap_schedule": False}),
+        ({"dtype": "fp8", "date": "2026-03-25"}, {"disable_overlap_schedule": False}),
         (
             {"engine": "tensorrt-llm", "drafts": "mtp", "decode": {"tp": 8, "ep": 8, "dp_attention": True}},
             {"draft_mtp": 1, "max_batch_size": 8, "max_num_tokens": 8 * 8320, "attention_dp_size": 8}
@@ -378,7 +385,7 @@ def test_sides_have_the_settings_of_recipes(workers, changes, prefill, decode, d
 def test_sglang_accepts_as_the_model_does_where_drafts_are_overlapped():
     drafted = {"engine": "sglang", "dtype": "fp8", "drafts": "mtp", "concurrency": 64}
     rates = {gpu: apart("1x8", "1x8", **drafted, gpu=gpu)[1].acceptance_rate for gpu in ("b200", "h200")}
-    assert rates == {"b200": "0.63", "h200": "0.38"}
+    assert rates == {"b200": "0.71,0.615,0.533", "h200": "0.38"}
     assert deepseek(**drafted)[1].acceptance_rate == "0.38"
 
 

@@ -47,7 +47,7 @@ class MicroBatchScheduler:
         if active.table.any_in_flight:
             generation = active.ready(generation)
             admitted = [request for request in admitted if not active.table.in_other_micro_batch(request.slot)]
-        tokens, max_requests = active.step_tokens(generation), self.max_batch_size
+        tokens, max_requests, of_generation = active.step_tokens(generation), self.max_batch_size, list[int]()
         if self.num_micro_batches > 1:
             max_requests = min(max_requests, ceil_div(len(active), self.num_micro_batches))
         takes_all = not (fitting.held or fitting.paused or active.mixed_beam_widths)
@@ -60,7 +60,8 @@ class MicroBatchScheduler:
                     needed += sum(request.prompt_len + request.num_draft_tokens for request in admitted)
             takes_all = count <= max_requests and (self.max_num_tokens is None or needed <= self.max_num_tokens)
             if takes_all and self.num_parts > 1:
-                of_parts = sums_of_parts(generation, self.num_parts, active.table.step_tokens)
+                of_generation = sums_of_parts(generation, self.num_parts, active.table.step_tokens)
+                of_parts = of_generation.copy()
                 for request in admitted:
                     of_parts[request.slot % self.num_parts] += request.prompt_len + request.num_draft_tokens
                 takes_all = max(of_parts) <= self.share
@@ -70,7 +71,7 @@ class MicroBatchScheduler:
         if takes_all:
             selection.count, selection.tokens = len(generation), tokens
             if self.num_parts > 1:
-                selection.tokens_of_parts = sums_of_parts(generation, self.num_parts, active.table.step_tokens)
+                selection.tokens_of_parts = of_generation
             selection.add_contexts(admitted)
         else:
             removed = {request.slot for request in fitting.held}
