@@ -57,8 +57,6 @@ def draw_recorded(seed: int) -> dict[str, Any]:
     case["settings"] |= {"windows": [None], "prefix_cache_retention_interval": 0, "num_gpu_blocks": num_blocks}
     unknown = WITHOUT.keys() - known_to(SchedulerConfig, WITHOUT)
     case["settings"] |= {name: WITHOUT[name] for name in unknown}
-    if "long_prefill_token_threshold_adaptive" in unknown:  # it also holds for a request that is alone there
-        case["settings"]["long_prefill_token_threshold"] = 0
     return case
 
 
