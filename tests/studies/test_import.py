@@ -213,7 +213,7 @@ DAYS = (7, 1), (8, 2), (7, 3), (8, 4)  # of November, and seconds
         ("", "it is empty"),
         ("hello\n", "no known log, it begins with 'hello'"),
         (ITERATION.replace("context tokens", "context units") + "\n\n", "line 1: an iteration of another version"),
-        (f"Engine 000: {ITERATION}\nEngine 001: {ITERATION}\n", "has iterations of 2 engines (000, 001)"),
+        (f"Engine 000: {ITERATION}\nEngine 001: {ITERATION}\n", "has iterations of 2 engines (0, 1)"),
         (
             "Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 1.0 tokens/s, Running: 1 reqs, "
             "Waiting: 0 reqs, GPU KV cache usage: 1.0%",

@@ -200,8 +200,8 @@ class VllmCache:
 
     def grow_each(self, rows: Rows, begun: Rows | int = 0) -> int:
         """Take a block for each of `rows`, in this order, of a plain cache; returns how many of them had no content,
-        which are the first ones unless `is_mixed` of the pool. begun: blocks that a row takes before, where it is among `rows` several times; `held` is left to
-        the caller."""
+        which are the first ones unless `is_mixed` of the pool. begun: blocks that a row takes before, where it is among
+        `rows` several times; `held` is left to the caller."""
         blocks, num_new = self.pool.take(len(rows))
         if len(blocks):
             self.groups[0].block_tables[rows, 0, self.held[rows] + begun] = blocks
