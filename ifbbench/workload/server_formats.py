@@ -51,7 +51,8 @@ def has_usage(row: Row) -> bool:
 
 
 def with_objects(row: Row) -> Row:
-    """A row with the JSON objects that it has as texts; the fields of a line within it are fields of the row."""
+    """A row with the JSON objects that it has as texts; the fields of a line within it are fields of the row, and its
+    times stand in place of those of the row."""
     found = dict[str, Any]()
     for name in (*LINES, *PARTS):
         if isinstance(value := row.get(name), str) and value.lstrip().startswith("{"):
@@ -59,7 +60,9 @@ def with_objects(row: Row) -> Row:
                 found[name] = json_object(value.encode())
     if not found:
         return row
-    return {**row, **found, **{name: value for line in LINES for name, value in found.get(line, {}).items()}}
+    within = {name: value for line in LINES for name, value in found.get(line, {}).items()}
+    times = () if within.keys().isdisjoint(UsageLogFormat.TIMES) else UsageLogFormat.TIMES
+    return {**{name: value for name, value in row.items() if name not in times}, **found, **within}
 
 
 def usage_of(values: Any) -> tuple[str, str] | None:
