@@ -34,7 +34,9 @@ def read_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log
         logs.append(log)
         if is_run(log.path):
             log.format = RUN
-            read_run(log)  # first: it refuses a pipe, which a run directory does not have
+            read_run(
+                log, given.get("model") is not None
+            )  # first: it refuses a pipe, which a run directory does not have
             log.sha256 = hashlib.sha256(Log(find_iterations(log.path)).content(FORMATS, "--from ")).hexdigest()
             continue
         content = log.content(FORMATS, "--from ")

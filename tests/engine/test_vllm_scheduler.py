@@ -49,6 +49,8 @@ rules = st.builds(
     max_active=st.sampled_from([None, None, 2]),
     long_prefill_threshold=st.sampled_from([0, 0, 7]),
     is_threshold_adaptive=st.booleans(),
+    spares_single=st.booleans(),
+    takes_new_first=st.booleans(),
     reserves_full_prompt=st.booleans(),
     watermark_blocks=st.sampled_from([0, 0, 2]),
     windows=st.sampled_from([(None,), (None,), (5,), (None, 9), (None, 6, 6), (4, 30)]),
@@ -375,6 +377,7 @@ def test_blocks_hold_what_requests_read(first: int) -> None:
                 watermark_blocks=draw.choice([0, 0, 1]),
                 windows=windows,
                 retention_interval=draw.choice([0, 2 * size, None]),
+                takes_new_first=seed % 4 > 0,
             ),
         )
         prompts: list[list[int]] = []

@@ -181,6 +181,20 @@ def test_requests_of_tensorrt_llm(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
     replay = call("run", str(directory), "--device", "null", "--quiet", "--output", str(tmp_path / "again"))
     assert replay.exit_code == 0, replay.output
+    _other_settings_are_tried(directory)
+
+
+def _other_settings_are_tried(directory: Path) -> None:
+    """With the model and the GPU, which a log does not name."""
+    alone = call("why", str(directory))
+    assert alone.exit_code == 0, alone.output
+    assert "does not name the server's model and device; add --model and --device" in alone.output
+    tried = ("why", str(directory), "--what_if", "max_batch_size=4", "--model", "llama-3.1-8b", "--device")
+    found = call(*tried, "h100-sxm")
+    assert found.exit_code == 0, found.output
+    assert "--max_batch_size 4" in found.output
+    assert "Of the server's settings the log names" in found.output
+    assert "h99" in call(*tried, "h99").output
 
 
 def _running(directory: Path) -> list[Any]:
