@@ -8,9 +8,9 @@ from ifbbench.errors import InputError
 from ifbbench.settings.fields import integer
 from ifbbench.workload.containers import SPANS, end_of_span, otlp_spans
 from ifbbench.workload.formats import ReadOptions, Row, TraceFormat, json_object, objects, value_at
-from ifbbench.workload.recorded_formats import EPOCH_S, MILLISECONDS, NANOSECONDS, Times
+from ifbbench.workload.recorded_formats import MILLISECONDS, NANOSECONDS, Times
 from ifbbench.workload.tool_formats import BAD_REQUEST
-from ifbbench.workload.trace import MAX_LENGTH, TraceRequest
+from ifbbench.workload.trace import EPOCH_S, MAX_LENGTH, TraceRequest
 
 # Prompt and output tokens of a request, by the names that APIs and conventions give them.
 API_USAGES = (("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens"))
