@@ -1,7 +1,8 @@
 """`ifbbench import` and `calibrate --from`: the forms in which lines of logs come, and damaged logs.
 
 Lines are made by the formats of vLLM 0.15 to 0.32 (`vllm/v1/metrics/loggers.py`, `vllm/v1/engine/core.py`,
-`vllm/logging_utils/formatter.py`) and SGLang 0.4 to 0.5.23 (`metrics_reporter.py`, `configure_logger`).
+`vllm/logging_utils/formatter.py`) and SGLang 0.5.23 (`metrics_reporter.py`, `configure_logger`), and after lines of
+earlier versions of SGLang in its issues.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Access logs of gateways and proxies, and spans: each in the form in which that program writes it."""
+"""Access logs of gateways and proxies, and spans, by the names of fields that docs/traces.md lists."""
 
 import json
 from collections.abc import Mapping
