@@ -57,8 +57,6 @@ def draw_recorded(seed: int) -> dict[str, Any]:
     case["settings"] |= {"windows": [None], "prefix_cache_retention_interval": 0, "num_gpu_blocks": num_blocks}
     unknown = WITHOUT.keys() - known_to(SchedulerConfig, WITHOUT)
     case["settings"] |= {name: WITHOUT[name] for name in unknown}
-    if "long_prefill_token_threshold_adaptive" in unknown:  # it also holds for a request that is alone there
-        case["settings"]["long_prefill_token_threshold"] = 0
     return case
 
 
@@ -194,6 +192,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("file", type=Path, nargs="?", help="keep: the file to write")
     parser.add_argument("--count", type=int, default=100, help="random: workloads (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="random: seed of the first one (default 0)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=KEPT_SEEDS, help="keep: those of the workloads")
     parser.add_argument("--running", type=int, default=256, help="cost: running requests (default 256)")
     parser.add_argument("--iterations", type=int, default=400, help="cost: iterations of a round (default 400)")
     parser.add_argument("--rounds", type=int, default=5, help="cost: rounds of each (default 5)")
@@ -201,7 +200,7 @@ def main(arguments: list[str]) -> int:
     if options.what == "cost":
         return measure_cost(options.running, options.iterations, options.rounds)
     if options.what == "keep":
-        return keep(options.file, KEPT_SEEDS)
+        return keep(options.file, options.seeds)
     return check_random(options.count, options.seed)
 
 

@@ -72,6 +72,11 @@ class RecordedRun:
         """Whether it was imported from a log that has no requests."""
         return self.data.lacks_requests
 
+    @property
+    def of_other_engine(self) -> bool:
+        """Whether a real engine of another project ran it: its recording, or its log."""
+        return "recorded" in self.data.run or "imported" in self.data.run
+
     @cached_property
     def nothing_ran(self) -> str:
         """That there is no iteration, and why; empty if there is one."""

@@ -184,15 +184,18 @@ def check_requests_of_vllm(config: RunConfig, max_seq_len: int) -> None:
 def vllm_rules(config: RunConfig, layout: CacheLayout) -> VllmRules:
     """The rules of a resolved `config` with this KV cache."""
     sizes = [window.attention_window.size for window in layout.windows]
+    version = int(config.vllm_version.partition(".")[2])  # of 0.N
     return VllmRules(
         is_priority=config.scheduling_policy == QUEUE_ORDERS[1],
         max_scheduled_tokens=config.max_num_scheduled_tokens,
         max_active=config.max_num_active_seqs,
         long_prefill_threshold=config.long_prefill_token_threshold,
         is_threshold_adaptive=config.long_prefill_token_threshold_adaptive,
+        spares_single=version >= 31,
         reserves_full_prompt=config.scheduler_reserve_full_isl,
         watermark_blocks=int(config.watermark * (layout.windows[0].num_blocks + 1)),
         cuts_prompts=bool(config.enable_chunked_context),
+        takes_new_first=version >= 23,
         windows=tuple(None if size == UNLIMITED else size for size in sizes),
         retention_interval=config.prefix_cache_retention_interval,
     )

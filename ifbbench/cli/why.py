@@ -91,7 +91,17 @@ def _seconds(ctx: click.Context, option: click.Parameter, value: str) -> float:
     help='Of a run against an endpoint: the command line that started the server, such as "vllm serve MODEL '
     '--max-num-seqs 64". Its requests are replayed with these settings on a simulated --device, fitted to the run.',
 )
-@click.option("--device", metavar="GPU", help="With --server: the GPU of the server, such as h100-sxm.")
+@click.option(
+    "--device",
+    metavar="GPU",
+    help="With --server, and of an imported log: the GPU of the server, such as h100-sxm.",
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Of a recorded server and an imported log, to try other settings: the model, where the run names none that is "
+    "found here. A built-in name, or a directory with config.json.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_instead_of_tables
 def why(
@@ -108,6 +118,7 @@ def why(
     budget: float,
     server: str | None,
     device: str | None,
+    model: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -123,8 +134,8 @@ def why(
         raise click.UsageError("--improve and --what_if are of the whole run; leave out --request and --iteration.")
     if lists_some and is_of_one:
         raise click.UsageError("--by, --class and --missed are of the whole run; leave out --request and --iteration.")
-    if (server is None) != (device is None):
-        raise click.UsageError("--server and --device belong together; give both, or none.")
+    if server is not None and device is None:
+        raise click.UsageError("--server and --device belong together; add --device.")
     if pauses_csv is not None:
         check_new_file(pauses_csv, "--pauses-csv", overwrite)
 
@@ -152,11 +163,17 @@ def why(
     if recorded.data.endpoint:
         if lists_some:
             raise InputError("--by, --class, --missed: RUN is against an endpoint; leave them out.")
+        if model is not None or (device is not None and server is None):
+            raise InputError("--device, --model: RUN is against an endpoint; give --server and --device.")
         of_server = _server_settings(server, device) if server and device else {}
         _explain_endpoint(recorded, request_id, slowest, as_json, wanted, of_server)
         return
     if server is not None:
         raise InputError(f"--server: {recorded.data.path} is no run against an endpoint; leave it out.")
+    if device is not None or model is not None:
+        from ifbbench.studies.fitted_run import name_server
+
+        name_server(recorded, model, device)
     if recorded.nothing_ran:
         text = f"There is nothing to explain: {recorded.nothing_ran}."
         facts = {"run": str(recorded.data.path), "partial": recorded.data.partial, "text": text}

@@ -25,7 +25,7 @@ from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
 from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.rundir.traffic_trace import TrafficTrace
-from ifbbench.settings.config import SGLANG, RunConfig
+from ifbbench.settings.config import SGLANG, VLLM, RunConfig
 from ifbbench.settings.modes import BatchingType
 from ifbbench.settings.names import setting
 from ifbbench.settings.servers import SERVERS
@@ -45,6 +45,8 @@ _READ_BYTES, _MIB, _HOUR_S = 1 << 20, 1 << 20, 3600.0
 def settings_of(begin: Begin) -> RunConfig:
     """The settings of the engine, as those of a run."""
     values: dict[str, Any] = {"engine": begin.engine}
+    if begin.engine == VLLM:
+        values["vllm_version"] = setting("vllm_version").check(begin.version)
     if begin.engine == SGLANG:  # which has no options for these
         values |= {"enable_chunked_context": True, "enable_kv_cache_reuse": True}
     names = SERVERS[begin.engine].settings

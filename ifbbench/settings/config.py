@@ -22,6 +22,8 @@ TRTLLM, VLLM, SGLANG = "trtllm", "vllm", "sglang"
 ENGINES = (TRTLLM, VLLM, SGLANG)
 ENGINE_NAMES = {TRTLLM: "TensorRT-LLM", VLLM: "vLLM", SGLANG: "SGLang"}
 QUEUE_ORDERS = ("fcfs", "priority")
+# Versions of vLLM whose rules are known where they differ.
+VLLM_VERSIONS = tuple(f"0.{minor}" for minor in range(15, 33))
 # Choices of SGLang.
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "hrrn", "shortest-prefill-first", "random")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
@@ -189,6 +191,11 @@ def _device(name: Any) -> Any:
 def _windows(value: Any) -> Any:
     """Window sizes as text, where they are given as an integer or a list."""
     return str(value) if isinstance(value, int | list | tuple) and not isinstance(value, bool) else value
+
+
+def _minor_version(value: Any) -> Any:
+    """0.15 for 0.15.1, a version of vLLM."""
+    return ".".join(value.split(".")[:2]) if isinstance(value, str) else value
 
 
 def _or_none(value: Any) -> Any:
@@ -773,6 +780,13 @@ class RunConfig:
     )
 
     # What only vLLM's scheduler has, by vLLM's names.
+    vllm_version: str = _vllm(
+        VLLM_VERSIONS[-1],
+        "Version of vLLM whose rules hold, where they changed: 0.15 to 0.32 (docs/engines.md). A replay of a recording "
+        "has that of its server.",
+        convert=_minor_version,
+        choices=VLLM_VERSIONS,
+    )
     scheduling_policy: str = _vllm(
         QUEUE_ORDERS[0],
         "Order of the queue and of pre-emption: first come first served, or by the priority of the trace.",

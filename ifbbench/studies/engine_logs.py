@@ -17,7 +17,7 @@ from ifbbench.errors import InputError
 from ifbbench.settings.fields import integer, located, number, unexpected
 from ifbbench.simulated.step_work import StepWork
 from ifbbench.studies.fit import Observation
-from ifbbench.studies.log import CONSTANT_LOAD, BatchCounts, BatchTracker, Log, overlap_of_periods
+from ifbbench.studies.log import CONSTANT_LOAD, BatchCounts, BatchTracker, Log, of_one_engine, overlap_of_periods
 from ifbbench.studies.measure import Sample
 
 MILLISECONDS = 1000
@@ -37,6 +37,10 @@ VLLM_SUMMARY = re.compile(
     r"Running: (\d+) reqs(?:, Waiting: (\d+) reqs)?.*?\w+ KV cache usage: ([\d.]+)%"
 )
 VLLM_ENGINE = re.compile(r"(?:EngineCore_DP|Engine )(\d+)")
+ANOTHER_VLLM = (
+    "an iteration of another version of vLLM, {!r}; expected `Iteration(N): … context requests, … generation tokens, "
+    "iteration elapsed time: … ms`."
+)
 # What vLLM prints with draft tokens.
 VLLM_DRAFTS = re.compile(r"SpecDecoding metrics|speculative_config=(?!None)")
 VLLM_CACHE_SIZE = re.compile(r"\w+ KV cache size: ([\d,]+) tokens")
@@ -74,6 +78,14 @@ class VllmIteration(NamedTuple):
     has_drafts: bool
 
 
+class VllmLine(NamedTuple):
+    """What a line of vLLM says. engine: its number, "" if the line has none."""
+
+    engine: str
+    text: str
+    found: VllmIteration | VllmSummary
+
+
 def is_tensorrt_llm(text: str) -> bool:
     """Whether `text` begins with TensorRT-LLM's iteration statistics."""
     head = text[:20_000]
@@ -94,6 +106,10 @@ def read_tensorrt_llm(log: Log, text: str, overlaps: bool) -> None:
     InputError for what is no such statistics, or of several engines."""
     rows = tensorrt_llm_rows(log, text)
     for line, row in rows:
+        if row.get("attentionDpRank"):
+            raise InputError(
+                f"{log.path}, line {line}: attentionDpRank is not 0: attention data parallelism is not simulated."
+            )
         if (row.get("specDecodingStats") or {}).get("numDraftTokens"):
             raise InputError(
                 f"{log.path}, line {line}: specDecodingStats has draft tokens: speculative decoding is not simulated."
@@ -121,16 +137,34 @@ def read_tensorrt_llm(log: Log, text: str, overlaps: bool) -> None:
             log.samples.append((Sample(work, seconds, None), has_host))
 
 
+def rows_of_rank(log: Log, text: str, rank: int | None) -> list[tuple[int, dict[str, Any]]]:
+    """`tensorrt_llm_rows` of one rank of attention data parallelism. InputError if there are several, and `rank` names
+    none."""
+    rows = tensorrt_llm_rows(log, text)
+    number = of_one_engine(log.path, {_rank_of(row) for _, row in rows}, rank)
+    return [(line, row) for line, row in rows if _rank_of(row) == number]
+
+
 def tensorrt_llm_rows(log: Log, text: str) -> list[tuple[int, dict[str, Any]]]:
-    """The iterations in `text` that ran a request, each with its line. InputError for what is no such statistics, or of
-    several engines."""
-    rows: list[tuple[int, dict[str, Any]]] = []
+    """The iterations in `text` that ran a request, each with its line. A note says where iterations are missing.
+    InputError for what is no such statistics, or of several engines."""
+    rows, numbers = list[tuple[int, dict[str, Any]]](), dict[str, list[tuple[int, int]]]()
     for line, row in _objects(log, text):
         with located(f"{log.path}, line {line}"):
+            if isinstance(number := row.get("iter"), int):
+                numbers.setdefault(_rank_of(row), []).append((line, number))
             if _scheduled(row):
                 rows.append((line, row))
     _check_one_engine(log, rows)
+    for of_rank in list(numbers.values())[:1]:  # all ranks run together
+        log.note_restarts(of_rank)
+        log.note_gaps(of_rank)
     return rows
+
+
+def _rank_of(row: Mapping[str, Any]) -> str:
+    """The rank of attention data parallelism whose iteration a row describes."""
+    return str(row.get("attentionDpRank") or 0)
 
 
 def _objects(log: Log, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -171,8 +205,6 @@ def _scheduled(row: Mapping[str, Any]) -> bool:
         raise InputError(f"statistics of {found}; expected those of in-flight batching.")
     for name in ("numContextRequests", "numGenRequests", "numCtxTokens"):
         integer(counts.get(name), f"inflightBatchingStats.{name}", 0)
-    if row.get("attentionDpRank"):
-        raise InputError("attentionDpRank is not 0: attention data parallelism is not simulated.")
     is_timed = number(row["iterLatencyMS"], "iterLatencyMS", 0.0) > 0
     return is_timed and counts["numContextRequests"] + counts["numGenRequests"] > 0
 
@@ -275,11 +307,11 @@ def read_vllm(log: Log, text: str, cache_tokens: int | None) -> None:
     cache_tokens = max(sizes) if sizes else cache_tokens
     if scheduling := re.search(r"Asynchronous scheduling is (en|dis)abled", text):
         log.overlaps = scheduling[1] == "en"
-    has_iterations = "iteration elapsed time" in text
+    has_iterations, lines = "iteration elapsed time" in text, vllm_lines(log, text)
     if has_iterations:
-        _read_vllm_iterations(log, text, cache_tokens)
+        _read_vllm_iterations(log, lines, cache_tokens)
     if cache_tokens is not None:
-        _read_vllm_summaries(log, text, cache_tokens)
+        _read_vllm_summaries(log, lines, cache_tokens)
     elif not has_iterations:
         raise InputError(
             f"{log.path}: has summaries of vLLM, but not the size of its KV cache, which vLLM prints when it starts "
@@ -292,30 +324,26 @@ def read_vllm(log: Log, text: str, cache_tokens: int | None) -> None:
         )
 
 
-def vllm_lines(log: Log, text: str) -> Iterator[tuple[str, str, VllmIteration | VllmSummary]]:
-    """The iterations and summaries in `text`, in their order: the number of the engine, the line, and what it says.
+def vllm_lines(log: Log, text: str) -> list[VllmLine]:
+    """The iterations and summaries in `text`, in their order; a note says which lines are damaged.
 
     A resumed request computes its tokens again, which vLLM counts as generation: here it is one of context. InputError
-    for an iteration of another version of vLLM."""
-    has_drafts = VLLM_DRAFTS.search(text) is not None
-    lines = text.split("\n")
+    for iterations of another version of vLLM, and for those of several servers."""
+    has_drafts, rows = VLLM_DRAFTS.search(text) is not None, list[VllmLine]()
+    lines, damaged, numbers = text.rstrip().split("\n"), list[int](), dict[str, list[tuple[int, int]]]()
     for line_number, line in enumerate(lines, start=1):
         found = VLLM_ENGINE.search(line)
-        engine = found[1] if found else ""
+        engine = str(int(found[1])) if found else ""
         if summary := VLLM_SUMMARY.search(line):
             rates, usage = (float(summary[1]), float(summary[2])), float(summary[5]) / 100
-            yield engine, line, VllmSummary(*rates, int(summary[3]), int(summary[4] or 0), usage)
+            rows.append(VllmLine(engine, line, VllmSummary(*rates, int(summary[3]), int(summary[4] or 0), usage)))
         if "Iteration(" not in line or "context requests" not in line:
             continue
         match = VLLM_ITERATION.search(line)
         if match is None:
-            if line_number == len(lines):
-                log.notes.append(f"it is cut in line {line_number}, which is not used.")
-                return
-            raise InputError(
-                f"{log.path}, line {line_number}: an iteration of another version of vLLM, {line[-100:]!r}; expected "
-                "`Iteration(N): … context requests, … generation tokens, iteration elapsed time: … ms`."
-            )
+            damaged.append(line_number)
+            continue
+        numbers.setdefault(engine, []).append((line_number, int(match[1])))
         number, contexts, tokens, generating, generated = map(int, match.groups()[:5])
         if "(dummy)" in match[8] or not contexts + generating:
             continue
@@ -324,17 +352,22 @@ def vllm_lines(log: Log, text: str) -> Iterator[tuple[str, str, VllmIteration | 
             generating = generated = generating - 1
         in_use = float(match[7]) / 100 if match[7] else None
         seconds = float(match[6]) / MILLISECONDS
-        yield (
-            engine,
-            line,
-            VllmIteration(line_number, number, contexts, tokens, generating, generated, seconds, in_use, has_drafts),
-        )
+        counts = (number, contexts, tokens, generating, generated)
+        rows.append(VllmLine(engine, line, VllmIteration(line_number, *counts, seconds, in_use, has_drafts)))
+    num_read = sum(map(len, numbers.values()))
+    if damaged:
+        log.note_damaged(damaged, num_read, len(lines), ANOTHER_VLLM.format(lines[damaged[0] - 1][-100:]))
+    for of_engine in numbers.values():
+        log.note_restarts(of_engine)
+        log.note_gaps(of_engine)
+    return rows
 
 
-def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None:
-    budget = max((int(found[3]) + int(found[5]) for found in VLLM_ITERATION.finditer(text)), default=0)
+def _read_vllm_iterations(log: Log, lines: Sequence[VllmLine], cache_tokens: int | None) -> None:
+    iterations = [line.found for line in lines if isinstance(line.found, VllmIteration)]
+    budget = max((one.context_tokens + one.generated for one in iterations), default=0)
     trackers: dict[str, BatchTracker] = {}
-    for engine, _, one in vllm_lines(log, text):
+    for engine, _, one in lines:
         tracker = trackers.setdefault(engine, BatchTracker(budget))
         if isinstance(one, VllmSummary):
             if cache_tokens:
@@ -355,10 +388,10 @@ def _read_vllm_iterations(log: Log, text: str, cache_tokens: int | None) -> None
             log.samples.append((Sample(work, one.seconds, None), False))
 
 
-def _read_vllm_summaries(log: Log, text: str, cache_tokens: int) -> None:
+def _read_vllm_summaries(log: Log, lines: Sequence[VllmLine], cache_tokens: int) -> None:
     """Summaries of constant load: the time of the mean iteration, a share of which have a prompt too."""
     running_before: dict[str, int] = {}
-    for name, _, one in vllm_lines(log, text):
+    for name, _, one in lines:
         if not isinstance(one, VllmSummary):
             continue
         running, before = one.running, running_before.get(name, 0)

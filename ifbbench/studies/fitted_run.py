@@ -10,6 +10,7 @@ from typing import Any
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_file
+from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.settings.config import HARDWARE_PROFILES, SIMULATED, RunConfig
 from ifbbench.simulated.hardware import SUFFIX, HardwareProfile, load_hardware, write_profile
@@ -36,11 +37,30 @@ def fit_device(run: RecordedRun) -> str:
     Returns the simulated device. InputError for a run that it cannot be fitted to."""
     from ifbbench.studies.calibrate_from_logs import fit_logs  # takes a moment
 
-    fit = fit_logs([run.path], {"device": SIMULATED + _base_profile(run)})
+    given = {"device": SIMULATED + _base_profile(run)}
+    if run.of_other_engine:
+        given["model"] = run.config["model"]
+    fit = fit_logs([run.path], given)
     path = run.path / FITTED
     check_new_file(path, "the fitted profile", overwrite=True)
     write_profile(slowed(fit.profile, fit.time_ratio), path, "Fitted by `ifbbench why` to the run in this directory.")
     return f"{SIMULATED}{path}"
+
+
+def name_server(run: RecordedRun, model: str | None, device: str | None) -> None:
+    """Say which model and GPU the server had whose recording or imported log `run` is; None as the run says. InputError
+    for a run of ifbbench, and for a model or a GPU that is not known."""
+    if not run.of_other_engine:
+        raise InputError(f"--device, --model: {run.path} is a run of ifbbench, which names its own; leave them out.")
+    settings = run.data.run["config"]
+    if model is not None:
+        load_model_config(model)
+        settings["model"] = model
+    if device is not None:
+        name = device.removeprefix(SIMULATED)
+        hardware = load_hardware(name)
+        settings["device"] = "cpu" if name == "cpu" else "cuda"
+        run.data.run["hardware"] = {"gpu": {"name": hardware.title, "memory_bytes": hardware.memory_bytes}}
 
 
 def replayed_config(run: RecordedRun, device: str) -> dict[str, Any]:

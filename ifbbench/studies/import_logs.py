@@ -19,11 +19,11 @@ from ifbbench.studies.engine_logs import (
     VllmSummary,
     is_tensorrt_llm,
     is_vllm,
-    tensorrt_llm_rows,
+    rows_of_rank,
     vllm_lines,
 )
 from ifbbench.studies.imported import UNDATED, Imported, LoggedIteration, Written, ends_within, write_run
-from ifbbench.studies.log import Log
+from ifbbench.studies.log import Log, of_one_engine, text_of
 from ifbbench.studies.request_stats import NOT_LOGGED, by_id
 from ifbbench.studies.sglang_logs import FACTS as SGLANG_FACTS
 from ifbbench.studies.sglang_logs import Decode, Prefill, interval_of, is_sglang, sglang_batches, sglang_starts
@@ -33,7 +33,8 @@ EXPECTED = (
     "(trtllm-bench --iteration_log, trtllm-serve /metrics)"
 )
 TRTLLM_LIMITS = "What requests waited for, unless all slots were taken or a request was paused; priorities."
-VLLM_STAMP = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
+# Its own, or that of a container or of JSON lines, with the year before.
+VLLM_STAMP = re.compile(r"\b(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)\b")
 # In the line in which vLLM prints the arguments that were given, and in that of SGLang's settings.
 VLLM_SETTINGS = {
     "max_batch_size": re.compile(r"'max_num_seqs': (\d+)"),
@@ -55,25 +56,27 @@ NO_REQUESTS = (
 QUEUE_OF_SUMMARIES = "The queue: requests that wait are those of the latest summary, which comes every ten seconds."
 NO_QUEUE = "The queue: whether requests waited."
 NO_CACHE = "The KV cache: its size is in the lines of the server's start, which this file lacks."
+NO_TIMES = "Waits between iterations: the lines have no time stamps, so that iterations follow each other."
 WHOLE_SECONDS = (
     "Exact times: time stamps are whole seconds; in between, iterations follow each other by their durations."
 )
 
 
-def import_log(path: Path, output: Path, overwrite: bool) -> tuple[Path, Imported]:
-    """Write the run directory of the log at `path`; returns its path, and what was read. InputError for what is no log,
-    for one of another version, and if the directory may not be written."""
+def import_log(path: Path, output: Path, overwrite: bool, rank: int | None = None) -> tuple[Path, Imported]:
+    """Write the run directory of the log at `path`; returns its path, and what was read. rank: of data parallelism,
+    needed where the log has several. InputError for what is no log, for one of another version, and if the directory
+    may not be written."""
     log = Log(path)
     content = log.content(EXPECTED)
-    text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
+    text = text_of(content)
     if is_vllm(text) and is_sglang(text):
         raise InputError(f"{path}: has lines of vLLM and of SGLang; give the log of one server.")
     if is_tensorrt_llm(text):
-        found = _of_tensorrt_llm(log, text)
+        found = _of_tensorrt_llm(log, text, rank)
     elif is_vllm(text):
-        found = _of_vllm(log, text)
+        found = _of_vllm(log, text, rank)
     elif is_sglang(text):
-        found = _of_sglang(log, text)
+        found = _of_sglang(log, text, rank)
     else:
         begins = f"it begins with {shown(text.strip())}" if text.strip() else "it is empty"
         raise InputError(f"{path}: no known log, {begins}; expected {EXPECTED}.")
@@ -90,34 +93,31 @@ def _settings(log: Log, patterns: Mapping[str, re.Pattern[str]], text: str) -> d
 # vLLM.
 
 
-def _of_vllm(log: Log, text: str) -> Imported:
+def _of_vllm(log: Log, text: str, rank: int | None) -> Imported:
     settings = _settings(log, VLLM_FACTS | VLLM_SETTINGS, text)
-    lines = list(vllm_lines(log, text))
+    lines = vllm_lines(log, text)
     engines = {engine for engine, _, one in lines if not isinstance(one, VllmSummary)}
     if not engines:
         raise InputError(
             f"{log.path}: has summaries of vLLM, and no iterations; start the server with "
             "--enable-logging-iteration-details."
         )
-    if len(engines) > 1:
-        raise InputError(
-            f"{log.path}: has iterations of {len(engines)} engines ({', '.join(sorted(engines))}); "
-            "give the lines of one."
-        )
+    engine = of_one_engine(log.path, engines, rank)
     size = settings.get("tokens_per_block") or DEFAULT_BLOCK_SIZE[VLLM]
     tokens = [int(found.replace(",", "")) for found in VLLM_CACHE_SIZE.findall(text)]
     num_blocks = max(tokens) // size if tokens else None
     rows, waiting, has_summary = list[tuple[float, LoggedIteration]](), 0, False
     begun: datetime | None = None
-    numbers, times_s = list[tuple[int, int]](), list[tuple[int, float]]()
-    for _, line, one in lines:
+    times_s = list[tuple[int, float]]()
+    for number, line, one in lines:
+        if len(engines) > 1 and number != engine:
+            continue
         if isinstance(one, VllmSummary):
             waiting, has_summary = one.waiting, True
             continue
         date = _vllm_date(line, begun)
         begun = begun or date
         second = (date - begun).total_seconds() if date and begun else 0.0
-        numbers.append((one.line, one.number))
         times_s.append((one.line, second))
         used = None if one.usage is None or num_blocks is None else round(one.usage * num_blocks)
         logged = LoggedIteration(
@@ -133,10 +133,10 @@ def _of_vllm(log: Log, text: str) -> Imported:
             used_blocks=used,
         )
         rows.append((second, logged))
-    log.note_restarts(numbers)
     log.note_clock(times_s)
     _place_in_time([second for second, _ in rows] if begun else [], [one for _, one in rows])
-    lost = [*NO_REQUESTS, QUEUE_OF_SUMMARIES if has_summary else NO_QUEUE, WHOLE_SECONDS]
+    lost = [*NO_REQUESTS, QUEUE_OF_SUMMARIES if has_summary else NO_QUEUE]
+    lost.append(WHOLE_SECONDS if begun else NO_TIMES)
     lost.append("The host's time: vLLM logs how long it waited for the outputs, without its scheduler.")
     lost.append("KV blocks of requests that end: those in use are counted when these have left.")
     if num_blocks is None:
@@ -194,9 +194,11 @@ def _place_in_time(seconds: list[float], iterations: list[LoggedIteration]) -> N
 # SGLang.
 
 
-def _of_sglang(log: Log, text: str) -> Imported:
+def _of_sglang(log: Log, text: str, rank: int | None) -> Imported:
     settings, interval = _settings(log, SGLANG_FACTS | SGLANG_SETTINGS, text), interval_of(text)
     batches = sglang_batches(log, text)
+    number = of_one_engine(log.path, {one.rank for one in batches}, rank)
+    batches = [one for one in batches if one.rank == number]
     size = settings.get("tokens_per_block") or DEFAULT_BLOCK_SIZE[SGLANG]
     tokens = [int(found) for found in SGLANG_CACHE.findall(text)]
     num_blocks, max_requests = max(tokens) // size if tokens else None, settings.get("max_batch_size")
@@ -208,7 +210,8 @@ def _of_sglang(log: Log, text: str) -> Imported:
             reused, missed = reused + one.cached // size, missed + one.tokens // size
             parts, counts, active = 1, (one.requests, one.tokens, 0, 0), one.running + one.requests
         else:
-            parts, counts, active = interval, (0, 0, one.running, one.running), one.running
+            parts, counts = interval, (0, 0, one.running, round(one.running * one.accepted))
+            active = one.running
         limit = "none"
         if one.queued:
             limit = "batch_size" if max_requests is not None and active >= max_requests else NOT_LOGGED
@@ -224,7 +227,7 @@ def _of_sglang(log: Log, text: str) -> Imported:
         *NO_REQUESTS,
         f"Decode batches: one of {interval} has a line. The {interval - 1} before it are taken to be like it, and "
         "those behind the last line are not there.",
-        WHOLE_SECONDS,
+        WHOLE_SECONDS if begun else NO_TIMES,
     ]
     if num_blocks is None:
         lost.append(NO_CACHE)
@@ -243,7 +246,7 @@ def _sglang_times(log: Log, batches: list[Prefill | Decode], interval: int) -> t
             begun = begun or date
             times_s.append((one.line, (date - begun).total_seconds()))
             second = max(times_s[-1][1], second)
-        tokens = one.tokens if isinstance(one, Prefill) else interval * one.running
+        tokens = one.tokens if isinstance(one, Prefill) else interval * one.running * one.accepted
         since = latest.get(type(one)) if one.rate > 0 else None
         written.append(Written(second, since, tokens / one.rate if one.rate > 0 else 0.0))
         latest[type(one)] = number
@@ -254,9 +257,8 @@ def _sglang_times(log: Log, batches: list[Prefill | Decode], interval: int) -> t
 # TensorRT-LLM.
 
 
-def _of_tensorrt_llm(log: Log, text: str) -> Imported:
-    rows = tensorrt_llm_rows(log, text)
-    log.note_restarts([(line, row["iter"]) for line, row in rows if isinstance(row.get("iter"), int)])
+def _of_tensorrt_llm(log: Log, text: str, rank: int | None) -> Imported:
+    rows = rows_of_rank(log, text, rank)
     dates = [date for _, row in rows if (date := _trtllm_date(row)) is not None]
     begun = dates[0] if dates and len(dates) == len(rows) else None
     iterations, cache, end_s = list[LoggedIteration](), dict[str, Any](), 0.0

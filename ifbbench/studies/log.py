@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,29 @@ CONSTANT_LOAD = 0.05
 CUT = "the file is cut off: it goes on to where its last complete part ends."
 CLOCK_STEP_S = 1.0  # lines of one second may be written in another order
 MAX_LINES = 5
+COLOURS = re.compile(r"(?:\x1b|\\u001b)\[[0-9;?]*[A-Za-z]")  # of a terminal; the second form is in JSON
+MAX_STARTS = 3  # of a short log
+
+
+def text_of(content: bytes) -> str:
+    """The text of a log without the colours of a terminal. UTF-16 is what PowerShell writes."""
+    encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8"
+    text = content.decode(encoding, errors="replace").removeprefix("\ufeff")
+    return COLOURS.sub("", text) if "\x1b[" in text or "\\u001b[" in text else text
+
+
+def of_one_engine(path: Path, numbers: Collection[str], rank: int | None) -> str | None:
+    """The number of the engine of which lines are read, of those that a log has; None if it has none. rank: the one
+    that was asked for. InputError if it is not there, or if there are several and none was asked for."""
+    known = ", ".join(sorted(numbers, key=lambda number: (len(number), number)))
+    if rank is not None and str(rank) not in numbers:
+        raise InputError(f"{path}: --rank {rank}: the log has no iteration of it; expected {known or 'no --rank'}.")
+    if rank is None and len(numbers) > 1:
+        raise InputError(
+            f"{path}: has iterations of {len(numbers)} engines ({known}), ranks of data parallelism that schedule on "
+            "their own; add --rank with the number of one."
+        )
+    return next(iter(numbers), None) if rank is None else str(rank)
 
 
 @dataclass(slots=True)
@@ -56,13 +80,40 @@ class Log:
 
     def note_restarts(self, numbers: Iterable[tuple[int, int]]) -> None:
         """Say where the server was started again. numbers: the line and the number of each iteration: numbers begin
-        anew with a server."""
+        anew with a server. InputError for several servers at the same time."""
+        numbers = list(numbers)
         lines = [line for (_, before), (line, one) in pairwise(numbers) if one < before]
+        repeated = sum(one == before for (_, before), (_, one) in pairwise(numbers))
+        if len(lines) + repeated > max(MAX_STARTS, len(numbers) // 10):
+            raise InputError(
+                f"{self.path}: the numbers of its iterations go back or stand still {len(lines) + repeated:,} times: "
+                "it mixes several servers that ran at the same time. Give the log of one."
+            )
         if lines:
             self.notes.append(
                 f"the server was started again in {_lines(lines)}: what ran before has no end in the log, and the time "
                 "until then is a wait between two iterations."
             )
+
+    def note_gaps(self, numbers: Iterable[tuple[int, int]]) -> None:
+        """Say where iterations are missing. numbers: the line and the number of each, idle ones included."""
+        gaps = [(line, one - before - 1) for (_, before), (line, one) in pairwise(numbers) if one > before + 1]
+        if gaps:
+            count = sum(missing for _, missing in gaps)
+            self.notes.append(
+                f"{count:,} iteration{'s are' if count > 1 else ' is'} not in the log, as the numbers of the others "
+                f"say: before {_lines([line for line, _ in gaps])}."
+            )
+
+    def note_damaged(self, lines: Sequence[int], num_read: int, num_lines: int, message: str) -> None:
+        """Say which lines of iterations are not complete. num_read: how many are. num_lines: of the log, empty ones at
+        its end left out. InputError with the message if most are not."""
+        if len(lines) > num_read:
+            raise InputError(f"{self.path}, line {lines[0]}: {message}")
+        if list(lines) == [num_lines]:
+            self.notes.append(f"it is cut in line {num_lines}, which is not used.")
+        elif lines:
+            self.notes.append(f"what is damaged is not used: {_lines(lines)}.")
 
     def note_clock(self, times_s: Iterable[tuple[int, float]]) -> None:
         """Say where the clock of the log goes back. times_s: the line and the time of each iteration."""

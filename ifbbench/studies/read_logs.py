@@ -11,7 +11,7 @@ from ifbbench.rundir.run_directory import find_iterations
 from ifbbench.settings.fields import shown
 from ifbbench.studies.engine_logs import is_tensorrt_llm, is_vllm, read_tensorrt_llm, read_vllm
 from ifbbench.studies.load_tests import LoadTest, is_load_tests, read_load_tests
-from ifbbench.studies.log import Log
+from ifbbench.studies.log import Log, text_of
 from ifbbench.studies.run_log import is_run, read_iterations, read_run
 from ifbbench.studies.sglang_logs import is_sglang, read_sglang
 
@@ -34,12 +34,14 @@ def read_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log
         logs.append(log)
         if is_run(log.path):
             log.format = RUN
-            read_run(log)  # first: it refuses a pipe, which a run directory does not have
+            read_run(
+                log, given.get("model") is not None
+            )  # first: it refuses a pipe, which a run directory does not have
             log.sha256 = hashlib.sha256(Log(find_iterations(log.path)).content(FORMATS, "--from ")).hexdigest()
             continue
         content = log.content(FORMATS, "--from ")
         log.sha256 = hashlib.sha256(content).hexdigest()
-        text = content.decode("utf-8", errors="replace").removeprefix("\ufeff")
+        text = text_of(content)
         if not text.strip():
             raise InputError(f"{path}: is empty; expected {FORMATS}.")
         is_own = '"Iteration Counter"' in text[:20_000] or '"ifbbench"' in text[:20_000]

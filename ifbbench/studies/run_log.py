@@ -39,9 +39,9 @@ def is_run(path: Path) -> bool:
     return (path / "run.json").is_file() or is_inside
 
 
-def read_run(log: Log) -> None:
-    """Add the iterations of the run directory `log.path`. InputError for a run of a kind that calibration cannot use,
-    and for a bad file."""
+def read_run(log: Log, knows_model: bool = False) -> None:
+    """Add the iterations of the run directory `log.path`. knows_model: the model is given, where a recorded server has
+    a name of its own for it. InputError for a run of a kind that calibration cannot use, and for a bad file."""
     directory = log.path
     description = read_object(directory / "run.json")
     config, imported = description.get("config") or {}, description.get("imported")
@@ -63,6 +63,8 @@ def read_run(log: Log) -> None:
             "expected one without pipeline stages."
         )
     log.facts |= {name: str(config[name]) for name in FACTS if config.get(name) is not None}
+    if knows_model and "recorded" in description:
+        log.facts.pop("model", None)
     log.overlaps = bool(config.get("overlap") or config.get("enable_trt_overlap"))
     path = find_iterations(directory)
     rows = _rows(path, read_lines(path, ("ifbbench",)))

@@ -16,17 +16,22 @@ from ifbbench.studies.fit import Observation
 from ifbbench.studies.log import CONSTANT_LOAD, Log
 from ifbbench.studies.measure import Sample
 
-# Up to 0.5.0 a full stop stood where a comma stands now. A line may have the iteration's number.
+# Up to 0.5.0 a full stop stood where a comma stands now, and into 0.5 prefill lines had no throughput. A line may have
+# the iteration's number.
 PREFILL = re.compile(
     r"Prefill batch(?: \[\d+\])?[.,] #new-seq: (\d+), #new-token: (\d+), #cached-token: (\d+), .*?"
-    r"#running-req: (\d+), #queue-req: (\d+).*?input throughput \(token/s\): ([\d.]+)"
+    r"#running-req: (\d+), #queue-req: (\d+)(?:.*?input throughput \(token/s\): ([\d.]+))?"
 )
 DECODE = re.compile(
     r"Decode batch(?: \[\d+\])?[.,] #running-req: (\d+), #(?:full )?token: (\d+), .*?"
     r"gen throughput \(token/s\): ([\d.]+)(?:.*?#queue-req: (\d+))?"
 )
 USAGE = re.compile(r"token usage: ([\d.]+)")
-STAMP = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
+# The progress bar of a client, or the stamp of a container, may stand before it.
+STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.\d+)?((?: [A-Z_]+\d+)*)\]")
+DATA_RANK, STAGE = re.compile(r" DP(\d+)"), re.compile(r" PP(\d+)")
+ANY_STAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d")
+ACCEPTED = re.compile(r"accept len: ([\d.]+)")
 INTERVAL = re.compile(r"decode_log_interval=(\d+)")
 FACTS = {
     "model": re.compile(r"\bmodel_path='([^']+)'"),
@@ -35,11 +40,15 @@ FACTS = {
 }
 DEFAULT_INTERVAL = 40
 SETTINGS = "server_args="
+ANOTHER_SGLANG = (
+    "a batch of another version of SGLang, {!r}; expected `Prefill batch, #new-seq: …` or `Decode batch, "
+    "#running-req: …`."
+)
 
 
 class Prefill(NamedTuple):
     """A prefill line. cached: tokens of its prompts that were in the cache. rate: tokens a second. usage: share of the
-    KV cache in use. stamp: the time, if the line has one."""
+    KV cache in use. stamp: the time, if the line has one. rank: of data parallelism, "0" without it."""
 
     requests: int
     tokens: int
@@ -50,6 +59,7 @@ class Prefill(NamedTuple):
     usage: float = 0.0
     stamp: str | None = None
     line: int = 0
+    rank: str = "0"
 
     def work(self, computed: int = 0) -> StepWork:
         """Its work, prompts taken as equally long. computed: tokens of the prompt that was cut."""
@@ -60,8 +70,8 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A decode line. tokens: of the running requests in the KV cache. rate: tokens a second. usage, stamp: as in a
-    prefill line."""
+    """A decode line. tokens: of the running requests in the KV cache. rate: tokens a second. usage, stamp, rank: as in
+    a prefill line. accepted: tokens of a request in an iteration, more than 1 with drafts."""
 
     running: int
     tokens: int
@@ -70,6 +80,8 @@ class Decode(NamedTuple):
     usage: float = 0.0
     stamp: str | None = None
     line: int = 0
+    rank: str = "0"
+    accepted: float = 1.0
 
 
 def is_sglang(text: str) -> bool:
@@ -82,9 +94,14 @@ def read_sglang(log: Log, text: str) -> None:
     version."""
     log.add_facts(FACTS, text)
     interval, batches = interval_of(text), sglang_batches(log, text)
+    for one in batches:
+        if isinstance(one, Decode) and one.accepted != 1:
+            raise InputError(f"{log.path}, line {one.line}: speculative decoding is not simulated.")
     log.overlaps = "disable_overlap_schedule=True" not in text
-    _add_prefills(log, batches)
-    _add_decodes(log, batches, interval)
+    for rank in sorted({one.rank for one in batches}):
+        of_rank = [one for one in batches if one.rank == rank]
+        _add_prefills(log, of_rank)
+        _add_decodes(log, of_rank, interval)
 
 
 def interval_of(text: str) -> int:
@@ -108,27 +125,29 @@ def sglang_starts(text: str) -> Iterator[tuple[int, int]]:
 
 
 def sglang_batches(log: Log, text: str) -> list[Prefill | Decode]:
-    """The lines of batches in `text`. InputError for drafts, and for another version of SGLang."""
-    found: list[Prefill | Decode] = []
-    lines = text.split("\n")
+    """The lines of batches in `text`, without those of later pipeline stages, which run the same batches. A note says
+    which lines are damaged. InputError for another version of SGLang."""
+    found, damaged = list[Prefill | Decode](), list[int]()
+    lines = text.rstrip().split("\n")
     for number, line in enumerate(lines, start=1):
-        if "accept len" in line:
-            raise InputError(f"{log.path}, line {number}: speculative decoding is not simulated.")
-        usage, stamp = USAGE.search(line), STAMP.search(line)
-        more = (float(usage[1]) if usage else 0.0, stamp[1] if stamp else None, number)
+        if "Prefill batch" not in line and "Decode batch" not in line:
+            continue
+        usage, begins, drafts = USAGE.search(line), STAMP.search(line), ACCEPTED.search(line)
+        ranks = begins[2] if begins else ""
+        if (stage := STAGE.search(ranks)) and stage[1] != "0":
+            continue
+        at, rank = ANY_STAMP.search(begins[0] if begins else line), DATA_RANK.search(ranks)
+        more = (float(usage[1]) if usage else 0.0, at[0] if at else None, number, rank[1] if rank else "0")
         if match := PREFILL.search(line):
             requests, tokens, cached, running, queued = map(int, match.groups()[:5])
-            found.append(Prefill(requests, tokens, cached, running, queued, float(match[6]), *more))
+            found.append(Prefill(requests, tokens, cached, running, queued, float(match[6] or 0), *more))
         elif match := DECODE.search(line):
-            found.append(Decode(int(match[1]), int(match[2]), float(match[3]), int(match[4] or 0), *more))
-        elif "Prefill batch" in line or "Decode batch" in line:
-            if number == len(lines):
-                log.notes.append(f"it is cut in line {number}, which is not used.")
-                break
-            raise InputError(
-                f"{log.path}, line {number}: a batch of another version of SGLang, {line[-100:]!r}; expected `Prefill "
-                "batch, #new-seq: …` or `Decode batch, #running-req: …`."
-            )
+            accepted = float(drafts[1]) if drafts else 1.0
+            found.append(Decode(int(match[1]), int(match[2]), float(match[3]), int(match[4] or 0), *more, accepted))
+        else:
+            damaged.append(number)
+    if damaged:
+        log.note_damaged(damaged, len(found), len(lines), ANOTHER_SGLANG.format(lines[damaged[0] - 1][-100:]))
     return found
 
 

@@ -94,6 +94,9 @@ def why_not(run: RecordedRun, is_server_known: bool = False) -> str:
         return "" if is_server_known else ENDPOINT_REASON.format(run=run.path)
     if run.lacks_requests:
         return "the log that it was imported from has no requests to replay"
+    if missing := [name for name in ("model", "device") if run.config.get(name) is None]:
+        names = " and ".join(f"--{name}" for name in missing)
+        return f"the log that it was imported from does not name the server's {' and '.join(missing)}; add {names}"
     if run.config.get("device") == "null":
         return "the run was on device null, which computes nothing"
     return ""
@@ -384,7 +387,10 @@ class WhatIf:
         return found
 
     def _notes(self, before: Mapping[str, Any]) -> list[str]:
-        """That the replay of the run's own settings decides otherwise, if it does."""
+        """That the replay of the run's own settings decides otherwise, if it does; or how these are known."""
+        if imported := self._run.data.run.get("imported"):
+            names = ", ".join(f"--{name}" for name in imported["settings"]) or "none"
+            return [f"Of the server's settings the log names {names}. The others are defaults, which it need not have."]
         if self._is_fitted:
             return [self._fit_text] if self._measured is not self._run else []
         return [] if self._window or self._is_same(before) else [self._differs(before)]

@@ -226,6 +226,7 @@ OTHER_VALUES: dict[str, Any] = {
     "save_detailed": True,
     "result_format": "vllm",
     "scheduling_policy": "priority",
+    "vllm_version": "0.22",
     "async_scheduling": False,
     "max_num_scheduled_tokens": 300,
     "max_num_active_seqs": 3,

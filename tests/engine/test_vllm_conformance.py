@@ -48,7 +48,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("state", "rules.max_active or limits.max_batch_size)", "limits.max_batch_size)"),
     ],
     "one request has no cap": [
-        ("planner", "if requests <= 1:", "if requests < 1:"),
+        ("planner", "if requests <= 1 and", "if requests < 1 and"),
     ],
     "the adaptive cap is an equal share if that is more": [
         ("planner", "cap = max(cap, inputs // requests)", "cap = min(cap, inputs // requests)"),

@@ -49,6 +49,8 @@ rules = st.builds(
     max_active=st.sampled_from([None, None, 2]),
     long_prefill_threshold=st.sampled_from([0, 0, 7]),
     is_threshold_adaptive=st.booleans(),
+    spares_single=st.booleans(),
+    takes_new_first=st.booleans(),
     reserves_full_prompt=st.booleans(),
     watermark_blocks=st.sampled_from([0, 0, 2]),
     windows=st.sampled_from([(None,), (None,), (5,), (None, 9), (None, 6, 6), (4, 30)]),
@@ -179,10 +181,11 @@ def test_the_free_queue_is_that_of_vllm() -> None:
     assert (pool.find(10), pool.num_free) == (None, 0)
 
 
-def test_blocks_are_those_of_a_plain_list() -> None:
+@pytest.mark.parametrize("takes_new_first", [True, False])
+def test_blocks_are_those_of_a_plain_list(takes_new_first: bool) -> None:
     """Random operations beside a plain list of free blocks, the contents of each block in the order in which they came,
     and the references of each."""
-    draw, pool, free, num_new = random.Random(3), BlockPool(30), list(range(30)), 0
+    draw, pool, free, num_new = random.Random(3), BlockPool(30, takes_new_first), list(range(30)), 0
     pool.give_ids([], [])
     content: dict[int, int] = {}
     references = [0] * 30
@@ -194,8 +197,10 @@ def test_blocks_are_those_of_a_plain_list() -> None:
             for block in blocks:
                 references[block] -= 1
             released = [block for block in blocks if not references[block]]
-            free = [block for block in released if block not in content] + free
-            free += [block for block in released if block in content]
+            if takes_new_first:
+                free = [block for block in released if block not in content] + free
+                released = [block for block in released if block in content]
+            free += released
         elif content and draw.random() < 0.3:
             blocks = draw.sample(list(content), draw.randint(1, min(4, len(content))))
             pool.hold(np.array(blocks))
@@ -208,7 +213,9 @@ def test_blocks_are_those_of_a_plain_list() -> None:
             del free[: len(blocks)]
             taken, new = pool.take(len(blocks))
             assert taken.tolist() == blocks
-            assert [index < new for index in range(len(blocks))] == [block not in content for block in blocks]
+            is_new = [block not in content for block in blocks]
+            assert new == sum(is_new)
+            assert not takes_new_first or is_new == [index < new for index in range(len(blocks))]
             num_new += new
             for block in blocks:
                 references[block] = 1
@@ -370,6 +377,7 @@ def test_blocks_hold_what_requests_read(first: int) -> None:
                 watermark_blocks=draw.choice([0, 0, 1]),
                 windows=windows,
                 retention_interval=draw.choice([0, 2 * size, None]),
+                takes_new_first=seed % 4 > 0,
             ),
         )
         prompts: list[list[int]] = []

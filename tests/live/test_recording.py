@@ -1,7 +1,8 @@
 """Recordings of vLLM: the events of real workloads become run directories, and these are replayed to the iteration.
 
 `vllm_events.json.gz` has what the recording scheduler of `ifbbench.live.vllm` sent for five random workloads of vLLM
-0.32, and what vLLM decided (`python -m benchmarks.vllm_recording keep FILE`).
+0.32, and what vLLM decided (`python -m benchmarks.vllm_recording keep FILE`); `vllm_0_15_events.json.gz` has two of
+vLLM 0.15.1 (`--seeds 5007 5010`), in which rules matter that later versions changed.
 """
 
 import gzip
@@ -29,7 +30,10 @@ from ifbbench.live.mirror import trace_priority
 from tests.live.recordings import batches, decisions, lines
 from tests.report.test_schema import check
 
-CASES = json.loads(gzip.decompress((Path(__file__).parent / "vllm_events.json.gz").read_bytes()))
+CASES, OLD_CASES = (
+    json.loads(gzip.decompress((Path(__file__).parent / name).read_bytes()))
+    for name in ("vllm_events.json.gz", "vllm_0_15_events.json.gz")
+)
 IDS = [f"{case['kind']}-{number}" for number, case in enumerate(CASES)]
 
 
@@ -80,6 +84,27 @@ def test_what_vllm_decided_is_recorded_and_replayed(case: dict[str, Any], tmp_pa
     assert decisions(replayed) == found
     if case["kind"] == "sync":
         assert batches(replayed) == batches(recorded)
+
+
+@pytest.mark.parametrize("case", OLD_CASES, ids=("5007", "5010"))
+def test_a_replay_has_the_rules_of_the_version_that_was_recorded(case: dict[str, Any], tmp_path: Path) -> None:
+    """Until 0.22 free blocks without content were not taken first; until 0.30 the cap of long prompts also held for a
+    request that is alone."""
+    recorded = tmp_path / "recorded"
+    write_events(events_of(case), recorded)
+    assert json.loads((recorded / "run.json").read_text())["config"]["vllm_version"] == "0.15"
+    replay = ["run", str(recorded), "--engine", "vllm", "--quiet", "--output"]
+    result = CliRunner().invoke(main, [*replay, str(tmp_path / "replayed")])
+    assert result.exit_code == 0, result.output
+    assert "not the recorded schedule" not in result.output
+    assert decisions(tmp_path / "replayed") == decisions(recorded)
+    assert batches(tmp_path / "replayed") == batches(recorded)
+    other = CliRunner().invoke(main, [*replay, str(tmp_path / "other"), "--vllm_version", "0.32.0"])
+    assert other.exit_code == 0, other.output
+    assert "not the recorded schedule" in other.output
+    unknown = CliRunner().invoke(main, [*replay, str(tmp_path / "unknown"), "--vllm_version", "0.9"])
+    assert unknown.exit_code == 2
+    assert "0.15" in unknown.output
 
 
 def test_a_recording_is_read_by_other_commands(tmp_path: Path) -> None:

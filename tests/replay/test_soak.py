@@ -148,6 +148,7 @@ DRAWS: dict[str, Draw] = {
     "overlap": sometimes(0.2, *OVERLAPS),
     "static_emulated_batch_size": sometimes(0.15, 1, 2, 5),
     "static_emulated_timeout": lambda draw: draw.choice([0, 1, 2]),
+    "vllm_version": sometimes(0.3, "0.22", "0.30"),
     "scheduling_policy": sometimes(0.4, "priority"),
     "async_scheduling": sometimes(0.4, True, False),
     "max_num_scheduled_tokens": sometimes(0.2, 3, 9, 20),

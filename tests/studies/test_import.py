@@ -181,6 +181,20 @@ def test_requests_of_tensorrt_llm(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
     replay = call("run", str(directory), "--device", "null", "--quiet", "--output", str(tmp_path / "again"))
     assert replay.exit_code == 0, replay.output
+    _other_settings_are_tried(directory)
+
+
+def _other_settings_are_tried(directory: Path) -> None:
+    """With the model and the GPU, which a log does not name."""
+    alone = call("why", str(directory))
+    assert alone.exit_code == 0, alone.output
+    assert "does not name the server's model and device; add --model and --device" in alone.output
+    tried = ("why", str(directory), "--what_if", "max_batch_size=4", "--model", "llama-3.1-8b", "--device")
+    found = call(*tried, "h100-sxm")
+    assert found.exit_code == 0, found.output
+    assert "--max_batch_size 4" in found.output
+    assert "Of the server's settings the log names" in found.output
+    assert "h99" in call(*tried, "h99").output
 
 
 def _running(directory: Path) -> list[Any]:
@@ -213,7 +227,7 @@ DAYS = (7, 1), (8, 2), (7, 3), (8, 4)  # of November, and seconds
         ("", "it is empty"),
         ("hello\n", "no known log, it begins with 'hello'"),
         (ITERATION.replace("context tokens", "context units") + "\n\n", "line 1: an iteration of another version"),
-        (f"Engine 000: {ITERATION}\nEngine 001: {ITERATION}\n", "has iterations of 2 engines (000, 001)"),
+        (f"Engine 000: {ITERATION}\nEngine 001: {ITERATION}\n", "has iterations of 2 engines (0, 1)"),
         (
             "Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 1.0 tokens/s, Running: 1 reqs, "
             "Waiting: 0 reqs, GPU KV cache usage: 1.0%",

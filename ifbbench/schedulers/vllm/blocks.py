@@ -81,17 +81,18 @@ class BlockPool:
     """Blocks, which are counted, and have ids from `give_ids` on. vLLM's null block is none of them.
 
     A block with a hash keeps it while it is free, until it is taken for something else. Free blocks without a hash are
-    taken first, so that two counts say what is taken. Several blocks may have one hash: the one that got it first is
+    taken first, so that two counts say what is taken; or, without `takes_new_first`, in the order in which all became
+    free, which needs ids. Several blocks may have one hash: the one that got it first is
     found.
 
     evicted: hashes of the content that was evicted, in order, where it is written to a store.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, takes_new_first: bool = True) -> None:
         self.evicted: list[int] | None = None
         self.num_blocks = self.num_free = num_blocks
         self.counters = BlockCounters()
-        self.has_ids = False
+        self.has_ids, self.takes_new_first = False, takes_new_first
         self._num_free_new = num_blocks  # without a hash
         self._free = FreeQueue(0)
         self._references = self._hashes = np.zeros(0, np.int64)
@@ -120,6 +121,11 @@ class BlockPool:
         return blocks_of
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether free blocks with and without content are taken in turn."""
+        return not self.takes_new_first and 0 < self._num_free_new < self.num_free
+
+    @property
     def num_evicting(self) -> int:
         """Free blocks that evict content when they are taken."""
         return self.num_free - self._num_free_new
@@ -134,20 +140,24 @@ class BlockPool:
 
     def take(self, count: int) -> tuple[Blocks, int]:
         """The first `count` free blocks, one or more, whose content is evicted, none of blocks without ids; and how
-        many of them, the first ones, had none. The caller has checked that there are so many."""
+        many of them had none, the first ones with `takes_new_first`. The caller has checked that there are so many."""
+        taken = self._free.take(count) if self.has_ids else NO_ROWS
         num_new = min(count, self._num_free_new)
+        if not self.takes_new_first:
+            evicting = self._hashes[taken] != NO_HASH
+            num_new = count - int(np.count_nonzero(evicting))
         self.num_free -= count
         self._num_free_new -= num_new
         self.counters.allocated_total += count
         self.counters.allocated_new += num_new
         if not self.has_ids:
-            return NO_ROWS, num_new
-        taken = self._free.take(count)
+            return taken, num_new
         self._references[taken] = 1
         if num_new < count:
+            evicted = taken[num_new:] if self.takes_new_first else taken[evicting]
             if self.evicted is not None:
-                self.evicted += self._hashes[taken[num_new:]].tolist()
-            self.forget(taken[num_new:])
+                self.evicted += self._hashes[evicted].tolist()
+            self.forget(evicted)
         return taken, num_new
 
     def hold(self, blocks: Blocks) -> None:
@@ -158,14 +168,17 @@ class BlockPool:
         self._references[blocks] += 1
 
     def release(self, blocks: Blocks) -> None:
-        """Remove a reference from each block. Of those that become free, blocks without a hash are taken next, in this
-        order, and blocks with one after all others."""
+        """Remove a reference from each block. Those that become free are taken after all others in this order; but with
+        `takes_new_first` those without a hash are taken next."""
         references = self._references[blocks] - 1
         self._references[blocks] = references
         free = blocks[references == 0]
         has_hash = self._hashes[free] != NO_HASH
-        self._free.put_first(free[~has_hash])
-        self._free.put_last(free[has_hash])
+        if self.takes_new_first:
+            self._free.put_first(free[~has_hash])
+            self._free.put_last(free[has_hash])
+        else:
+            self._free.put_last(free)
         self.release_counted(len(free), int(np.count_nonzero(has_hash)))
 
     def release_counted(self, count: int, num_hashed: int) -> None:

@@ -39,7 +39,8 @@ class VllmCache:
 
     settle(): gives `held` the blocks that it lacks while generation requests are counted together.
 
-    Blocks have ids once a request can find one of them, and where an executor reads them or windows release them.
+    Blocks have ids once a request can find one of them, and where an executor reads them, windows release them, or they
+    are taken in the order in which they became free.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class VllmCache:
         has_ids: bool = True,
     ) -> None:
         """max_in_flight: maximum number of tokens in flight. has_ids: blocks have ids from the start."""
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, rules.takes_new_first)
         self.tokens_per_block = tokens_per_block
         self.held, self.hashed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         columns = ceil_div(max_seq_len, tokens_per_block)
@@ -73,7 +74,7 @@ class VllmCache:
         # Blocks that some groups had at the latest lookup, where others had fewer.
         self._shared: dict[Request, int] = {}
         self.settle: Callable[[], None] = _nothing
-        if has_ids or not self.is_plain:
+        if has_ids or not self.is_plain or not rules.takes_new_first:
             self.pool.give_ids([], [])
 
     @property
@@ -198,9 +199,9 @@ class VllmCache:
         self.held[row] = held + count
 
     def grow_each(self, rows: Rows, begun: Rows | int = 0) -> int:
-        """Take a block for each of `rows`, in this order, of a plain cache; returns how many of them, the first ones,
-        had no content. begun: blocks that a row takes before, where it is among `rows` several times; `held` is left to
-        the caller."""
+        """Take a block for each of `rows`, in this order, of a plain cache; returns how many of them had no content,
+        which are the first ones unless `is_mixed` of the pool. begun: blocks that a row takes before, where it is among
+        `rows` several times; `held` is left to the caller."""
         blocks, num_new = self.pool.take(len(rows))
         if len(blocks):
             self.groups[0].block_tables[rows, 0, self.held[rows] + begun] = blocks

@@ -43,7 +43,7 @@ class Planner:
         """Budgets and cap (Budgets)."""
         inputs, rules = self._limits.token_budget, self._rules
         cap, requests = rules.long_prefill_threshold, len(self._running) + len(self._queue)
-        if requests <= 1:
+        if requests <= 1 and rules.spares_single:
             cap = 0
         elif cap and rules.is_threshold_adaptive:
             cap = max(cap, inputs // requests)

@@ -14,9 +14,12 @@ class VllmRules:
     max_active: running requests, where fewer than max_num_seqs may run.
     long_prefill_threshold: maximum number of prompt tokens of a request in an iteration, 0 for none.
     is_threshold_adaptive: an equal share of the input budget is allowed, if that is more.
+    spares_single: that maximum does not hold for a request that is alone.
     reserves_full_prompt: a prompt starts only if all its blocks are free.
     watermark_blocks: blocks that stay free when a waiting request starts beside others.
     cuts_prompts: chunked prefill.
+    takes_new_first: free blocks without content are taken before all others; else free blocks are taken in the order in
+    which they became free.
     windows: attention window of each group of layers, in tokens; None for all tokens.
     retention_interval: tokens between two places of a prompt from which another request can go on in groups with a
     window; 0 for the ends of prompts and of what they share only, None for every block.
@@ -27,9 +30,11 @@ class VllmRules:
     max_active: int | None = None
     long_prefill_threshold: int = 0
     is_threshold_adaptive: bool = False
+    spares_single: bool = True
     reserves_full_prompt: bool = True
     watermark_blocks: int = 0
     cuts_prompts: bool = True
+    takes_new_first: bool = True
     windows: tuple[int | None, ...] = (None,)
     retention_interval: int | None = 0
 

@@ -299,6 +299,8 @@ class VllmScheduler(QueueingScheduler):
             return 1
         if step.slack != NO_MAXIMUM and self.kv_cache.windowed:
             return 1  # a window may release blocks that the head of the queue waits for
+        if self.kv_cache.pool.is_mixed:
+            return 1  # which of the next blocks have content is not known
         blocks, pool, tiers = min(self.kv_cache.pool.num_free, step.slack), self.kv_cache.pool, self.state.tiers
         if tiers is not None and tiers.writes_back:
             blocks = min(blocks, pool.num_free - pool.num_evicting)  # others are written when they are taken
