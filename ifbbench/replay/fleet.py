@@ -503,7 +503,7 @@ def fleet_summary(
     services: list[tuple[float, float, dict[str, Any]]] = [(0.0, whole.metrics.last_end_s, {})] * len(own)
     figures: dict[str, Any] = {}
     if run.stepped is not None:
-        services, figures = run.stepped.services(whole.metrics.last_end_s), run.stepped.changes.figures()
+        services, figures = run.stepped.changes.service_times(whole.metrics.last_end_s), run.stepped.changes.figures()
     if len(ended) > 1:
         up_s = [end_s - begin_s if figures else summary["duration_s"] for begin_s, end_s, _ in services]
         summary |= energy_of_replicas(summaries, summary, [one.hardware for one in own], up_s)
