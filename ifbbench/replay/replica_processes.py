@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
+from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -42,6 +43,9 @@ START = (
     "from signal import *; signal(SIGINT, SIG_DFL); pthread_sigmask(SIG_UNBLOCK, [SIGINT])\n"
     "from ifbbench.replay.replica_processes import work; work()"
 )
+# Connections of processes that ended meanwhile may wait beside the one that is expected.
+BACKLOG = 8
+_transfers = count()
 _log = logging.getLogger("ifbbench")
 
 
@@ -218,19 +222,34 @@ def move_kv(
 ) -> tuple[float, int]:
     """Copy keys and values from one process to another; returns how many seconds that took, and how many bytes there
     were. first: what the request at `target` goes on with, unless that computes it."""
-    clock = WallClock()
-    target.post("receive", received, first)
-    source.post("send", sent, target.job.address)
+    clock, number = WallClock(), next(_transfers)
+    target.post("receive", received, first, number)
+    source.post("send", sent, target.job.address, number)
     try:
         num_bytes: int = source.result()
-    except EngineLost:
-        raise
     except IfbbenchError:
-        if target.has_ended:
-            target.result()
+        _end_receiving(target, number)
         raise
     target.result()
     return clock.now(), num_bytes
+
+
+def _end_receiving(target: ReplicaProcess, number: int) -> None:
+    """The process that was to send has failed: `target` waits no longer. EngineLost if that has ended."""
+    assert target.job.address is not None
+    with suppress(OSError), closing(Client(target.job.address)) as connection:
+        connection.send_bytes(_head(number, is_sent=False))
+    try:
+        target.result()
+    except EngineLost:
+        raise
+    except IfbbenchError:
+        return  # it has not got all, which is known
+
+
+def _head(number: int, is_sent: bool) -> bytes:
+    """What comes before keys and values: the number of the transfer, and whether they follow."""
+    return b"%d %d" % (number, is_sent)
 
 
 # The process of a replica.
@@ -287,7 +306,7 @@ class _Worker:
             )
         warm_up(self.engine)
         self._reader = BatchReader()
-        self._listener = None if job.address is None else Listener(job.address)
+        self._listener = None if job.address is None else Listener(job.address, backlog=BACKLOG)
 
     def do(self, what: str, *content: Any) -> Any:
         if what == "run":
@@ -303,29 +322,47 @@ class _Worker:
         outputs = self.engine.executor.collect()
         return outputs, clock.now()
 
-    def _send(self, part: KvPart, address: str) -> int:
-        """Send keys and values to another replica; returns how many bytes."""
+    def _send(self, part: KvPart, address: str, number: int) -> int:
+        """Send keys and values to another replica; returns how many bytes. number: of the transfer."""
         num_bytes = 0
         with closing(Client(address)) as connection:
+            connection.send_bytes(_head(number, is_sent=True))
             for tensor in self._model_executor.read_kv(part.tables, part.start, part.end):
                 data = _bytes_of(tensor)
                 connection.send_bytes(data)
                 num_bytes += len(data)
         return num_bytes
 
-    def _receive(self, part: KvPart, first: FirstToken | None) -> None:
-        """Take keys and values of another replica."""
-        assert self._listener is not None
-        with closing(self._listener.accept()) as connection:
+    def _receive(self, part: KvPart, first: FirstToken | None, number: int) -> None:
+        """Take keys and values of another replica. Copies of other blocks are made whatever becomes of them."""
+        with ExitStack() as stack:
 
             def read(like: "Tensor") -> "Tensor":
+                connection = opened[0] if opened else stack.enter_context(closing(self._accept(number)))
+                opened[:] = [connection]
                 tensor = like.new_empty(like.shape)
                 connection.recv_bytes_into(_bytes_of(tensor))
                 return tensor
 
+            opened = list[Connection]()
             self._model_executor.write_kv(part.tables, part.start, part.end, read, part.copies)
         if first is not None:
             self._model_executor.begin_generation(first.chunk.chunk(), first.token)
+
+    def _accept(self, number: int) -> Connection:
+        """The connection of the replica that sends a transfer. Those of others, which have ended, are closed."""
+        assert self._listener is not None
+        while True:
+            connection = self._listener.accept()
+            try:
+                head = connection.recv_bytes()
+            except (EOFError, OSError):
+                head = b""
+            if head == _head(number, is_sent=True):
+                return connection
+            connection.close()
+            if head == _head(number, is_sent=False):
+                raise IfbbenchError("nothing is sent")
 
     @property
     def _model_executor(self) -> Any:

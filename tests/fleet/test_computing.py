@@ -19,8 +19,11 @@ from ifbbench.engine.sent_batches import BatchReader, SentBatch
 from ifbbench.errors import InputError
 from ifbbench.fleet.links import MeasuredLinks
 from ifbbench.fleet.router import Replica, RoutedRequest, Router
+from ifbbench.replay import disaggregated
+from ifbbench.replay.replica_processes import process_of
 from ifbbench.replay.run import run_trace
 from ifbbench.rundir.fleet import replica_directories
+from tests.fleet.test_disaggregated import CheckedSides
 from tests.fleet.test_fleet import config_of, lines
 from tests.report.test_schema import check
 
@@ -64,9 +67,12 @@ def processes_of_replicas() -> list[int]:
 class Killing(Router):
     """In turn; once it has sent half of its requests, it kills the process of the second replica."""
 
+    looks_at = frozenset(("requests",))
+    killed = 1
+
     def choose(self, request: RoutedRequest, replicas: Any) -> Replica:
         if request.number == 12:
-            os.kill(processes_of_replicas()[1], signal.SIGKILL)
+            os.kill(processes_of_replicas()[self.killed], signal.SIGKILL)
         one: Replica = replicas[request.number % len(replicas)]
         return one
 
@@ -132,6 +138,100 @@ def check_transfers(summary: dict[str, Any], fleet: Path, bytes_per_token: int) 
     prefill, decode = replica_directories(fleet)[0], replica_directories(fleet)[-1]
     assert all(line["output_len"] == 1 for line in lines(prefill / "requests.jsonl"))
     assert len(lines(decode / "requests.jsonl")) > 0
+
+
+def sides_of(kills_prefill: bool) -> dict[str, Any]:
+    """Two replicas of the side of which one is killed, and one of the other."""
+    prefill, decode = (2, 1) if kills_prefill else (1, 2)
+    return {"prefill_replicas": prefill, "decode_replicas": decode, "decode_router": "round_robin"}
+
+
+class KillingPrefill(Killing):
+    """It kills the process of the first prefill replica."""
+
+    killed = 0
+
+
+class KillingDecode(Killing):
+    """It kills the process of the first decode replica."""
+
+    killed = 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "router"),
+    [
+        ("vllm", "KillingPrefill"),
+        *(
+            pytest.param(engine, router, marks=pytest.mark.slow)
+            for engine, router in (("vllm", "KillingDecode"), ("trtllm", "KillingPrefill"), ("trtllm", "KillingDecode"))
+        ),
+    ],
+)
+def test_a_replica_of_a_side_that_is_killed(engine: str, router: str, tmp_path: Path) -> None:
+    """Its requests are sent again, and all get the tokens of one engine; the other replicas keep no block of them."""
+    trace = write_load(tmp_path / "trace.jsonl", 12)
+    _, alone = run(trace, tmp_path / "one", engine=engine)
+    asked = {"engine": engine, "router": f"tests.fleet.test_computing:{router}", **sides_of(router == "KillingPrefill")}
+    summary, tokens = run_checked(trace, tmp_path / "fleet", **asked)
+    assert tokens == alone
+    assert len(tokens) == 24
+    check_killed(summary, tmp_path / "fleet", 0 if router == "KillingPrefill" else 1)
+
+
+def run_checked(trace: str, output: Path, **values: Any) -> tuple[dict[str, Any], dict[int, list[int]]]:
+    """`run`, and at its end no replica that is left holds a block."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disaggregated, "SteppedSides", values.pop("sides", CheckedSides))
+        return run(trace, output, **values)
+
+
+def check_killed(summary: dict[str, Any], fleet: Path, number: int) -> None:
+    assert summary["requests"] == {"total": 24, "completed": 24, "failed": 0}
+    assert not processes_of_replicas()
+    (killed,) = summary["fleet"]["events"]
+    assert (killed["event"], killed["replica"]) == ("fail", number)
+    assert killed["reason"].startswith(f"the process of replica {number} was killed by SIGKILL")
+    assert killed["lost"] == 0
+    requests = lines(fleet / "requests.jsonl")
+    assert killed["retried"] == sum(line.get("retries", 0) for line in requests) > 0
+    for line in requests:
+        assert sum(line["attribution_s"].values()) == pytest.approx(line["e2e_s"])
+
+
+class KillingSource(CheckedSides):
+    """Kills the process that is to send, once the one that is to receive waits for the sixth transfer."""
+
+    kills_source = True
+    _moved = 0
+
+    def _move(self, index: int) -> float:
+        self._moved += 1
+        passage = self._passages[index]
+        if self._moved == 6:
+            one = self._prefill_of(passage) if self.kills_source else self._decode_of(passage)
+            os.kill(process_of(one.engine).pid, signal.SIGKILL)
+        return super()._move(index)
+
+
+class KillingTarget(KillingSource):
+    """Kills the process that is to receive."""
+
+    kills_source = False
+
+
+@pytest.mark.parametrize("sides", [pytest.param(KillingSource, marks=pytest.mark.slow), KillingTarget])
+def test_a_process_that_is_killed_in_a_transfer(sides: type[KillingSource], tmp_path: Path) -> None:
+    """The other process waits for nothing, and takes part in the next transfers."""
+    trace = write_load(tmp_path / "trace.jsonl", 13)
+    _, alone = run(trace, tmp_path / "one", engine="trtllm")
+    summary, tokens = run_checked(
+        trace, tmp_path / "fleet", engine="trtllm", sides=sides, **sides_of(sides.kills_source)
+    )
+    assert tokens == alone
+    (killed,) = summary["fleet"]["events"]
+    check_killed(summary, tmp_path / "fleet", killed["replica"])
+    assert killed["replica"] in ((0, 1) if sides.kills_source else (1, 2))
 
 
 CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
