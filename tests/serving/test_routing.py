@@ -25,7 +25,7 @@ from ifbbench.serving.routing.backends import kv_tokens_of, state_of
 from ifbbench.serving.routing.config import RouterConfig
 from ifbbench.serving.sessions import Sessions, session_key
 from ifbbench.settings.config import RunConfig
-from tests.endpoint.fake_endpoint import fake_endpoint
+from tests.endpoint.fake_endpoint import STREAM, Received, Writer, fake_endpoint
 from tests.endpoint.test_endpoint import three_tokens
 from tests.report.test_schema import check
 from tests.serving.clients import SMALL_POOL, ServerProcess, Stream, server_process, stream_completion
@@ -159,6 +159,54 @@ def test_a_replay_routes_sessions_as_the_server_did(tmp_path: Path) -> None:
         rows = sorted(lines(directory / "requests.jsonl"), key=lambda row: row["index"])
         assert [row["replica"] for row in rows] == expected
     check(replayed)
+
+
+def test_a_router_records_sessions(servers: list[ServerProcess], tmp_path: Path) -> None:
+    """A replay of its recording sends each request to the same replica."""
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    names = ["a", "b", "", "a", "c", "b", "a", "", "c"]
+    with routed(servers, "--router", "session", "--record", str(recorded)) as router:
+        for name in names:
+            headers = {"x-session-id": name} if name else {}
+            body = {"model": "llama-3.1-8b", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+            assert post(router, body, headers=headers)[0] == 200
+        assert router.end()[0] == 0
+    check(recorded)
+    assert [row.get("session_id") for row in lines(recorded / "trace.jsonl")] == [0, 1, None, 0, 3, 1, 0, None, 3]
+    again = ["run", str(recorded), *MODEL, "--replicas", "2", "--router", "session", "--output", str(replayed)]
+    result = CliRunner().invoke(main, [*again, "--quiet"])
+    assert result.exit_code == 0, result.output
+    for directory in (recorded, replayed):
+        rows = sorted(lines(directory / "requests.jsonl"), key=lambda row: row["index"])
+        assert [row["replica"] for row in rows] == [0, 1, 0, 0, 1, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("failure", ["status 500", "status 503", "an error event"])
+def test_a_router_tries_another_server(failure: str, tmp_path: Path) -> None:
+    """Before the client has a token: also after an error with which a stream begins."""
+
+    async def fail(_: Received, writer: Writer) -> None:
+        if failure == "an error event":
+            await writer.raw(STREAM)
+            await writer.event({"error": {"message": "the engine is dead"}})
+            await writer.event("[DONE]")
+            await writer.end()
+        else:
+            await writer.json({"error": {"message": "the engine is dead"}}, int(failure.split()[1]))
+
+    recorded = tmp_path / "recorded"
+    with fake_endpoint(fail) as broken, fake_endpoint(three_tokens) as good:
+        addresses = ("--backend", broken.url, "--backend", good.url)
+        with server_process("--router_only", *addresses, "--record", str(recorded)) as router:
+            assert _raw(router.url) == _raw(good.url)
+            assert router.end()[0] == 0
+        with server_process("--router_only", "--backend", broken.url) as router:
+            status, answer = post(router, {"prompt": [1], "max_tokens": 3, "stream": True})
+            assert status >= 500
+            assert "the engine is dead" in answer["error"]["message"]
+    (line,) = lines(recorded / "requests.jsonl")
+    assert line["replica"] == 1
+    assert line["retries"] == ["server_error" if failure == "an error event" else f"http_{failure.split()[1]}"]
 
 
 def test_replicas_that_compute_give_the_tokens_of_one_engine(tmp_path: Path) -> None:
