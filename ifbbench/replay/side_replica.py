@@ -59,7 +59,7 @@ class KvMailbox:
         for kept in (self.held, self.receiving):
             kept.clear()
         for news in (self.completions, self.reservations, self._sent, self._received, self._stopped):
-            news.clear()  # type: ignore[attr-defined]
+            news.clear()
 
     # Called by the loop.
 

@@ -10,7 +10,7 @@ from typing import Any
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.interfaces import NO_LIMIT, EngineLost
-from ifbbench.engine.request import EarlierAttempts, Request
+from ifbbench.engine.request import EarlierAttempts, Request, computed_tokens
 from ifbbench.engine.responses import Response
 from ifbbench.engine.stepped_loop import SteppedLoop
 from ifbbench.errors import RunFailed
@@ -151,7 +151,7 @@ class SteppedReplica:
         for own in self.client.open:
             index = self.members[own]
             request = self.loop.scheduler.find(self._columns.request_id[own]) or self.client.not_fetched(own)
-            tokens = 0 if request.table is None else computed_tokens(request)
+            tokens = computed_tokens(request)
             self.recorder.left(request, error_of(index))
             lost.append((index, tokens))
         return lost
@@ -413,12 +413,6 @@ class SteppedFleet:
         if is_later and earlier is None:
             earlier = EarlierAttempts(0, self._arrival_s(index), 0)
         one.offer(columns, index, arrival_s, earlier)
-
-
-def computed_tokens(request: Request) -> int:
-    """Tokens of the prompt that an engine has computed for a request, and of its output."""
-    prompt = request.position if request.in_context else request.original_prompt_len
-    return max(prompt - request.reused_tokens, 0) + request.num_outputs
 
 
 def arriving(index: int, row: TraceRequest | None = None) -> Request:

@@ -23,7 +23,7 @@ from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.interfaces import NO_LIMIT, EngineLost
 from ifbbench.engine.plan import ContextChunk
-from ifbbench.engine.request import EarlierAttempts, Request
+from ifbbench.engine.request import EarlierAttempts, Request, computed_tokens
 from ifbbench.engine.sent_batches import SentChunk
 from ifbbench.errors import RunFailed
 from ifbbench.fleet.links import Links, MeasuredLinks, left_after_prefill
@@ -36,7 +36,7 @@ from ifbbench.replay.replica_processes import FirstToken, KvPart, move_kv, proce
 from ifbbench.replay.requests import request_maker
 from ifbbench.replay.served import ServedClient
 from ifbbench.replay.side_replica import SideReplica
-from ifbbench.replay.stepped_fleet import SHOWN_EVERY, arriving, computed_tokens, final_response
+from ifbbench.replay.stepped_fleet import SHOWN_EVERY, arriving, final_response
 from ifbbench.rundir.disaggregated import Passage
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
@@ -485,7 +485,7 @@ class SteppedSides:
             if (line := prefill.lines.get(passage.of_prefill)) is not None:
                 tokens = line.prompt_len - line.reused_tokens + line.output_len
             elif (request := prefill.client.fetched.get(passage.of_prefill)) is not None:  # type: ignore[union-attr]
-                tokens = computed_tokens(request) if request.table is not None else 0
+                tokens = computed_tokens(request)
         if passage.of_decode >= 0:
             request = self._decode_of(passage).client.fetched.get(passage.of_decode)  # type: ignore[union-attr]
             if request is not None and request.table is not None:
