@@ -121,6 +121,30 @@ def test_a_failed_engine_answers_all_and_takes_no_more() -> None:
         run(use, engine, max_queue_size=100)
 
 
+class FullDisk:
+    """A recording that cannot write what it has once nothing is active."""
+
+    def arrived(self, request: InferenceRequest, arrival_s: float) -> None:
+        pass
+
+    def idle(self) -> None:
+        raise OSError("no space left on device")
+
+
+def test_a_recording_that_cannot_be_written_ends_the_service(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        service = Service(engine_of(NULL), LiveStatistics(), 10, FullDisk())
+        while not service.has_failed:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ServiceEnded):
+            service.submit([PROMPT])
+        with pytest.raises(BatchManagerFailed, match="no space left on device"):
+            await service.close()
+
+    asyncio.run(main())
+    assert "Traceback" not in caplog.text
+
+
 def test_higher_priorities_run_first() -> None:
     """Also before requests that the engine has fetched, and those of one priority in order of arrival."""
     all_are_there = threading.Event()  # before it, the first request does not end
