@@ -34,7 +34,7 @@ from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.replica_configs import own_settings, replica_configs
 from ifbbench.replay.replica_processes import ReplicaEngines
-from ifbbench.replay.requests import request_maker
+from ifbbench.replay.requests import request_maker, with_drawn_loras
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
@@ -89,7 +89,7 @@ REFUSED = {
     "log_iteration_data": "a fleet has no iterations; its replicas have",
 }
 # Settings that a fleet does not have whose replicas compute.
-NOT_COMPUTED = ("num_loras", "lora_dir", "profile")
+NOT_COMPUTED = ("profile",)
 NO_SIDE_OUTPUTS = dict.fromkeys((*SIDE_OUTPUTS, "result_format"))
 # Settings of the fleet that its replicas do not have.
 OF_FLEET: dict[str, Any] = {"concurrency": None, "duration": None, "output": None, **NO_SIDE_OUTPUTS}
@@ -401,7 +401,8 @@ def _run_stepped(
         def make_replica(number: int, like: int) -> SteppedReplica:
             sees_first_tokens = PREFILLS in plan.router.looks_at
             sees_first_tokens |= plan.rule is not None and plan.rule.measure == TTFT
-            one = SteppedReplica(number, make_engine(configs[like]), trace, make_recorder, sees_first_tokens)
+            engine = make_engine(configs[like])
+            one = SteppedReplica(number, engine, with_drawn_loras(trace, engine), make_recorder, sees_first_tokens)
             if config.responses_json:
                 one.client.keep_outputs()
             return one

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener
@@ -22,13 +23,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ifbbench.build.engine import Engine, EngineSizes, build_engine, engine_elsewhere, warm_up
-from ifbbench.clock import NANOSECONDS, WallClock
+from ifbbench.clock import NANOSECONDS, Clock, WallClock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import Batch, BlockCopy, StepOutputs
 from ifbbench.engine.interfaces import EngineLost
 from ifbbench.engine.pickling import dumps, loads
 from ifbbench.engine.sent_batches import BatchReader, SentBatch, SentChunk
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.kv.adapters import AdapterSize, AdapterSource
 from ifbbench.processes import death_of, end_with_parent, start_python
 from ifbbench.replay.single import unlogged, warn_of_refusals
 from ifbbench.settings.config import RunConfig
@@ -43,6 +45,8 @@ START = (
     "from signal import *; signal(SIGINT, SIG_DFL); pthread_sigmask(SIG_UNBLOCK, [SIGINT])\n"
     "from ifbbench.replay.replica_processes import work; work()"
 )
+# What a process does without an answer.
+DROP = "drop"
 # Connections of processes that ended meanwhile may wait beside the one that is expected.
 BACKLOG = 8
 _transfers = count()
@@ -121,6 +125,30 @@ class ReplicaProcess:
         self._connection.close()
 
 
+class AdaptersElsewhere:
+    """The LoRA adapters of the engine in a process: an AdapterSource. The process reads them when they are loaded.
+
+    known: the adapters, without their values."""
+
+    def __init__(self, known: AdapterSource, process: ReplicaProcess) -> None:
+        self._known, self._process = known, process
+
+    def tasks(self) -> Iterable[int]:
+        return self._known.tasks()
+
+    def size(self, task_id: int) -> AdapterSize | None:
+        return self._known.size(task_id)
+
+    def add(self, task_id: int, weights: Any, config: Any) -> None:
+        raise InputError("adapters that requests bring are not sent to the processes of replicas.")
+
+    def keep(self, task_id: int) -> None:
+        pass
+
+    def drop(self, task_id: int) -> None:
+        self._process.post(DROP, task_id)
+
+
 class ProcessExecutor:
     """An Executor whose batches run in the process of a replica, while this process goes on."""
 
@@ -189,7 +217,7 @@ class ReplicaEngines:
         assert process.job.config == config
         clock = VirtualClock()
         executor = MeasuredExecutor(process, clock)
-        engine = engine_elsewhere(config, self._beam_width, executor, clock, process.result(), self._sends)
+        engine = _engine_of(config, self._beam_width, executor, clock, self._sends)
         warn_of_refusals(self._trace, engine)
         check_vocabulary(self._trace, engine.model.vocab_size)
         return engine
@@ -208,7 +236,16 @@ def engines_in_processes(stack: ExitStack, config: RunConfig, count: int) -> lis
     processes = [ReplicaProcess(ReplicaJob(config, 1, count, None), f"replica {number}") for number in range(count)]
     for one in processes:
         stack.callback(one.end)
-    return [engine_elsewhere(config, 1, ProcessExecutor(one), WallClock(), one.result()) for one in processes]
+    return [_engine_of(config, 1, ProcessExecutor(one), WallClock()) for one in processes]
+
+
+def _engine_of(
+    config: RunConfig, beam_width: int, executor: ProcessExecutor, clock: Clock, sends: bool = False
+) -> Engine:
+    """The engine whose `executor` is in a process, once that is ready."""
+    process = executor.process
+    adapters_of = partial(AdaptersElsewhere, process=process)
+    return engine_elsewhere(config, beam_width, executor, clock, process.result(), sends, adapters_of)
 
 
 def process_of(engine: Engine) -> ReplicaProcess:
@@ -267,6 +304,9 @@ def work() -> None:
     worker: _Worker | None = None
     while True:
         message = messages.get()
+        if worker is not None and message[0] == DROP:
+            worker.drop(message[1])
+            continue
         try:
             if worker is None:
                 worker = _Worker(*message)
@@ -314,6 +354,11 @@ class _Worker:
         if what == "send":
             return self._send(*content)
         return self._receive(*content)
+
+    def drop(self, task_id: int) -> None:
+        """Free the host memory of an adapter."""
+        assert self.engine.limits.lora is not None
+        self.engine.limits.lora.source.drop(task_id)
 
     def _run(self, sent: SentBatch) -> tuple[StepOutputs, float]:
         """The outputs of a batch, and how many seconds it took."""

@@ -272,6 +272,20 @@ def test_replicas_give_the_tokens_of_one_engine(engine: str, router: str, tmp_pa
     assert tokens == alone
 
 
+def test_replicas_have_adapters(tmp_path: Path) -> None:
+    """Each has all of them, and room for one at a time in its caches, so that they are read again and again."""
+    trace = write_load(tmp_path / "trace.jsonl", 14, 12)
+    small = {"num_loras": 3, "lora_num_device_mod_layers": 28, "lora_host_cache_bytes": 1}
+    _, alone = run(trace, tmp_path / "one", num_loras=3)
+    _, tokens = run(trace, tmp_path / "fleet", replicas=2, router="least_requests", **small)
+    assert tokens == alone
+    assert len(tokens) == 12
+    _, without = run(trace, tmp_path / "without")
+    assert tokens != without
+    replicas = [json.loads((path / "summary.json").read_text()) for path in replica_directories(tmp_path / "fleet")]
+    assert all(one["lora"]["misses"] > 0 for one in replicas)
+
+
 def test_a_batch_as_it_is_sent() -> None:
     """An executor in another process reads the same of it."""
     table = RequestTable(4)
@@ -312,7 +326,7 @@ def test_measured_transfers_follow_one_another() -> None:
     [
         ({"replicas": 2, "tp_size": 2}, "--tp_size, --pp_size: replicas that compute"),
         ({"replicas": 2, "device": "cuda"}, "device cuda has one engine"),
-        ({"replicas": 2, "num_loras": 1}, "--num_loras: is not built"),
+        ({"replicas": 2, "profile": True}, "--profile: is not built"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "engine": "sglang"}, "--engine sglang: copies of retracted"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "transfer_by": "layer"}, "--transfer_by layer: is simulated"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "transfer_latency": 1.0}, "--transfer_latency: transfers"),
