@@ -169,11 +169,6 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
 def _check_computing(own: RunConfig, config: RunConfig) -> None:
     """InputError for settings that replicas of a side cannot have if they compute. own: of the replica."""
     check_computing(own)
-    if config.engine == SGLANG:
-        raise InputError(
-            "--engine sglang: copies of retracted requests in host memory are not built on --device cpu: prefill "
-            "and decode apart compute for trtllm and vllm only; choose one, or a simulated device."
-        )
     if config.transfer_by == BY_LAYER:
         raise InputError(f"--transfer_by {BY_LAYER}: is simulated only; leave it out, or choose --device sim:PROFILE.")
     usual = RunConfig()

@@ -183,7 +183,11 @@ class SteppedSides:
                 self._reserve(passage, request, now_s)
         completions, mail.completions = mail.completions, []
         for now_s, request in completions if self._reserves_first else ():
-            if (passage := self._at(one, request.index)) is not None:
+            if (passage := self._at(one, request.index)) is None:
+                continue
+            if _has_ended(request):
+                self._end_with_first_token(passage, now_s)
+            else:
                 self._send_rest(passage, now_s)
 
     def _at(self, one: SideReplica, own: int) -> Passage | None:
@@ -355,6 +359,13 @@ class SteppedSides:
             computing_s = now_s - value_of(line.first_scheduled_s)
             left = left_after_prefill(passage.tokens, self._layers, rate, computing_s)
         self._send(passage, left, now_s)
+
+    def _end_with_first_token(self, passage: Passage, now_s: float) -> None:
+        """The first token has ended the request, for which the decode replica has blocks: it leaves that."""
+        self._release(passage, now_s)
+        decode, own = self._decode_of(passage), passage.of_decode
+        passage.decode, passage.of_decode = None, -1
+        decode.withdraw(own, now_s)
 
     def _send(self, passage: Passage, tokens: float, now_s: float) -> None:
         passage.transfer_s = now_s

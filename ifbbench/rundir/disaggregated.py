@@ -79,7 +79,8 @@ class Passage:
             held = {CONCURRENCY: self.submitted_s - self.arrival_s} if self.submitted_s > self.arrival_s else {}
             if self.sent_s > self.submitted_s:
                 held[ROUTER] = self.sent_s - self.submitted_s
-            parts = [held, first.attribution_s]
+            reserving = self._before() if self.reserves_first and self.reserved_s >= 0 else {}
+            parts = [held, reserving, first.attribution_s]
             if first is not last:
                 line.pauses += first.pauses
                 line.recomputed_tokens += first.recomputed_tokens

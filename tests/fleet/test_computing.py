@@ -109,12 +109,14 @@ def test_without_retries_the_requests_of_a_killed_replica_fail(tmp_path: Path) -
     assert all("replica 1 failed at" in line["error"] for line in failed)
 
 
-@pytest.mark.parametrize(("engine", "model"), [("vllm", "tiny"), ("trtllm", "tiny-mla")])
+@pytest.mark.parametrize(("engine", "model"), [("vllm", "tiny"), ("trtllm", "tiny-mla"), ("sglang", "tiny")])
 def test_keys_and_values_move_between_processes(engine: str, model: str, tmp_path: Path) -> None:
     trace = write_load(tmp_path / "trace.jsonl", 2)
     chunked = {"engine": engine, "model": model, "max_num_tokens": 64, "enable_chunked_context": True}
     _, alone = run(trace, tmp_path / "one", **chunked)
-    sides = {"prefill_replicas": 1, "decode_replicas": 1, "decode": "max_tokens_in_paged_kvcache=320"}
+    sides: dict[str, Any] = {"prefill_replicas": 1, "decode_replicas": 1, "decode": "max_tokens_in_paged_kvcache=320"}
+    if engine == "sglang":
+        sides |= {"num_reserved_decode_tokens": 0, "decode": f"{sides['decode']},enable_kv_cache_reuse=true"}
     summary, tokens = run(trace, tmp_path / "fleet", **chunked, **sides)
     assert tokens == alone
     assert len(tokens) == 24
@@ -161,11 +163,9 @@ class KillingDecode(Killing):
 @pytest.mark.parametrize(
     ("engine", "router"),
     [
-        ("vllm", "KillingPrefill"),
-        *(
-            pytest.param(engine, router, marks=pytest.mark.slow)
-            for engine, router in (("vllm", "KillingDecode"), ("trtllm", "KillingPrefill"), ("trtllm", "KillingDecode"))
-        ),
+        pytest.param(engine, router, marks=() if (engine, router) == ("vllm", "KillingPrefill") else pytest.mark.slow)
+        for engine in ("vllm", "trtllm", "sglang")
+        for router in ("KillingPrefill", "KillingDecode")
     ],
 )
 def test_a_replica_of_a_side_that_is_killed(engine: str, router: str, tmp_path: Path) -> None:
@@ -243,6 +243,10 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (8, "vllm", {"eos_id": 7}, {"concurrency": 4}),
     (9, "trtllm", {"dtype": "bf16", "model": "tiny-mla"}, {"decode": "tokens_per_block=16"}),
     (10, "vllm", {"model": "tiny-mla"}, {"decode": "max_tokens_in_paged_kvcache=320"}),
+    (3, "sglang", {}, {"decode": "max_tokens_in_paged_kvcache=400", "num_reserved_decode_tokens": 0}),
+    (4, "sglang", {"tokens_per_block": 16}, {"decode": "enable_kv_cache_reuse=true", "decode_replicas": 2}),
+    (8, "sglang", {"eos_id": 7, "repetition_penalty": 1.3, "temperature": 0.8}, {"prefill_replicas": 2}),
+    (6, "sglang", {"disable_overlap_schedule": True, "model": "tiny-mla"}, {"disaggregate_from": 64}),
 ]
 
 
@@ -257,6 +261,22 @@ def test_prefill_and_decode_apart(
     _, tokens = run(trace, tmp_path / "fleet", engine=engine, **own, **both)
     assert tokens == alone
     assert len(tokens) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+def test_first_tokens_that_end_requests(engine: str, tmp_path: Path) -> None:
+    """Such a request has no more tokens, whether its decode replica has blocks for it or not."""
+    trace = write_load(tmp_path / "trace.jsonl", 15)
+    _, longer = run(trace, tmp_path / "longer", engine=engine)
+    ends = next(tokens[0] for tokens in longer.values() if len(tokens) > 5)
+    _, alone = run(trace, tmp_path / "one", engine=engine, eos_id=ends)
+    assert [ends] in alone.values()
+    sides = {"prefill_replicas": 1, "decode_replicas": 1, "eos_id": ends}
+    _, tokens = run_checked(trace, tmp_path / "fleet", engine=engine, **sides)
+    assert tokens == alone
+    for line in lines(tmp_path / "fleet" / "requests.jsonl"):
+        assert sum(line["attribution_s"].values()) == pytest.approx(line["e2e_s"])
 
 
 @pytest.mark.slow
@@ -327,7 +347,6 @@ def test_measured_transfers_follow_one_another() -> None:
         ({"replicas": 2, "tp_size": 2}, "--tp_size, --pp_size: replicas that compute"),
         ({"replicas": 2, "device": "cuda"}, "device cuda has one engine"),
         ({"replicas": 2, "profile": True}, "--profile: is not built"),
-        ({"prefill_replicas": 1, "decode_replicas": 1, "engine": "sglang"}, "--engine sglang: copies of retracted"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "transfer_by": "layer"}, "--transfer_by layer: is simulated"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "transfer_latency": 1.0}, "--transfer_latency: transfers"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "return_log_probs": True}, "--return_log_probs: is not sent"),
