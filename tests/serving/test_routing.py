@@ -215,16 +215,38 @@ def test_replicas_that_compute_give_the_tokens_of_one_engine(tmp_path: Path) -> 
     with server_process(*TINY) as one, server_process(*TINY, *fleet) as two:
         alone = greedy(one)
         assert greedy(two) == alone
-        with routed([one, two], "--router", "round_robin") as router:
+        through = tmp_path / "routed"
+        with routed([one, two], "--router", "round_robin", "--record", str(through)) as router:
             assert greedy(router) == alone
             one.process.kill()
             one.process.wait()
             assert greedy(router) == alone
             assert json.loads(get(f"{router.url}/health")[1])["status"] == "ok"
+            assert router.end()[0] == 0
         assert two.end()[0] == 0
+    check_router_recording(through, tmp_path / "again")
     replicas = Counter(line["replica"] for line in lines(recorded / "requests.jsonl"))
     assert sum(replicas.values()) == 15  # 6, half of 6, and 6
     assert abs(replicas[0] - replicas[1]) <= 1
+
+
+def check_router_recording(recorded: Path, again: Path) -> None:
+    """Twelve requests to two servers, of which the first was killed after six: they can be explained and replayed."""
+    check(recorded)
+    rows = sorted(lines(recorded / "requests.jsonl"), key=lambda row: row["index"])
+    assert Counter(row["replica"] for row in rows[:6]) == {0: 3, 1: 3}
+    assert {row["replica"] for row in rows[6:]} == {1}
+    assert any(row["retries"] for row in rows[6:])
+    assert sorted(tuple(row["prompt_tokens"]) for row in lines(recorded / "trace.jsonl")) == sorted(
+        tuple(prompt) for prompt in PROMPTS * 2
+    )
+    replay = ["run", str(recorded), "--device", "null", "--replicas", "2", "--router", "round_robin", "--quiet"]
+    for words in (["report", str(recorded)], ["why", str(recorded)], [*replay, "--output", str(again)]):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+    replayed = lines(again / "requests.jsonl")
+    assert [row["output_len"] for row in replayed] == [12] * 12
+    assert Counter(row["replica"] for row in replayed) == {0: 6, 1: 6}
 
 
 def replica_processes(server: ServerProcess) -> list[int]:
