@@ -1,7 +1,7 @@
 """A fleet that serves: a service for each replica behind a router, all in one process and on one clock.
 
-Replicas on the CPU have a process each, which may be killed. A request of which the client has nothing yet then goes to
-another replica, from the start.
+Replicas on the CPU have a process each, which may be killed. A request of which the client has got no token then goes
+to another replica, from the start.
 """
 
 import asyncio
@@ -256,8 +256,8 @@ class FleetService:
             self._seen[name].extend(values)
 
     def send_again(self, one: RoutedGeneration, error: str) -> bool:
-        """`one` has failed: send it to another replica, if its own was lost and the client has nothing of it, and not
-        too often. Returns whether it was."""
+        """A generation has failed: send it to another replica if its own has lost its process, the client has got no
+        token of it, and retries are left. Returns whether it was sent."""
         service, request = self.services[one.number], one.request
         if self._is_ending or not service.is_lost:
             return False
