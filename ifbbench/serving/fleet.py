@@ -83,14 +83,23 @@ class RoutedGeneration(Generation):
     """A generation whose tokens and end its router counts. answering: at its replica. streams: whether the client gets
     tokens as they come. session: its number. first_arrival_s: of its first attempt. retries: attempts after that."""
 
-    __slots__ = ("_fleet", "answering", "first_arrival_s", "lost_tokens", "retries", "session", "streams")
+    __slots__ = (
+        "_fleet",
+        "answering",
+        "first_arrival_s",
+        "is_cancelled",
+        "lost_tokens",
+        "retries",
+        "session",
+        "streams",
+    )
 
     def __init__(
         self, fleet: "FleetService", answering: _Answering, session: int, streams: bool, *arguments: Any
     ) -> None:
         super().__init__(*arguments)
         self._fleet, self.answering, self.session, self.streams = fleet, answering, session, streams
-        self.first_arrival_s = self.arrival_s
+        self.first_arrival_s, self.is_cancelled = self.arrival_s, False
         self.retries = self.lost_tokens = 0
 
     @property
@@ -259,7 +268,7 @@ class FleetService:
         """A generation has failed: send it to another replica if its own has lost its process, the client has got no
         token of it, and retries are left. Returns whether it was sent."""
         service, request = self.services[one.number], one.request
-        if self._is_ending or not service.is_lost:
+        if self._is_ending or one.is_cancelled or not service.is_lost:
             return False
         lost_tokens = service.statistics.lost_tokens.pop(request.request_id, 0)
         failure = self._failure(one.number, error)
@@ -318,6 +327,7 @@ class FleetService:
         """Stop those that have not ended."""
         for one in generations:
             assert isinstance(one, RoutedGeneration)
+            one.is_cancelled = True
             self.services[one.number].cancel([one])
 
     def end_all(self, problem: str) -> None:
