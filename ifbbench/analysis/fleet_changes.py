@@ -74,8 +74,8 @@ class FleetChanges:
             for since_s, until_s in self._starting()
         )
 
-    def sentences(self) -> list[str]:
-        """The findings in words."""
+    def failure_sentences(self) -> list[str]:
+        """What each failure cost, in words."""
         found = []
         for one in self.failures[:NAMED]:
             text = f"Replica {one['replica']} failed at {significant(one['at_s'])} s"
@@ -89,6 +89,11 @@ class FleetChanges:
             found.append(f"{text}.")
         if len(self.failures) > NAMED:
             found.append(f"{count(len(self.failures) - NAMED)} more replicas failed.")
+        return found
+
+    def sentences(self) -> list[str]:
+        """The findings in words."""
+        found = self.failure_sentences()
         done = self.run.completed
         if (lost_s := float(at_router_s(done).sum())) > 0:
             share = percent(lost_s / max(float(done["e2e_s"].sum()), 1e-12))

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ifbbench.analysis.fleet_changes import FleetChanges
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.words import words_of
-from ifbbench.rundir.disaggregated import DECODE_BLOCKS, reserves_first
+from ifbbench.rundir.disaggregated import DECODE_BLOCKS, ROUTER, reserves_first
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
 from ifbbench.rundir.metrics import TRANSFER
 from ifbbench.rundir.reader import RunData
@@ -38,7 +39,9 @@ class SidesFindings:
 
     def __init__(self, run: RunData) -> None:
         self.run = run
-        self.transfers: Mapping[str, Any] = ((run.summary or {}).get("fleet") or {}).get("transfers") or {}
+        fleet = (run.summary or {}).get("fleet") or {}
+        self.transfers: Mapping[str, Any] = fleet.get("transfers") or {}
+        self.changes = FleetChanges(run, fleet.get("events") or [], fleet.get("replicas") or [])
 
     @cached_property
     def times(self) -> SideTimes:
@@ -48,6 +51,8 @@ class SidesFindings:
         config = self.run.config
         if reserves_first(config["engine"], config.get("transfer_by", BY_WHOLE)):  # they wait before the prefill
             queued_s -= decode_wait_s
+        if "retries" in prefilled:  # the time of earlier attempts is no one's queue
+            queued_s -= _seconds(prefilled[prefilled["retries"].notna()], ROUTER)
         return SideTimes(
             queued_s,
             _seconds(done, TRANSFER),
@@ -59,7 +64,7 @@ class SidesFindings:
     def sentences(self) -> list[str]:
         """The findings in words."""
         times, transfers = self.times, self.transfers
-        found = []
+        found = self.changes.failure_sentences()
         if transfers.get("count"):
             mean_s, slow_s = transfers["transfer_s"]["mean"], transfers["transfer_s"]["p99"]
             found.append(
@@ -109,7 +114,8 @@ class SidesFindings:
 
     def as_dict(self) -> dict[str, Any]:
         """The findings for `why --json`."""
-        return {
+        failures = {"failures": self.changes.failures} if self.changes.failures else {}
+        return failures | {
             "run": str(self.run.path),
             "times": vars(self.times),
             "transfers": self.transfers,

@@ -22,7 +22,7 @@ from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.engine.step_profile import StepProfile
 from ifbbench.errors import InputError
-from ifbbench.kv.adapters import LoraConfig
+from ifbbench.kv.adapters import AdapterSource, LoraConfig
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.kv.tiers import KvTiers
 from ifbbench.models.config import ModelConfig
@@ -214,25 +214,37 @@ def _engine_with_model(
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
     """What another process needs to know of the engine here. blocks: of each attention window, on the device and in
-    host memory."""
+    host memory. adapter_pages: of LoRA adapters, on the device and in host memory; adapter_bytes: of a page, and of a
+    value. Both are None without adapters."""
 
     device: str
     cpu_threads: int | None
     blocks: tuple[tuple[int, int], ...]
+    adapter_pages: tuple[int, int] | None = None
+    adapter_bytes: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, engine: Engine) -> "EngineSizes":
         limits = engine.limits
         blocks = tuple([(window.num_blocks, window.num_host_blocks) for window in limits.windows])
         own = ((limits.num_blocks, limits.num_host_blocks),)
-        return cls(engine.device, engine.config.cpu_threads, blocks or own)
+        sizes = engine.device, engine.config.cpu_threads, blocks or own
+        if (lora := limits.lora) is None:
+            return cls(*sizes)
+        return cls(*sizes, (lora.device_pages, lora.host_pages), (lora.page_bytes, lora.value_bytes))
 
 
 def engine_elsewhere(
-    config: RunConfig, beam_width: int, executor: Executor, clock: Clock, sizes: EngineSizes, sends: bool = False
+    config: RunConfig,
+    beam_width: int,
+    executor: Executor,
+    clock: Clock,
+    sizes: EngineSizes,
+    sends: bool = False,
+    adapters_of: Callable[[AdapterSource], AdapterSource] = lambda source: source,
 ) -> Engine:
     """The engine of `config` here, whose `executor` runs batches in another process, which has built it as one of these
-    `sizes`."""
+    `sizes`. adapters_of(source): its LoRA adapters, made of those that are known here without their values."""
     model = load_model_config(config.model)
     resolved = resolve_limits(config, model.max_position_embeddings, sizes.device == "cpu", beam_width)
     resolved = resolved.with_values(cpu_threads=sizes.cpu_threads)
@@ -241,7 +253,11 @@ def engine_elsewhere(
         replace(window, num_blocks=primary, num_host_blocks=secondary)
         for window, (primary, secondary) in zip(layout.windows, sizes.blocks, strict=True)
     )
-    limits = batching_config(resolved, replace(layout, windows=windows), model.vocab_size, model.hidden_size)
+    lora = None
+    if sizes.adapter_pages is not None and sizes.adapter_bytes is not None:
+        known = lora_config(resolved, model, None, sizes.adapter_bytes[1])
+        lora = LoraConfig(adapters_of(known.source), *sizes.adapter_pages, *sizes.adapter_bytes)
+    limits = batching_config(resolved, replace(layout, windows=windows), model.vocab_size, model.hidden_size, lora)
     limits = limits.with_slots_to_send() if sends else limits
     resolved = _with_cache_size(resolved, limits)
     return Engine(executor, clock, resolved, limits, model, sizes.device, makes_tokens=True)

@@ -87,10 +87,6 @@ def serve(config_file: Path | None, **options: Any) -> None:
     if server.router_only:
         _route(config_file, server, options)
         return
-    if options.get("request_retries") is not None:
-        raise InputError(
-            "--request_retries: replicas of this server do not fail one by one; it is for --router_only. Leave it out."
-        )
     config = given_config(config_file, options, runs_fleets=True)
 
     from ifbbench.cli.console import progress_line

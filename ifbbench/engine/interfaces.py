@@ -179,6 +179,10 @@ class KvTransfers(Protocol):
         """Requests whose keys and values have come since the last call."""
         ...
 
+    def take_stopped(self) -> Sequence[int]:
+        """Ids of requests that were sent to another engine since the last call: they end here."""
+        ...
+
 
 class Executor(Protocol):
     """Runs batches in the order of their submission. It never decides what runs.

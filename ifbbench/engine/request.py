@@ -529,3 +529,11 @@ class RequestTable:
         self.end_tokens[row] = _NO_TOKEN
         self.end_tokens[row, : len(end_tokens)] = end_tokens
         self.any_end_tokens |= bool(end_tokens)
+
+
+def computed_tokens(request: Request) -> int:
+    """Tokens of the prompt that an engine has computed for a request, and of its output."""
+    if request.table is None:
+        return 0
+    prompt = request.position if request.in_context else request.original_prompt_len
+    return max(prompt - request.reused_tokens, 0) + request.num_outputs

@@ -14,7 +14,7 @@ from ifbbench.engine.request import Request
 @mypyc_attr(allow_interpreted_subclasses=True)
 class TransferringLoop(PredictedLoop):
     """A loop that notifies `transfers` of what its scheduler, a `KvScheduler`, reserves and keeps, and the scheduler of
-    what has come and was sent. It does nothing while requests wait for that only.
+    what has come and was sent, and which requests are to end. It does nothing while requests wait for that only.
 
     transfers: to be set before the first step; None without any."""
 
@@ -24,6 +24,8 @@ class TransferringLoop(PredictedLoop):
         if self.transfers is not None:
             for request in self.transfers.take_sent():
                 self.scheduler.remove(request)
+            for request_id in self.transfers.take_stopped():
+                self.stop(request_id)
             if received := self.transfers.take_received():
                 self._kv_scheduler.receive(received)
         return super()._admit(now_s)

@@ -25,14 +25,19 @@ class ReplicaEvent(NamedTuple):
     like: int = 0
 
 
-def read_events(path: Path, replicas: int, can_grow: bool) -> list[ReplicaEvent]:
+def read_events(path: Path, replicas: int, can_grow: bool, has_sides: bool = False) -> list[ReplicaEvent]:
     """The events of a file in order of time. replicas: how many there are at first. can_grow: whether others than
-    those of the file start too. InputError for an entry that cannot be, such as the failure of a replica that is never
-    there."""
+    those of the file start too. has_sides: of a fleet with prefill and decode apart, where none can start. InputError
+    for an entry that cannot be, such as the failure of a replica that is never there."""
     found = list[ReplicaEvent]()
     for position, entry in enumerate(read_tables(path, "--replica_events"), start=1):
         with located(f"--replica_events {path}: entry {position}"):
             found.append(_event(entry, replicas))
+            if has_sides and found[-1].kind in (START, REPLICAS):
+                raise InputError(
+                    f"{found[-1].kind}: is not built with --prefill_replicas and --decode_replicas, whose replicas "
+                    "fail and drain; leave it out."
+                )
     found.sort(key=lambda one: one.at_s)
     _check_numbers(found, replicas, can_grow, path)
     return found

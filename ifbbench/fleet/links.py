@@ -1,7 +1,7 @@
 """Transfers of keys and values between the replicas of a fleet, which share the links of their two ends."""
 
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from ifbbench.virtual_clock import tick, to_seconds
@@ -60,6 +60,14 @@ class Links:
         arrived, self._arriving = self._arriving[:count], self._arriving[count:]
         return [key for _, key in arrived]
 
+    def cancel(self, key: int, now_s: float) -> None:
+        """Nothing comes of the transfer `key`, if there is one."""
+        self._arriving = [one for one in self._arriving if one[1] != key]
+        if (flow := self._flows.pop(key, None)) is not None:
+            self._num_out[flow.source] -= 1
+            self._num_in[flow.target] -= 1
+            self._share_again(now_s)
+
     def _share_again(self, now_s: float) -> None:
         """The number of transfers on some link has changed."""
         for flow in self._flows.values():
@@ -100,6 +108,11 @@ class MeasuredLinks:
         while self._arriving and self._arriving[0][0] <= now_s:
             arrived.append(heappop(self._arriving)[1])
         return arrived
+
+    def cancel(self, key: int, now_s: float) -> None:
+        """See Links."""
+        self._arriving = [one for one in self._arriving if one[1] != key]
+        heapify(self._arriving)
 
 
 def left_after_prefill(tokens: int, layers: int, rate: float, computing_s: float) -> float:

@@ -49,7 +49,7 @@ def check_sides(config: RunConfig) -> None:
             f"--{one}_replicas {getattr(config, f'{one}_replicas')}: needs --{other}_replicas, at least 1."
         )
     usual = RunConfig()
-    for name in ("replica_config", "replica_events", "request_retries", "autoscale", "replica_start_up"):
+    for name in ("replica_config", "autoscale", "replica_start_up"):
         if getattr(config, name) != getattr(usual, name):
             raise InputError(f"--{name}: is not built with --prefill_replicas and --decode_replicas; leave it out.")
     if config.replicas > 1:

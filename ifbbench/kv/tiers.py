@@ -110,6 +110,10 @@ class KvTiers:
     def take_sent(self) -> Sequence[Request]:
         return ()
 
+    def take_stopped(self) -> Sequence[int]:
+        """See KvTransfers. No other engine gets requests of this one."""
+        return ()
+
     def take_received(self) -> Sequence[Request]:
         self._advance()
         arrived = [one for one in self._loading if one.arrived_s < inf]

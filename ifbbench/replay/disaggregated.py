@@ -11,8 +11,8 @@ from typing import Any
 
 from ifbbench.build.engine import Engine
 from ifbbench.build.resolve import kv_value_bytes
-from ifbbench.engine.arrays import IntArray
 from ifbbench.errors import InputError, RunFailed
+from ifbbench.fleet.events import ReplicaEvent, read_events
 from ifbbench.fleet.links import Links
 from ifbbench.fleet.router import PREFILLS, STATE, Router, make_router
 from ifbbench.fleet.sides import check_sides, side_values
@@ -20,7 +20,9 @@ from ifbbench.models.config import ModelConfig
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_computing, check_settings, closed, price_of
+from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.replica_processes import ReplicaEngines
+from ifbbench.replay.side_replica import SideReplica
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
@@ -34,7 +36,7 @@ from ifbbench.replay.single import (
     write_fleet_end,
     write_responses,
 )
-from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
+from ifbbench.replay.stepped_sides import SteppedSides
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.disaggregated import DECODE, PREFILL, SIDES, reserves_first, transfer_figures, write_lines
 from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_directory
@@ -80,16 +82,6 @@ class _Ran:
     engines: list[Engine]
     bytes_per_token: float
 
-    def outputs(self) -> dict[int, IntArray]:
-        """The tokens of each request, by id, where they are kept: those of a request that went on are of its decode
-        replica."""
-        found = {name: tokens for one in self.fleet.prefill for name, tokens in one.client.outputs.items()}
-        for one in self.fleet.decode:
-            for name in columns_of(one.trace.requests).request_id:
-                found.pop(name, None)
-            found |= one.client.outputs
-        return found
-
 
 def run_disaggregated(
     source: Source,
@@ -112,7 +104,7 @@ def run_disaggregated(
         with _running(trace, config, routers, own, engines, directory, progress) as ran:
             ran.fleet.run()
         if config.responses_json:
-            write_responses(Path(config.responses_json), trace, ran.outputs())
+            write_responses(Path(config.responses_json), trace, ran.fleet.outputs)
         write_lines(directory, config.recording_format, ran.fleet.lines)
         summary, _ = _summary(trace, config, ran)
         return write_fleet_end(directory, description, summary)
@@ -140,6 +132,7 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
     """The routers and the settings of both sides. InputError for what they cannot have."""
     check_sides(config)
     check_settings(config)
+    _events(config)
     if config.engine not in ENGINES:
         raise InputError(
             f"--engine {config.engine}: prefill and decode apart are built for {', '.join(ENGINES)} only; choose one, "
@@ -176,11 +169,6 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
 def _check_computing(own: RunConfig, config: RunConfig) -> None:
     """InputError for settings that replicas of a side cannot have if they compute. own: of the replica."""
     check_computing(own)
-    if config.engine == SGLANG:
-        raise InputError(
-            "--engine sglang: copies of retracted requests in host memory are not built on --device cpu: prefill "
-            "and decode apart compute for trtllm and vllm only; choose one, or a simulated device."
-        )
     if config.transfer_by == BY_LAYER:
         raise InputError(f"--transfer_by {BY_LAYER}: is simulated only; leave it out, or choose --device sim:PROFILE.")
     usual = RunConfig()
@@ -242,6 +230,18 @@ def _computing_engines(
             "without, or a simulated device."
         )
     return engines
+
+
+def _events(config: RunConfig) -> Sequence[ReplicaEvent]:
+    """The events of --replica_events."""
+    if config.replica_events is None:
+        return ()
+    count = config.prefill_replicas + config.decode_replicas
+    return read_events(Path(config.replica_events), count, can_grow=False, has_sides=True)
+
+
+def _no_replica(number: int, like: int) -> None:
+    raise AssertionError("no replica of a side starts")
 
 
 def _description(trace: Trace, config: RunConfig, engine: Engine, own: RunConfig) -> dict[str, Any]:
@@ -319,6 +319,7 @@ def _running(
             routers,
             sides,
             None if engines[0].makes_tokens else _links(config, engines),
+            Changes(_events(config), None, 0.0, _no_replica),
             progress,
             reserves_first=is_reserved,
             layers=engines[0].model.num_layers if is_by_layer else None,
@@ -363,10 +364,15 @@ def _summary(trace: Trace, config: RunConfig, ran: _Ran) -> tuple[dict[str, Any]
     summary = whole.summary(any(one["partial"] for one in summaries), digest)
     summary |= {"arrivals": ran.fleet.front.arrivals()}
     own, end_s = [engine.config for engine in ran.engines], metrics.last_end_s
-    up_s = [summary["duration_s"]] * len(own)
+    changes = ran.fleet.changes
+    services, events = changes.service_times(end_s), changes.figures()
+    up_s = [one_end_s - begin_s if events else summary["duration_s"] for begin_s, one_end_s, _ in services]
     summary |= energy_of_replicas(summaries, summary, [one.hardware for one in own], up_s)
-    members = [Member({}, one.tp_size * one.pp_size, price_of(one), 0.0, end_s, {}) for one in own]
-    figures = fleet_figures(config.router or ROUTERS[0], summaries, members)
+    members = [
+        Member({}, one.tp_size * one.pp_size, price_of(one), *service)
+        for one, service in zip(own, services, strict=True)
+    ]
+    figures = fleet_figures(config.router or ROUTERS[0], summaries, members) | events
     for number, one in enumerate(figures["replicas"]):
         one["side"] = PREFILL if number < config.prefill_replicas else DECODE
     count = config.prefill_replicas

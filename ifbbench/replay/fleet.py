@@ -23,7 +23,7 @@ from ifbbench.build.engine import Engine
 from ifbbench.build.kv_tiers import make_tiers, remote_store
 from ifbbench.engine.arrays import IntArray
 from ifbbench.errors import IfbbenchError, InputError, RunFailed
-from ifbbench.fleet.events import ReplicaEvent, read_events
+from ifbbench.fleet.events import FAIL, ReplicaEvent, read_events
 from ifbbench.fleet.prefix_index import PrefixIndex
 from ifbbench.fleet.router import PREFILLS, STATE, Replica, RoutedRequest, Router, make_router
 from ifbbench.fleet.sides import check_no_sides
@@ -34,7 +34,7 @@ from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.replica_configs import own_settings, replica_configs
 from ifbbench.replay.replica_processes import ReplicaEngines
-from ifbbench.replay.requests import request_maker
+from ifbbench.replay.requests import request_maker, with_drawn_loras
 from ifbbench.replay.single import (
     REPLAYING,
     RunResult,
@@ -89,7 +89,7 @@ REFUSED = {
     "log_iteration_data": "a fleet has no iterations; its replicas have",
 }
 # Settings that a fleet does not have whose replicas compute.
-NOT_COMPUTED = ("num_loras", "lora_dir", "profile")
+NOT_COMPUTED = ("profile",)
 NO_SIDE_OUTPUTS = dict.fromkeys((*SIDE_OUTPUTS, "result_format"))
 # Settings of the fleet that its replicas do not have.
 OF_FLEET: dict[str, Any] = {"concurrency": None, "duration": None, "output": None, **NO_SIDE_OUTPUTS}
@@ -118,13 +118,16 @@ class Plan:
 class FleetRun:
     """A fleet that has run. ended: each replica. members: the index in the whole trace of each of its requests, by
     replica. configs: the settings of each. stepped: of a fleet whose replicas were stepped together.
-    outputs: the tokens of each request, by id, if they are asked for."""
+    outputs: the tokens of each request, by id, if they are asked for. failures: of a fleet that serves, what its
+    replicas lost, as `events`; sent_again: the priorities of the requests of these that others got."""
 
     ended: Sequence[Ended]
     members: Sequence[Sequence[int]]
     configs: Sequence[RunConfig]
     stepped: SteppedFleet | None = None
     outputs: Mapping[int, IntArray] = field(default_factory=dict)
+    failures: Sequence[dict[str, Any]] = ()
+    sent_again: Sequence[float] = ()
 
 
 def run_fleet(
@@ -398,7 +401,8 @@ def _run_stepped(
         def make_replica(number: int, like: int) -> SteppedReplica:
             sees_first_tokens = PREFILLS in plan.router.looks_at
             sees_first_tokens |= plan.rule is not None and plan.rule.measure == TTFT
-            one = SteppedReplica(number, make_engine(configs[like]), trace, make_recorder, sees_first_tokens)
+            engine = make_engine(configs[like])
+            one = SteppedReplica(number, engine, with_drawn_loras(trace, engine), make_recorder, sees_first_tokens)
             if config.responses_json:
                 one.client.keep_outputs()
             return one
@@ -483,6 +487,7 @@ def fleet_summary(
     whole.lost = []
     for _, parts in ended:
         add_server(whole, parts)
+    whole.metrics.forget_failures(run.sent_again)
     make_request = request_maker(engine)
     for index, (_, error) in lost.items():
         whole.left(make_request(index, trace.requests[index]), error)
@@ -500,10 +505,9 @@ def fleet_summary(
         busiest = max(summaries, key=lambda one: one["request_throughput_per_s"] * (one["e2e_s"]["mean"] or 0.0))
         if "expected_error" in busiest:
             summary |= {"expected_error": busiest["expected_error"]}
-    services: list[tuple[float, float, dict[str, Any]]] = [(0.0, whole.metrics.last_end_s, {})] * len(own)
-    figures: dict[str, Any] = {}
+    services, figures = _served(run, whole.metrics.last_end_s)
     if run.stepped is not None:
-        services, figures = run.stepped.services(whole.metrics.last_end_s), run.stepped.changes.figures()
+        services, figures = run.stepped.changes.service_times(whole.metrics.last_end_s), run.stepped.changes.figures()
     if len(ended) > 1:
         up_s = [end_s - begin_s if figures else summary["duration_s"] for begin_s, end_s, _ in services]
         summary |= energy_of_replicas(summaries, summary, [one.hardware for one in own], up_s)
@@ -516,6 +520,19 @@ def fleet_summary(
     if retention := retention_figures(summaries):
         summary |= {"kv_retention": retention}
     return summary | {"fleet": fleet_figures(config.router or ROUTERS[0], summaries, members) | figures}, whole
+
+
+def _served(run: FleetRun, end_s: float) -> tuple[list[tuple[float, float, dict[str, Any]]], dict[str, Any]]:
+    """See `Changes.service_times` and `figures`, of a fleet whose replicas were there from its beginning."""
+    failed_s = {one["replica"]: one["at_s"] for one in run.failures}
+    services = list[tuple[float, float, dict[str, Any]]]()
+    for number in range(len(run.configs)):
+        ended_s, facts = failed_s.get(number, end_s), dict[str, Any]()
+        if failed_s:
+            facts = {"started_s": 0.0, "ready_s": 0.0, "ended_s": ended_s}
+            facts |= {"ended_by": FAIL if number in failed_s else None}
+        services.append((0.0, ended_s, facts))
+    return services, {"events": list(run.failures)} if failed_s else {}
 
 
 def price_of(config: RunConfig) -> float | None:

@@ -111,6 +111,23 @@ class Changes:
         """What `summary.json` has of the changes; nothing of a fleet that stayed as it was."""
         return {"events": self.log} if self.log else {}
 
+    def service_times(self, end_s: float) -> list[tuple[float, float, dict[str, Any]]]:
+        """From when to when the GPUs of each replica were taken, and in a fleet that changed, when it took requests
+        and why it ended. end_s: of the run."""
+        found = list[tuple[float, float, dict[str, Any]]]()
+        for one, service in zip(self._fleet.replicas, self.services, strict=True):
+            ended_s = end_s
+            if service.ended_by == FAIL:
+                ended_s = one.failed_s
+            elif service.ended_by:
+                ended_s = max(service.stopped_s, one.latest_answer_s)
+            facts: dict[str, Any] = {}
+            if self.log:
+                facts = {"started_s": service.started_s, "ready_s": service.ready_s, "ended_s": ended_s}
+                facts |= {"ended_by": service.ended_by or None}
+            found.append((service.started_s, ended_s, facts))
+        return found
+
     def _add(self, at_s: float, kind: str, value: int = 0, like: int = 0) -> None:
         heappush(self._due, Change(at_s, self._added, kind, value, like))
         self._added += 1

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
+from functools import partial
+from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -21,13 +23,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ifbbench.build.engine import Engine, EngineSizes, build_engine, engine_elsewhere, warm_up
-from ifbbench.clock import NANOSECONDS, WallClock
+from ifbbench.clock import NANOSECONDS, Clock, WallClock
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.batch import Batch, BlockCopy, StepOutputs
 from ifbbench.engine.interfaces import EngineLost
 from ifbbench.engine.pickling import dumps, loads
 from ifbbench.engine.sent_batches import BatchReader, SentBatch, SentChunk
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.kv.adapters import AdapterSize, AdapterSource
 from ifbbench.processes import death_of, end_with_parent, start_python
 from ifbbench.replay.single import unlogged, warn_of_refusals
 from ifbbench.settings.config import RunConfig
@@ -42,6 +45,11 @@ START = (
     "from signal import *; signal(SIGINT, SIG_DFL); pthread_sigmask(SIG_UNBLOCK, [SIGINT])\n"
     "from ifbbench.replay.replica_processes import work; work()"
 )
+# What a process does without an answer.
+DROP = "drop"
+# Connections of processes that ended meanwhile may wait beside the one that is expected.
+BACKLOG = 8
+_transfers = count()
 _log = logging.getLogger("ifbbench")
 
 
@@ -117,6 +125,30 @@ class ReplicaProcess:
         self._connection.close()
 
 
+class AdaptersElsewhere:
+    """The LoRA adapters of the engine in a process: an AdapterSource. The process reads them when they are loaded.
+
+    known: the adapters, without their values."""
+
+    def __init__(self, known: AdapterSource, process: ReplicaProcess) -> None:
+        self._known, self._process = known, process
+
+    def tasks(self) -> Iterable[int]:
+        return self._known.tasks()
+
+    def size(self, task_id: int) -> AdapterSize | None:
+        return self._known.size(task_id)
+
+    def add(self, task_id: int, weights: Any, config: Any) -> None:
+        raise InputError("adapters that requests bring are not sent to the processes of replicas.")
+
+    def keep(self, task_id: int) -> None:
+        pass
+
+    def drop(self, task_id: int) -> None:
+        self._process.post(DROP, task_id)
+
+
 class ProcessExecutor:
     """An Executor whose batches run in the process of a replica, while this process goes on."""
 
@@ -185,7 +217,7 @@ class ReplicaEngines:
         assert process.job.config == config
         clock = VirtualClock()
         executor = MeasuredExecutor(process, clock)
-        engine = engine_elsewhere(config, self._beam_width, executor, clock, process.result(), self._sends)
+        engine = _engine_of(config, self._beam_width, executor, clock, self._sends)
         warn_of_refusals(self._trace, engine)
         check_vocabulary(self._trace, engine.model.vocab_size)
         return engine
@@ -204,7 +236,16 @@ def engines_in_processes(stack: ExitStack, config: RunConfig, count: int) -> lis
     processes = [ReplicaProcess(ReplicaJob(config, 1, count, None), f"replica {number}") for number in range(count)]
     for one in processes:
         stack.callback(one.end)
-    return [engine_elsewhere(config, 1, ProcessExecutor(one), WallClock(), one.result()) for one in processes]
+    return [_engine_of(config, 1, ProcessExecutor(one), WallClock()) for one in processes]
+
+
+def _engine_of(
+    config: RunConfig, beam_width: int, executor: ProcessExecutor, clock: Clock, sends: bool = False
+) -> Engine:
+    """The engine whose `executor` is in a process, once that is ready."""
+    process = executor.process
+    adapters_of = partial(AdaptersElsewhere, process=process)
+    return engine_elsewhere(config, beam_width, executor, clock, process.result(), sends, adapters_of)
 
 
 def process_of(engine: Engine) -> ReplicaProcess:
@@ -218,19 +259,34 @@ def move_kv(
 ) -> tuple[float, int]:
     """Copy keys and values from one process to another; returns how many seconds that took, and how many bytes there
     were. first: what the request at `target` goes on with, unless that computes it."""
-    clock = WallClock()
-    target.post("receive", received, first)
-    source.post("send", sent, target.job.address)
+    clock, number = WallClock(), next(_transfers)
+    target.post("receive", received, first, number)
+    source.post("send", sent, target.job.address, number)
     try:
         num_bytes: int = source.result()
-    except EngineLost:
-        raise
     except IfbbenchError:
-        if target.has_ended:
-            target.result()
+        _end_receiving(target, number)
         raise
     target.result()
     return clock.now(), num_bytes
+
+
+def _end_receiving(target: ReplicaProcess, number: int) -> None:
+    """The process that was to send has failed: `target` waits no longer. EngineLost if that has ended."""
+    assert target.job.address is not None
+    with suppress(OSError), closing(Client(target.job.address)) as connection:
+        connection.send_bytes(_head(number, is_sent=False))
+    try:
+        target.result()
+    except EngineLost:
+        raise
+    except IfbbenchError:
+        return  # it has not got all, which is known
+
+
+def _head(number: int, is_sent: bool) -> bytes:
+    """What comes before keys and values: the number of the transfer, and whether they follow."""
+    return b"%d %d" % (number, is_sent)
 
 
 # The process of a replica.
@@ -248,6 +304,9 @@ def work() -> None:
     worker: _Worker | None = None
     while True:
         message = messages.get()
+        if worker is not None and message[0] == DROP:
+            worker.drop(message[1])
+            continue
         try:
             if worker is None:
                 worker = _Worker(*message)
@@ -287,7 +346,7 @@ class _Worker:
             )
         warm_up(self.engine)
         self._reader = BatchReader()
-        self._listener = None if job.address is None else Listener(job.address)
+        self._listener = None if job.address is None else Listener(job.address, backlog=BACKLOG)
 
     def do(self, what: str, *content: Any) -> Any:
         if what == "run":
@@ -296,6 +355,11 @@ class _Worker:
             return self._send(*content)
         return self._receive(*content)
 
+    def drop(self, task_id: int) -> None:
+        """Free the host memory of an adapter."""
+        assert self.engine.limits.lora is not None
+        self.engine.limits.lora.source.drop(task_id)
+
     def _run(self, sent: SentBatch) -> tuple[StepOutputs, float]:
         """The outputs of a batch, and how many seconds it took."""
         batch, clock = self._reader.batch(sent), WallClock()
@@ -303,29 +367,47 @@ class _Worker:
         outputs = self.engine.executor.collect()
         return outputs, clock.now()
 
-    def _send(self, part: KvPart, address: str) -> int:
-        """Send keys and values to another replica; returns how many bytes."""
+    def _send(self, part: KvPart, address: str, number: int) -> int:
+        """Send keys and values to another replica; returns how many bytes. number: of the transfer."""
         num_bytes = 0
         with closing(Client(address)) as connection:
+            connection.send_bytes(_head(number, is_sent=True))
             for tensor in self._model_executor.read_kv(part.tables, part.start, part.end):
                 data = _bytes_of(tensor)
                 connection.send_bytes(data)
                 num_bytes += len(data)
         return num_bytes
 
-    def _receive(self, part: KvPart, first: FirstToken | None) -> None:
-        """Take keys and values of another replica."""
-        assert self._listener is not None
-        with closing(self._listener.accept()) as connection:
+    def _receive(self, part: KvPart, first: FirstToken | None, number: int) -> None:
+        """Take keys and values of another replica. Copies of other blocks are made whatever becomes of them."""
+        with ExitStack() as stack:
 
             def read(like: "Tensor") -> "Tensor":
+                connection = opened[0] if opened else stack.enter_context(closing(self._accept(number)))
+                opened[:] = [connection]
                 tensor = like.new_empty(like.shape)
                 connection.recv_bytes_into(_bytes_of(tensor))
                 return tensor
 
+            opened = list[Connection]()
             self._model_executor.write_kv(part.tables, part.start, part.end, read, part.copies)
         if first is not None:
             self._model_executor.begin_generation(first.chunk.chunk(), first.token)
+
+    def _accept(self, number: int) -> Connection:
+        """The connection of the replica that sends a transfer. Those of others, which have ended, are closed."""
+        assert self._listener is not None
+        while True:
+            connection = self._listener.accept()
+            try:
+                head = connection.recv_bytes()
+            except (EOFError, OSError):
+                head = b""
+            if head == _head(number, is_sent=True):
+                return connection
+            connection.close()
+            if head == _head(number, is_sent=False):
+                raise IfbbenchError("nothing is sent")
 
     @property
     def _model_executor(self) -> Any:

@@ -1,8 +1,11 @@
 """The engine's requests of a trace: how they are made of its rows, and which of them the engine will refuse."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
+from msgspec import structs
 
 from ifbbench.build.adapters import drawn_tasks
 from ifbbench.build.engine import Engine, sampling_params
@@ -17,6 +20,31 @@ from ifbbench.workload.prompts import output_runs, output_symbol, prompt_tokens,
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 
 RECORDED = "recorded token ids"
+
+
+def with_drawn_loras(trace: Trace, engine: Engine) -> Trace:
+    """A trace whose requests name the adapters that `request_maker` draws for them, so that each has the same one
+    wherever a router sends it."""
+    columns, loras, seed = columns_of(trace.requests), _drawn_loras(engine), engine.config.seed
+    if columns.names_loras or not loras:
+        return trace
+    index_of, recall = {origin: index for index, origin in enumerate(columns.origin)}, columns.recall
+
+    def named(origin: int) -> TraceRequest:
+        return structs.replace(recall(origin), lora_task_id=_drawn_lora(seed, index_of[origin], loras))
+
+    return replace(trace, requests=replace(columns, names_loras=True, recall=named))
+
+
+def _drawn_loras(engine: Engine) -> list[int]:
+    """The adapters that requests of a trace without any draw from."""
+    lora = engine.limits.lora
+    return [] if lora is None else drawn_tasks(engine.config, lora.source.tasks())
+
+
+def _drawn_lora(seed: int, index: int, loras: Sequence[int]) -> int:
+    """The adapter of the request at `index` of a trace."""
+    return Random(f"lora {seed} {index}").choice(loras)
 
 
 def request_maker(engine: Engine, draws_loras: bool = False) -> MakeRequest:
@@ -38,9 +66,7 @@ def request_maker(engine: Engine, draws_loras: bool = False) -> MakeRequest:
 
     kept, returned = retentions(config)
     is_symbolic = engine.limits.reuse.enabled and not makes_tokens
-    lora, loras = engine.limits.lora, list[int]()
-    if draws_loras and lora is not None:
-        loras = drawn_tasks(config, lora.source.tasks())
+    loras = _drawn_loras(engine) if draws_loras else []
 
     def make_request(index: int, row: TraceRequest) -> Request:
         return Request(
@@ -52,7 +78,7 @@ def request_maker(engine: Engine, draws_loras: bool = False) -> MakeRequest:
             index=index,
             priority=row.priority,
             beam_width=config.beam_width or row.beam_width,
-            lora_task_id=Random(f"lora {config.seed} {index}").choice(loras) if loras else row.lora_task_id,
+            lora_task_id=_drawn_lora(config.seed, index, loras) if loras else row.lora_task_id,
             # Each request has a seed of its own, so that its tokens do not depend on the others.
             sampling=sampling_params(config, config.seed + row.request_id) if makes_tokens else GREEDY,
             options=options,

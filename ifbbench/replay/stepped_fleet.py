@@ -10,11 +10,10 @@ from typing import Any
 from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.interfaces import NO_LIMIT, EngineLost
-from ifbbench.engine.request import EarlierAttempts, Request
+from ifbbench.engine.request import EarlierAttempts, Request, computed_tokens
 from ifbbench.engine.responses import Response
 from ifbbench.engine.stepped_loop import SteppedLoop
 from ifbbench.errors import RunFailed
-from ifbbench.fleet.events import FAIL
 from ifbbench.fleet.front import Front, offers, read_at_ns
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex, prompt_pieces
 from ifbbench.fleet.router import Replica, ReplicaState, RoutedRequest, Router
@@ -134,16 +133,25 @@ class SteppedReplica:
         with the tokens that had been computed for it. Answers that have left the engine still arrive.
 
         error_of(index): why the request has failed; None if it is sent again."""
+        self.lose(time_s)
+        return self.leave_open(error_of)
+
+    def lose(self, time_s: float) -> None:
+        """Its engine is lost at `time_s`, which its requests do not know yet."""
         self.loop.lose_engine(time_s)
         if self.engine.tiers is not None:
             self.engine.tiers.lose(time_s)
         if self.engine.makes_tokens:
             self.engine.executor.close()  # ends its process
-        self.failed_s, lost = time_s, list[tuple[int, int]]()
+        self.failed_s = time_s
+
+    def leave_open(self, error_of: Callable[[int], str | None]) -> list[tuple[int, int]]:
+        """Its requests that are not answered leave; see `fail`."""
+        lost = list[tuple[int, int]]()
         for own in self.client.open:
             index = self.members[own]
             request = self.loop.scheduler.find(self._columns.request_id[own]) or self.client.not_fetched(own)
-            tokens = 0 if request.table is None else computed_tokens(request)
+            tokens = computed_tokens(request)
             self.recorder.left(request, error_of(index))
             lost.append((index, tokens))
         return lost
@@ -278,23 +286,6 @@ class SteppedFleet:
             self._route(arriving(index), time_s, is_later=True)
         return {"retried": len(again), "lost": len(errors), "lost_tokens": sum(tokens for _, tokens in lost)}
 
-    def services(self, end_s: float) -> list[tuple[float, float, dict[str, Any]]]:
-        """From when to when the GPUs of each replica were taken, and in a fleet that changed, when it took requests
-        and why it ended. end_s: of the run."""
-        found = list[tuple[float, float, dict[str, Any]]]()
-        for one, service in zip(self.replicas, self.changes.services, strict=True):
-            ended_s = end_s
-            if service.ended_by == FAIL:
-                ended_s = one.failed_s
-            elif service.ended_by:
-                ended_s = max(service.stopped_s, one.latest_answer_s)
-            facts: dict[str, Any] = {}
-            if self.changes.log:
-                facts = {"started_s": service.started_s, "ready_s": service.ready_s, "ended_s": ended_s}
-                facts |= {"ended_by": service.ended_by or None}
-            found.append((service.started_s, ended_s, facts))
-        return found
-
     def route_waiting(self, time_s: float) -> None:
         """A replica takes requests: send those that waited for one."""
         waiting, self.waiting = self.waiting, []
@@ -422,12 +413,6 @@ class SteppedFleet:
         if is_later and earlier is None:
             earlier = EarlierAttempts(0, self._arrival_s(index), 0)
         one.offer(columns, index, arrival_s, earlier)
-
-
-def computed_tokens(request: Request) -> int:
-    """Tokens of the prompt that an engine has computed for a request, and of its output."""
-    prompt = request.position if request.in_context else request.original_prompt_len
-    return max(prompt - request.reused_tokens, 0) + request.num_outputs
 
 
 def arriving(index: int, row: TraceRequest | None = None) -> Request:

@@ -9,20 +9,21 @@ replica are released.
 Where blocks are reserved first (SGLang, and transfers by layer), the request goes to the decode replica when it
 arrives, and to the prefill replica once the decode replica has blocks for it. The transfer ends after the prompt is
 complete.
+
+A replica may fail. Requests that need it go on elsewhere from the start, and leave the other replica that they were at;
+a request that has not come to it yet gets another replica of its side.
 """
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
 
 import numpy as np
 
-from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS
 from ifbbench.engine.arrays import IntArray
-from ifbbench.engine.interfaces import NO_LIMIT, KvScheduler
+from ifbbench.engine.interfaces import NO_LIMIT, EngineLost
 from ifbbench.engine.plan import ContextChunk
-from ifbbench.engine.request import EarlierAttempts, Request
+from ifbbench.engine.request import EarlierAttempts, Request, computed_tokens
 from ifbbench.engine.sent_batches import SentChunk
 from ifbbench.errors import RunFailed
 from ifbbench.fleet.links import Links, MeasuredLinks, left_after_prefill
@@ -30,225 +31,32 @@ from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
 from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, RoutedRequest, Router
 from ifbbench.progress import Progress
 from ifbbench.replay.client import make_client
+from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.replica_processes import FirstToken, KvPart, move_kv, process_of
-from ifbbench.replay.routed import RoutedClient, RoutedServedClient
+from ifbbench.replay.requests import request_maker
 from ifbbench.replay.served import ServedClient
-from ifbbench.replay.stepped_fleet import SHOWN_EVERY, MakeRecorder, SteppedReplica, arriving, final_response
+from ifbbench.replay.side_replica import SideReplica
+from ifbbench.replay.stepped_fleet import SHOWN_EVERY, arriving, final_response
 from ifbbench.rundir.disaggregated import Passage
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
+from ifbbench.rundir.request_metrics import RequestMetrics
 from ifbbench.settings.config import VLLM, RunConfig
 from ifbbench.virtual_clock import VirtualClock
 from ifbbench.workload.load import session_numbers
-from ifbbench.workload.trace import RequestColumns, Trace, columns_of
-
-
-class KvMailbox:
-    """The `KvTransfers` of a replica. Requests are named by their index in its trace.
-
-    held: those that are complete, while their blocks are kept. completions: of these, when their prompts were complete,
-    until the fleet takes them. reservations: those that have got blocks for what is sent to them, until the fleet takes
-    them, and when. receiving: these requests, until that has come."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, Request] = {}
-        self.completions: list[tuple[float, Request]] = []
-        self.reservations: list[tuple[float, Request]] = []
-        self.receiving: dict[int, Request] = {}
-        self._sent: list[Request] = []
-        self._received: list[Request] = []
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the loop has something to take."""
-        return bool(self._sent or self._received)
-
-    def sent(self, index: int) -> None:
-        """What the prefill replica kept is no longer needed."""
-        self._sent.append(self.held.pop(index))
-
-    def received(self, index: int) -> None:
-        """What the decode replica waited for has come."""
-        self._received.append(self.receiving.pop(index))
-
-    def forget(self, index: int) -> None:
-        """Nothing is sent to this request."""
-        self.receiving.pop(index, None)
-
-    # Called by the loop.
-
-    def kept(self, request: Request, now_s: float) -> None:
-        self.held[request.index] = request
-        self.completions.append((now_s, request))
-
-    def reserved(self, requests: Sequence[Request], now_s: float) -> None:
-        for request in requests:
-            self.receiving[request.index] = request
-            self.reservations.append((now_s, request))
-
-    def take_sent(self) -> Sequence[Request]:
-        sent, self._sent = self._sent, []
-        return sent
-
-    def take_received(self) -> Sequence[Request]:
-        received, self._received = self._received, []
-        return received
-
-
-class _Sending:
-    """What the clients of a prefill replica have in common. to_send: indices of the requests that go on elsewhere."""
-
-    to_send: set[int]
-
-    def prepare(self, share: RequestColumns) -> None:
-        self.to_send = set()
-        super().prepare(share)  # type: ignore[misc]
-
-    def get_requests(self: Any, max_requests: int) -> list[Request]:
-        """See ReplayClient."""
-        requests: list[Request] = super().get_requests(max_requests)  # type: ignore[misc]
-        for request in requests:
-            request.is_sent_on = request.index in self.to_send
-        return requests
-
-
-class _SendingClient(_Sending, RoutedClient):
-    """The client of a prefill replica."""
-
-
-class _SendingServedClient(_Sending, RoutedServedClient):
-    """The client of a prefill replica, behind a serving process."""
-
-
-class _AcceptedClient(_SendingServedClient):
-    """The client of a prefill replica whose serving process accepts a request while that of the decode replica does, so
-    that it is ready when the latter has blocks."""
-
-    def _accept_one(self, received_s: float, prompt_len: int) -> float:
-        return received_s
-
-
-class _Receiving:
-    """What the clients of a decode replica have in common. remote: indices of the requests whose prompts are computed
-    elsewhere. taken_s: when the engine took each request. received_s: when keys and values of each came, which is when
-    it arrives for the records of this replica."""
-
-    remote: set[int]
-    taken_s: dict[int, float]
-    received_s: dict[int, float]
-
-    def prepare(self, share: RequestColumns) -> None:
-        self.remote, self.taken_s, self.received_s = set(), {}, {}
-        super().prepare(share)  # type: ignore[misc]
-
-    def get_requests(self: Any, max_requests: int) -> list[Request]:
-        """See ReplayClient."""
-        requests: list[Request] = super().get_requests(max_requests)  # type: ignore[misc]
-        now_s = self._clock.now()
-        for request in requests:
-            self.taken_s[request.index] = now_s
-            if request.index in self.remote:
-                request.remote_len = request.prompt_len
-        return requests
-
-    def arrival_s(self, request: Request) -> float:
-        """When the request arrived, or its keys and values did."""
-        arrival_s: float = super().arrival_s(request)  # type: ignore[misc]
-        return self.received_s.get(request.index, arrival_s)
-
-    def held_until_s(self, request: Request) -> float:
-        """See ReplayClient; the client of a replica holds nothing back."""
-        return self.arrival_s(request)
-
-
-class _ReceivingClient(_Receiving, RoutedClient):
-    """The client of a decode replica."""
-
-
-class _ReceivingServedClient(_Receiving, RoutedServedClient):
-    """The client of a decode replica, behind a serving process."""
-
-
-class SideReplica(SteppedReplica):
-    """A replica that computes prompts, or one that generates. lines: of its requests that have ended, by index in its
-    trace. reserves_first: see SteppedSides."""
-
-    def __init__(
-        self,
-        number: int,
-        engine: Engine,
-        trace: Trace,
-        make_recorder: MakeRecorder,
-        is_prefill: bool,
-        reserves_first: bool,
-    ) -> None:
-        self.is_prefill, self.mail = is_prefill, KvMailbox()
-        clients: tuple[type[RoutedClient], type[RoutedServedClient]] = _ReceivingClient, _ReceivingServedClient
-        if is_prefill:
-            clients = _SendingClient, _AcceptedClient if reserves_first else _SendingServedClient
-        super().__init__(number, engine, trace, make_recorder, clients=clients)
-        self.loop.transfers = self.mail
-        self.lines: dict[int, RequestLine] = {}
-        self.recorder.on_request = self._keep_line
-
-    def _keep_line(self, line: RequestLine) -> None:
-        self.lines[line.index] = line
-
-    @property
-    def is_busy(self) -> bool:
-        return super().is_busy or self.mail.has_news
-
-    @property
-    def next_time_s(self) -> float:
-        if self.mail.has_news:
-            return self.clock.now()
-        time_s = super().next_time_s
-        return inf if self.loop.waits_for_transfers and time_s <= self.clock.now() else time_s
-
-    def advance(self) -> bool:
-        """See SteppedReplica. What has arrived may wait for the places of requests that are transferred."""
-        is_waiting = self.loop.waits_for_transfers and not self.mail.has_news
-        if is_waiting and super().next_time_s <= self.clock.now():
-            return False
-        return super().advance()
-
-    def offer(
-        self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None
-    ) -> None:
-        super().offer(columns, index, arrival_s, earlier)
-        self._idle_at = None
-        self.loop.wake()
-
-    @property
-    def kv_scheduler(self) -> KvScheduler:
-        assert isinstance(self.loop.scheduler, KvScheduler)
-        return self.loop.scheduler
-
-    def shorten_latest(self) -> None:
-        """The request that was offered last ends with its first token."""
-        self._columns.max_new_tokens[-1] = self._columns.output_len[-1] = 1
-
-    def stop(self, own: int, error: str) -> None:
-        """The request with this index in its trace fails."""
-        self.mail.forget(own)
-        self.loop.stop(self._columns.request_id[own], error)
-
-    def wake(self, now_s: float) -> None:
-        """There is something in the mailbox."""
-        if self.loop.is_idle:
-            self.clock.wait_until(now_s)
-        self._idle_at = None
-        self.loop.wake()
+from ifbbench.workload.trace import Trace, columns_of
 
 
 class SteppedSides:
     """The routers, the replicas of both sides and the client in front of them, which has the whole trace.
 
-    Events at the same time are taken in this order: what routers read, arrivals, answers, ends of transfers, and then
-    iterations. prefill, decode: the replicas; the numbers of the latter go on from those of the former. reserves_first:
-    a request goes to its prefill replica once it has blocks of its decode replica. layers: of the model, where they are
-    sent one by one; None if transfers begin when prompts are complete. lines: of the requests that have ended, in order
-    of time."""
+    Events at the same time are taken in this order: changes of the fleet, what routers read, arrivals, answers, ends of
+    transfers, and then iterations. prefill, decode: the replicas; the numbers of the latter go on from those of the
+    former. reserves_first: a request goes to its prefill replica once it has blocks of its decode replica. layers: of
+    the model, where they are sent one by one; None if transfers begin when prompts are complete. lines: of the requests
+    that have ended, in order of time. outputs: the tokens of each, by id, where clients keep them. views: of the
+    replicas that take requests;
+    waiting: no request waits for one, as none will start."""
 
     def __init__(
         self,
@@ -257,6 +65,7 @@ class SteppedSides:
         routers: tuple[Router, Router],
         sides: tuple[Sequence[SideReplica], Sequence[SideReplica]],
         links: Links | None,
+        changes: Changes,
         progress: Progress,
         *,
         reserves_first: bool = False,
@@ -281,6 +90,14 @@ class SteppedSides:
         self._passages: dict[int, Passage] = {}
         self._offers: dict[int, dict[str, list[float | None]]] = {}
         self.lines: list[RequestLine] = []
+        self.outputs: dict[int, IntArray] = {}
+        self.views, self.waiting = [one.view for one in self.replicas], list[int]()
+        self._retries, self._earlier = config.request_retries, dict[int, EarlierAttempts]()
+        engine = self.prefill[0].engine
+        self._make_request = request_maker(engine)
+        self._failures = RequestMetrics(0, self._columns.class_at, engine.config.as_dict(), ())
+        self.changes = changes
+        changes.begin(self)
 
     def run(self) -> None:
         """Run until each request is answered."""
@@ -294,7 +111,7 @@ class SteppedSides:
             )
             times = sorted([(one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy])[:2]
             next_s = times[0][0] if times else inf
-            known_s = min(self._read_s(event_s), answered_s, self._links.next_s)
+            known_s = min(self._read_s(event_s), answered_s, self._links.next_s, self.changes.next_s)
             if known_s < inf and known_s <= next_s:
                 self._take_event(known_s, event_s, answered_s, answering)
             elif next_s < inf:
@@ -306,7 +123,9 @@ class SteppedSides:
                 self._progress.update(shown, total, f"{len(self.prefill)} + {len(self.decode)} replicas")
         for one in self.replicas:
             one.client.horizon_s = inf
-            while one.loop.is_held or one.loop.step():  # iterations in flight of no outstanding request
+            while not one.has_failed and (
+                one.loop.is_held or one.loop.step()
+            ):  # iterations in flight of no outstanding request
                 one.loop.take_in()
 
     # Events, in order of time.
@@ -320,12 +139,17 @@ class SteppedSides:
         return event_s if read_ns == self._read_ns else read_ns / NANOSECONDS
 
     def _take_event(self, now_s: float, event_s: float, answered_s: float, answering: int) -> None:
+        if self.changes.next_s == now_s:
+            self._clock.wait_until(now_s)
+            self.changes.apply(now_s)
+            return
         if self._read_s(event_s) == now_s and (STATE in self._looks_at and self._take_states(event_s)):
             return
         if event_s == now_s:
             self._clock.wait_until(event_s)
             for request in self.front.get_requests(NO_LIMIT):
-                self._route(request, self.front.arrival_s(request), self.front.held_until_s(request))
+                submitted_s = self.front.held_until_s(request)
+                self._route(request.index, self.front.arrival_s(request), submitted_s, submitted_s)
         elif answered_s == now_s:
             self._take_answer(self.replicas[answering])
         else:
@@ -345,41 +169,71 @@ class SteppedSides:
 
     def _step(self, one: SideReplica, horizon_s: float, known_s: float) -> None:
         one.client.horizon_s = horizon_s
-        if not one.advance():  # a request of its own comes when another replica may have news
-            one.client.horizon_s = known_s
-            one.advance()
+        try:
+            if not one.advance():  # a request of its own comes when another replica may have news
+                one.client.horizon_s = known_s
+                one.advance()
+        except EngineLost as error:
+            self.changes.fail(one.view.number, one.clock.now(), str(error))
+            return
         mail = one.mail
         reservations, mail.reservations = mail.reservations, []
         for now_s, request in reservations:
-            self._reserve(self._passages[one.members[request.index]], request, now_s)
+            if (passage := self._at(one, request.index)) is not None:
+                self._reserve(passage, request, now_s)
         completions, mail.completions = mail.completions, []
         for now_s, request in completions if self._reserves_first else ():
-            self._send_rest(self._passages[one.members[request.index]], now_s)
+            if (passage := self._at(one, request.index)) is None:
+                continue
+            if _has_ended(request):
+                self._end_with_first_token(passage, now_s)
+            else:
+                self._send_rest(passage, now_s)
+
+    def _at(self, one: SideReplica, own: int) -> Passage | None:
+        """The passage of the request with this index in the trace of a replica; None if it has ended, or was sent to
+        another replica."""
+        passage = self._passages.get(one.members[own])
+        if passage is None:
+            return None
+        there = passage.prefill if one.is_prefill else passage.decode
+        its = passage.of_prefill if one.is_prefill else passage.of_decode
+        return passage if there == one.view.number and its == own else None
 
     # The way of a request.
 
-    def _route(self, request: Request, arrival_s: float, submitted_s: float) -> None:
-        index, columns = request.index, self._columns
+    def _route(self, index: int, arrival_s: float, submitted_s: float, sent_s: float) -> None:
+        """Send a request to replicas of both sides at `sent_s`."""
+        columns = self._columns
+        passage = Passage(index, arrival_s, submitted_s, self._reserves_first)
+        passage.sent_s = sent_s
+        if (earlier := self._earlier.get(index)) is not None:
+            passage.retries, passage.lost_tokens = earlier.retries, earlier.lost_tokens
+        open_views = self._open(0), self._open(1)
+        if not all(open_views):
+            side = "decode" if open_views[0] else "prefill"
+            self._lose(passage, f"no {side} replica takes requests", None)
+            return
+        self._passages[index] = passage
         pieces: Pieces = prompt_pieces(columns[index], self._beginnings) if self._has_prefixes else ()
-        passage = self._passages[index] = Passage(index, arrival_s, submitted_s, self._reserves_first)
         routed = self._request_for(1, index, arrival_s, pieces)
         self._note(index, routed)
-        decode = self._chosen(self._routers[1], self.decode, routed)
+        decode = self._chosen(1, routed)
         held = decode.view.expected_hit(routed) if decode.engine.limits.reuse.enabled else 0
         is_remote = routed.prompt_len - held >= self._least_remote
         # What ends with its first token, also because nothing else fits behind the prompt, is not sent.
         is_sent = min(columns.output_len[index], decode.engine.limits.max_seq_len - routed.prompt_len) != 1
         if is_remote:
-            prefill = self._chosen(self._routers[0], self.prefill, self._request_for(0, index, arrival_s, pieces))
+            prefill = self._chosen(0, self._request_for(0, index, arrival_s, pieces))
             passage.prefill = prefill.view.number
             self._count(prefill.view, 0, routed)
         if not is_remote or is_sent:
             passage.decode = decode.view.number
             self._count(decode.view, 1, routed)
         if is_remote and not (is_sent and self._reserves_first):
-            self._offer_to_prefill(passage, submitted_s)
+            self._offer_to_prefill(passage, sent_s)
         else:
-            self._offer_to_decode(passage, submitted_s)
+            self._offer_to_decode(passage, sent_s)
 
     def _offer_to_prefill(self, passage: Passage, arrival_s: float) -> None:
         prefill = self._prefill_of(passage)
@@ -400,9 +254,13 @@ class SteppedSides:
             pieces,
         )
 
-    def _chosen(self, router: Router, side: Sequence[SideReplica], routed: RoutedRequest) -> SideReplica:
-        number = router.choose(routed, [one.view for one in side]).number
-        return self.replicas[number]
+    def _open(self, side: int) -> list[Replica]:
+        """The replicas of a side that take requests."""
+        count = len(self.prefill)
+        return [view for view in self.views if (view.number >= count) == bool(side)]
+
+    def _chosen(self, side: int, routed: RoutedRequest) -> SideReplica:
+        return self.replicas[self._routers[side].choose(routed, self._open(side)).number]
 
     def _uncount(self, view: Replica, index: int) -> None:
         """The request is no longer at this replica."""
@@ -418,24 +276,30 @@ class SteppedSides:
             view.prefixes.add(routed.pieces)
 
     def _note(self, index: int, routed: RoutedRequest) -> None:
-        """Keep what the routers see."""
-        views, offers = [one.view for one in self.replicas], dict[str, list[float | None]]()
+        """Keep what the routers see: None of replicas that take no requests."""
+        takes_requests = {view.number for view in self.views}
+        views = [one.view if one.view.number in takes_requests else None for one in self.replicas]
+        offers = dict[str, list[float | None]]()
         if REQUESTS in self._looks_at:
-            offers |= {"requests": [one.requests for one in views], "tokens": [one.tokens for one in views]}
+            offers["requests"] = [None if one is None else one.requests for one in views]
+            offers["tokens"] = [None if one is None else one.tokens for one in views]
         if PREFIXES in self._looks_at:
-            offers["hit_tokens"] = [one.expected_hit(routed) for one in views]
+            offers["hit_tokens"] = [None if one is None else one.expected_hit(routed) for one in views]
         if STATE in self._looks_at:
-            offers |= {"queued": [one.state.queued for one in views], "kv_use": [one.state.kv_use for one in views]}
+            offers["queued"] = [None if one is None else one.state.queued for one in views]
+            offers["kv_use"] = [None if one is None else one.state.kv_use for one in views]
         if offers:
             self._offers[index] = offers
 
     def _take_answer(self, one: SideReplica) -> None:
         answered_s, own = one.client.answers.popleft()
         index = one.members[own]
+        one.latest_answer_s = answered_s
         self._uncount(one.view, index)
-        passage = self._passages.get(index)
-        if passage is None:
-            return  # a request whose decode replica has answered
+        passage = self._at(one, own)
+        if passage is None:  # its decode replica has answered, or it was sent to another replica
+            one.lines.pop(own, None)
+            return
         if one.is_prefill and passage.decode is not None:
             if passage.reserved_s >= 0:
                 if passage.prefilled_s < 0:  # it failed
@@ -473,7 +337,7 @@ class SteppedSides:
     def _reserve(self, passage: Passage, request: Request, now_s: float) -> None:
         """The decode replica has blocks for the prompt."""
         client = self._decode_of(passage).client
-        own, offered_s = passage.of_decode, passage.submitted_s if self._reserves_first else passage.prefilled_s
+        own, offered_s = passage.of_decode, passage.sent_s if self._reserves_first else passage.prefilled_s
         passage.accepted_s = client.accepted_s(own) if isinstance(client, ServedClient) else offered_s
         passage.taken_s = client.taken_s[own]  # type: ignore[union-attr]
         passage.reserved_s = now_s
@@ -496,9 +360,21 @@ class SteppedSides:
             left = left_after_prefill(passage.tokens, self._layers, rate, computing_s)
         self._send(passage, left, now_s)
 
+    def _end_with_first_token(self, passage: Passage, now_s: float) -> None:
+        """The first token has ended the request, for which the decode replica has blocks: it leaves that."""
+        self._release(passage, now_s)
+        decode, own = self._decode_of(passage), passage.of_decode
+        passage.decode, passage.of_decode = None, -1
+        decode.withdraw(own, now_s)
+
     def _send(self, passage: Passage, tokens: float, now_s: float) -> None:
         passage.transfer_s = now_s
-        self._links.send(passage.index, *self._ends_of(passage), tokens, now_s)
+        try:
+            self._links.send(passage.index, *self._ends_of(passage), tokens, now_s)
+        except EngineLost as error:
+            prefill, decode = self._prefill_of(passage), self._decode_of(passage)
+            lost = prefill if process_of(prefill.engine).has_ended else decode
+            self.changes.fail(lost.view.number, now_s, str(error))
 
     def _move(self, index: int) -> float:
         """Copy the keys and values of a request between the processes of its replicas; returns how many seconds that
@@ -546,12 +422,126 @@ class SteppedSides:
         prefilled = None if passage.of_prefill < 0 else self._prefill_of(passage).lines.pop(passage.of_prefill)
         decoded = None if passage.decode is None else self._decode_of(passage).lines.pop(passage.of_decode)
         line = passage.line(prefilled, decoded, self._columns.max_new_tokens[passage.index])
+        ended_at = self._prefill_of(passage) if passage.decode is None else self._decode_of(passage)
+        tokens = ended_at.client.outputs.pop(line.request_id, None)
+        if tokens is not None:
+            self.outputs[line.request_id] = tokens
+        self._add_line(passage, line, answered_s)
+
+    def _add_line(self, passage: Passage, line: RequestLine, ended_s: float, error: str | None = None) -> None:
         if passage.index in self._offers:
             line.offers = self._offers.pop(passage.index)
         self.lines.append(line)
-        del self._passages[passage.index]
-        self._clock.wait_until(answered_s)
-        self.front.send_response(final_response(passage.index))
+        self._passages.pop(passage.index, None)
+        self._clock.wait_until(ended_s)
+        self.front.send_response(final_response(passage.index, error))
+
+    # Replicas that fail.
+
+    def route_waiting(self, time_s: float) -> None:
+        """See Fleet. No request waits for a replica."""
+
+    def fail(self, one: SideReplica, time_s: float) -> dict[str, int]:
+        """The replica is lost. Requests that need what it has are sent to other replicas, or have failed if that was
+        done too often; those that have not come to it get another replica of its side. Returns how many were sent
+        again, and lost, and the tokens that were computed for nothing."""
+        one.lose(time_s)
+        ending, moving = list[Passage](), list[Passage]()
+        for passage in self._passages.values():
+            if not self._needs(passage, one):
+                continue
+            its = passage.of_prefill if one.is_prefill else passage.of_decode
+            (moving if its < 0 and self._open(0 if one.is_prefill else 1) else ending).append(passage)
+        errors, again = dict[int, str](), list[int]()
+        computed = {passage.index: self._computed(passage) for passage in ending}
+        for passage in ending:
+            index, retries = passage.index, passage.retries
+            if retries < self._retries:
+                again.append(index)
+            else:
+                after = f", after {retries} retries" * bool(retries)
+                errors[index] = f"replica {one.view.number} failed at {time_s:g} s{after}"
+        one.leave_open(errors.get)
+        for passage in ending:
+            self._withdraw(passage, one, time_s)
+            index, lost_tokens = passage.index, passage.lost_tokens + computed[passage.index]
+            passage.lost_tokens = lost_tokens
+            self._earlier[index] = EarlierAttempts(passage.retries + 1, passage.arrival_s, lost_tokens)
+            if index in errors:
+                self._lose(passage, errors[index], one)
+        for passage in moving:
+            self._move_to_another(passage, one)
+        for index in again:
+            passage = self._passages.pop(index)
+            self._route(index, passage.arrival_s, passage.submitted_s, time_s)
+        return {"retried": len(again), "lost": len(errors), "lost_tokens": sum(computed.values())}
+
+    def _needs(self, passage: Passage, one: SideReplica) -> bool:
+        """Whether the request is at a replica, or will come to it."""
+        if passage.decode == one.view.number:
+            return passage.of_decode < 0 or passage.of_decode in one.client.open
+        if passage.prefill != one.view.number or passage.received_s >= 0:
+            return False
+        own, decode = passage.of_prefill, passage.decode
+        if decode is not None and passage.of_decode >= 0 and passage.of_decode not in self.replicas[decode].client.open:
+            return False  # the decode replica has refused it
+        held = one.held.get(own)
+        return own < 0 or own in one.client.open or (held is not None and not _has_ended(held))
+
+    def _computed(self, passage: Passage) -> int:
+        """Tokens that both replicas have computed for a request."""
+        tokens = 0
+        if passage.of_prefill >= 0:
+            prefill = self._prefill_of(passage)
+            if (line := prefill.lines.get(passage.of_prefill)) is not None:
+                tokens = line.prompt_len - line.reused_tokens + line.output_len
+            elif (request := prefill.client.fetched.get(passage.of_prefill)) is not None:  # type: ignore[union-attr]
+                tokens = computed_tokens(request)
+        if passage.of_decode >= 0:
+            request = self._decode_of(passage).client.fetched.get(passage.of_decode)  # type: ignore[union-attr]
+            if request is not None and request.table is not None:
+                is_remote = passage.prefill is not None
+                tokens += request.num_outputs if is_remote else computed_tokens(request)
+        return tokens
+
+    def _withdraw(self, passage: Passage, lost: SideReplica, now_s: float) -> None:
+        """The request leaves the replica that is not lost; nothing is sent to there, or from there."""
+        if passage.transfer_s >= 0 and passage.received_s < 0:
+            self._links.cancel(passage.index, now_s)
+        if lost.is_prefill and passage.decode is not None:
+            other, own = self._decode_of(passage), passage.of_decode
+        elif not lost.is_prefill and passage.prefill is not None:
+            other, own = self._prefill_of(passage), passage.of_prefill
+        else:
+            return
+        if own < 0:
+            self._uncount(other.view, passage.index)
+        elif own in other.mail.held:
+            self._release(passage, now_s)
+        elif own in other.client.open:
+            other.withdraw(own, now_s)
+
+    def _move_to_another(self, passage: Passage, lost: SideReplica) -> None:
+        """The request has not come to the replica that is lost: it will come to another one."""
+        side, index = (0 if lost.is_prefill else 1), passage.index
+        pieces: Pieces = prompt_pieces(self._columns[index], self._beginnings) if self._has_prefixes else ()
+        routed = self._request_for(side, index, passage.arrival_s, pieces)
+        view = self._chosen(side, routed).view
+        self._count(view, side, routed)
+        if lost.is_prefill:
+            passage.prefill = view.number
+        else:
+            passage.decode = view.number
+
+    def _lose(self, passage: Passage, error: str, at: SideReplica | None) -> None:
+        """A request has failed, with a replica or because there is none."""
+        request = self._make_request(passage.index, self._columns[passage.index])
+        line = self._failures.add_failure(request, passage.arrival_s, error)
+        if at is not None:
+            line = passage.failed(line, at.view.number)
+        elif passage.retries:
+            line.retries, line.lost_tokens = passage.retries, passage.lost_tokens
+        self._add_line(passage, line, self._clock.now(), error)
 
     def _prefill_of(self, passage: Passage) -> SideReplica:
         assert passage.prefill is not None

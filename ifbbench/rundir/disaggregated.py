@@ -31,11 +31,12 @@ class Passage:
     """The way of a request through a fleet with prefill and decode apart, in seconds.
 
     index: in the whole trace. submitted_s: the client let it go, after its arrival where the number of requests at a
-    time is limited. prefill, decode: numbers of its replicas; prefill is None if the decode replica computes
-    the prompt, decode if the request ends with the first token. of_prefill, of_decode: its indices in the traces of the
-    two. prefilled_s: its prompt was computed, and the router has the answer. accepted_s: the decode replica has it;
-    taken_s: its scheduler has; reserved_s: it has blocks there. transfer_s, received_s: its keys and values left, and
-    came. tokens: how many tokens' keys and values were sent.
+    time is limited. sent_s: it was sent to these replicas, later if others had failed; retries: how often that was so;
+    lost_tokens: computed there for nothing. prefill, decode: numbers of its replicas; prefill is None if the decode
+    replica computes the prompt, decode if the request ends with the first token. of_prefill, of_decode: its indices in
+    the traces of the two. prefilled_s: its prompt was computed, and the router has the answer. accepted_s: the decode
+    replica has it; taken_s: its scheduler has; reserved_s: it has blocks there. transfer_s, received_s: its keys and
+    values left, and came. tokens: how many tokens' keys and values were sent.
 
     With `reserves_first`, blocks are reserved before the prefill begins, and prefilled_s is when the prompt was
     complete on the engine."""
@@ -55,6 +56,9 @@ class Passage:
     transfer_s: float = -1.0
     received_s: float = -1.0
     tokens: int = 0
+    sent_s: float = -1.0
+    retries: int = 0
+    lost_tokens: int = 0
 
     def line(self, prefilled: RequestLine | None, decoded: RequestLine | None, max_new_tokens: int) -> RequestLine:
         """The line of the whole request. prefilled, decoded: those of its replicas, None where it has none."""
@@ -73,7 +77,10 @@ class Passage:
             line.ttft_s = number(value_of(last.first_token_s) - self.arrival_s)
             line.e2e_s = number(value_of(last.end_s) - self.arrival_s)
             held = {CONCURRENCY: self.submitted_s - self.arrival_s} if self.submitted_s > self.arrival_s else {}
-            parts = [held, first.attribution_s]
+            if self.sent_s > self.submitted_s:
+                held[ROUTER] = self.sent_s - self.submitted_s
+            reserving = self._before() if self.reserves_first and self.reserved_s >= 0 else {}
+            parts = [held, reserving, first.attribution_s]
             if first is not last:
                 line.pauses += first.pauses
                 line.recomputed_tokens += first.recomputed_tokens
@@ -81,11 +88,22 @@ class Passage:
                 if self.reserves_first:
                     parts = [held, self._before(), self._until_complete(first), self._transfer(), last.attribution_s]
             line.attribution_s = _added(*parts)
-        line.prefill_replica, line.decode_replica = self.prefill, self.decode
+        self._add_replicas(line)
         ended_at = self.prefill if self.decode is None else self.decode
         assert ended_at is not None
         line.replica = ended_at
         return line
+
+    def failed(self, line: RequestLine, replica: int) -> RequestLine:
+        """`line` of a request that was lost with a replica, with what is known of its way."""
+        self._add_replicas(line)
+        line.replica = replica
+        return line
+
+    def _add_replicas(self, line: RequestLine) -> None:
+        line.prefill_replica, line.decode_replica = self.prefill, self.decode
+        if self.retries:
+            line.retries, line.lost_tokens = self.retries, self.lost_tokens
 
     def _between(self) -> dict[str, float]:
         """Seconds between the answer of the prefill replica and the arrival of keys and values, by what for."""
@@ -93,7 +111,7 @@ class Passage:
 
     def _before(self) -> dict[str, float]:
         """Seconds until the request goes to its prefill replica, where blocks are reserved first."""
-        return self._reserving(self.submitted_s)
+        return self._reserving(self.sent_s)
 
     def _reserving(self, offered_s: float) -> dict[str, float]:
         return {

@@ -120,6 +120,12 @@ class RequestMetrics:
             latencies = {"queue_time_s": queue_time_s, "ttft_s": ttft_s, "tpot_s": tpot_s, "e2e_s": e2e_s}
             line.slo_met = meets_all(self._objectives, latencies)
 
+    def forget_failures(self, priorities: Sequence[float]) -> None:
+        """Requests of these priorities that have failed count no longer: they were sent again."""
+        for priority in priorities:
+            self._populations[None, priority].failed -= 1
+        self.total -= len(priorities)
+
     def add_gaps(self, parts: tuple[Any, ...], iterations: int) -> None:
         """Take in only the gaps between tokens of another server, of its `parts`. iterations: see `add_server`."""
         for key, population in parts[-1].items():

@@ -24,7 +24,7 @@ class GenerationFailed(IfbbenchError):
 @dataclass(slots=True)
 class Part:
     """What is new of a choice. finish_reason: set in its last part. stop_reason: the stop text, or the stop token of
-    the client, that ended it."""
+    the client, that ended it. restarts: of its generation; parts with fewer do not count."""
 
     index: int
     text: str = ""
@@ -32,6 +32,7 @@ class Part:
     log_probs: list[LogProb] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    restarts: int = 0
 
 
 class Choice:
@@ -46,7 +47,7 @@ class Choice:
         self.is_done = False
         self.index = index
         self._tokenizer = tokenizer
-        self._text = GrowingText(tokenizer, body.stops)
+        self._text, self._stops, self._restarts = GrowingText(tokenizer, body.stops), body.stops, 0
         self._stop_token_ids = body.stop_token_ids or ()
         self._max_new_tokens = max_new_tokens
         self._top = body.top_log_probs or 0
@@ -56,6 +57,9 @@ class Choice:
         error instead."""
         if self.is_done:
             return []
+        if self.generation.restarts > self._restarts:
+            self._restarts, self.num_tokens = self.generation.restarts, 0
+            self._text = GrowingText(self._tokenizer, self._stops)
         new, is_final = self.generation.take(), self.generation.is_done
         if not self._max_new_tokens:
             new = []
@@ -65,7 +69,7 @@ class Choice:
         if new and new[-1].beams:
             self.is_done = True
             return self._beams(new[-1].beams)
-        part = Part(self.index)
+        part = Part(self.index, restarts=self._restarts)
         stop_ids = self.generation.request.stop_ids
         for tokens in new:
             part.ids += tokens.ids
@@ -142,6 +146,8 @@ class Answer:
         async for parts in self._parts():
             for part in parts:
                 whole = wholes.setdefault(part.index, Part(part.index))
+                if part.restarts > whole.restarts:
+                    whole = wholes[part.index] = Part(part.index, restarts=part.restarts)
                 whole.text += part.text
                 whole.ids += part.ids
                 whole.log_probs += part.log_probs

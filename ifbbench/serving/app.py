@@ -296,7 +296,9 @@ class Endpoints:
         engine, tokenizer, body = self.service.engine, self.reader.texts.tokenizer, read.body
         choices, index = [], 0
         session = session_key(headers, getattr(body, "messages", None))
-        generations = self.service.submit(requests, received_s=read.received_s, session=session)
+        generations = self.service.submit(
+            requests, received_s=read.received_s, session=session, streams=bool(body.stream)
+        )
         for generation in generations:
             one = generation.request
             longest = min(one.max_new_tokens, engine.limits.max_seq_len - len(one.input_ids))

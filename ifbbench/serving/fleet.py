@@ -1,12 +1,15 @@
-"""A fleet that serves: a service for each replica behind a router, all in one process and on one clock."""
+"""A fleet that serves: a service for each replica behind a router, all in one process and on one clock.
 
+Replicas on the CPU have a process each, which may be killed. A request of which the client has got no token then goes
+to another replica, from the start.
+"""
+
+import asyncio
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from hashlib import file_digest
-from heapq import merge
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,28 +18,25 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from ifbbench.build.engine import Engine
 from ifbbench.clock import NANOSECONDS
-from ifbbench.compressed import open_to_read
+from ifbbench.engine.request import EarlierAttempts
 from ifbbench.errors import InputError
+from ifbbench.fleet.events import FAIL
 from ifbbench.fleet.front import Front, Sent, offers, read_at_ns
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex, prompt_pieces
 from ifbbench.fleet.router import IDLE, STATE, Replica, ReplicaState, RoutedRequest, Router, make_router
-from ifbbench.replay.fleet import Ended, FleetRun, check_computing, describe_fleet, fleet_summary
-from ifbbench.rundir import run_directory
-from ifbbench.rundir.fleet import Offers, replica_directory, write_requests
+from ifbbench.replay.fleet import check_computing
+from ifbbench.rundir.fleet import Offers
 from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.serving.metrics import Metric, ServerMetrics
-from ifbbench.serving.recording import SOURCE
-from ifbbench.serving.service import Generation, Service, ServiceEnded
+from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded
 from ifbbench.serving.sessions import Sessions
 from ifbbench.serving.statistics import LiveStatistics
 from ifbbench.settings.config import ROUTERS, SIDE_SETTINGS, RunConfig
-from ifbbench.workload.formats import write_lines
-from ifbbench.workload.trace import ID, NO_SESSION, SECONDS, Trace, TraceRequest
+from ifbbench.workload.trace import ID, NO_SESSION, SECONDS, TraceRequest
 
 # Settings of fleets that change or differ.
-CHANGES = ("replica_config", "replica_events", "request_retries", "autoscale", "replica_start_up")
+CHANGES = ("replica_config", "replica_events", "autoscale", "replica_start_up")
 
 
 def served_router(config: RunConfig) -> Router:
@@ -52,6 +52,8 @@ def served_router(config: RunConfig) -> Router:
             raise InputError(f"--{name}: a fleet that serves does not have it; leave it out.")
     if config.replicas > 1 and not config.makes_no_tokens:
         check_computing(config)
+    elif config.request_retries != usual.request_retries:
+        raise InputError("--request_retries: no replica of this server can fail; leave it out.")
     router = make_router(config.router or ROUTERS[0], config.replicas, config.seed)
     if config.router_state_age and STATE not in router.looks_at:
         raise InputError(f"--router_state_age: --router {config.router} reads no state of replicas; leave it out.")
@@ -77,29 +79,55 @@ class _Answering:
             view.tokens -= self._sent.prompt_len
 
 
-class _RoutedGeneration(Generation):
-    """A generation whose tokens and end its router counts. number: of its replica."""
+class RoutedGeneration(Generation):
+    """A generation whose tokens and end its router counts. answering: at its replica. streams: whether the client gets
+    tokens as they come. session: its number. first_arrival_s: of its first attempt. retries: attempts after that."""
 
-    __slots__ = ("_answering", "number")
+    __slots__ = (
+        "_fleet",
+        "answering",
+        "first_arrival_s",
+        "is_cancelled",
+        "lost_tokens",
+        "retries",
+        "session",
+        "streams",
+    )
 
-    def __init__(self, answering: _Answering, *arguments: Any) -> None:
+    def __init__(
+        self, fleet: "FleetService", answering: _Answering, session: int, streams: bool, *arguments: Any
+    ) -> None:
         super().__init__(*arguments)
-        self._answering, self.number = answering, answering.number
+        self._fleet, self.answering, self.session, self.streams = fleet, answering, session, streams
+        self.first_arrival_s, self.is_cancelled = self.arrival_s, False
+        self.retries = self.lost_tokens = 0
+
+    @property
+    def number(self) -> int:
+        """The number of its replica."""
+        return self.answering.number
 
     def respond(self, tensors: Mapping[str, Any], is_final: bool, error: str) -> None:
         was_done = self.is_done
+        if error and not was_done and self._fleet.send_again(self, error):
+            return
         super().respond(dict(tensors), is_final, error)
         if not was_done:
-            self._answering.changed(is_final)
+            self.answering.changed(is_final)
 
 
 class FleetService:
     """The services of all replicas as one. An HTTP request goes to one replica, with all its prompts and choices.
 
-    router_state_age: see RunConfig. members: of each replica, the ids of its requests, in order. sent_to: the number of
-    HTTP requests that each has got. To be made in the event loop, in which all is called."""
+    router_state_age, request_retries: see RunConfig. members: of each replica, the ids of its requests, in order.
+    sent_to: the number of HTTP requests that each has got. failures: of replicas, in the form of `events` in
+    `summary.json`. sent_again: by the id of an attempt that was lost, the id of the next one and the priority of the
+    request; first_arrivals_s: by the id of such an attempt, when the request arrived. To be made in the event loop, in
+    which all is called."""
 
-    def __init__(self, services: Sequence[Service], router: Router, router_state_age: float) -> None:
+    def __init__(
+        self, services: Sequence[Service], router: Router, router_state_age: float, request_retries: int
+    ) -> None:
         self.services = services
         self.engine = services[0].engine
         self.max_requests = services[0].max_requests
@@ -119,6 +147,10 @@ class FleetService:
         self._age_ns, self._read_ns = round(router_state_age * NANOSECONDS), -1
         self._latest_arrival_s = 0.0
         self._sessions = Sessions()
+        self._retries, self._is_ending = request_retries, False
+        self.failures: list[dict[str, Any]] = []
+        self.sent_again: dict[int, tuple[int, float]] = {}
+        self.first_arrivals_s: dict[int, float] = {}
         self._beginnings: dict[object, int] = {}
         for one in services[1:]:
             one.align(services[0])
@@ -126,7 +158,13 @@ class FleetService:
     @property
     def is_running(self) -> bool:
         """Whether a replica takes requests."""
-        return any(one.is_running for one in self.services)
+        return len(self._open) > 0
+
+    @property
+    def _open(self) -> list[Replica]:
+        """The replicas that take requests, as the router sees them."""
+        pairs = zip(self.views, self.services, strict=True)
+        return [view for view, service in pairs if service.is_running and not service.is_lost]
 
     @property
     def has_failed(self) -> bool:
@@ -143,7 +181,7 @@ class FleetService:
 
     def statistics_of(self, generation: Generation) -> LiveStatistics:
         """See Service."""
-        assert isinstance(generation, _RoutedGeneration)
+        assert isinstance(generation, RoutedGeneration)
         return self.services[generation.number].statistics
 
     def latest_iterations(self) -> list[Any]:
@@ -168,43 +206,111 @@ class FleetService:
         requests: Sequence[InferenceRequest],
         received_s: float | None = None,
         session: bytes | None = None,
+        *,
+        streams: bool = True,
     ) -> list[Generation]:
         """Send the requests of one HTTP request to a replica. QueueFull if its queue is, ServiceEnded if no replica
-        takes requests. received_s: see Service. session: see `session_key`."""
-        views = [one for one, service in zip(self.views, self.services, strict=True) if service.is_running]
-        if not views:
+        takes requests. received_s: see Service. session: see `session_key`. streams: whether the client gets tokens
+        as they come."""
+        if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engines have failed")
         # Arrivals of all replicas are in the order of `submit`.
         received_s = max(self.real_now() if received_s is None else received_s, self._latest_arrival_s)
         self._read_states(received_s)
-        prompt_len = sum(len(one.input_ids) for one in requests)
-        session_number = self._sessions.number(session)
+        sent = self._route(requests, received_s, session_number := self._sessions.number(session))
+        answering = _Answering(sent.replica.number, sent, len(requests))
+        make = partial(RoutedGeneration, self, answering, session_number, streams)
+        found = self._hand_over(requests, answering, make, received_s)
+        is_alone = session is None and len(found) == 1
+        self._note(sent, found[0].request.request_id, NO_SESSION if is_alone else session_number)
+        self._latest_arrival_s = found[-1].arrival_s
+        return found
+
+    def _route(self, requests: Sequence[InferenceRequest], received_s: float, session: int) -> Sent:
+        """Choose the replica of the requests of one HTTP request."""
         routed = RoutedRequest(
             self.front.routed,
             self.front.routed,
             received_s,
-            prompt_len,
-            session_number,
+            sum(len(one.input_ids) for one in requests),
+            session,
             self._pieces(requests[0]),
         )
-        sent = self.front.route(routed, views, len(self.services))
-        number = sent.replica.number
-        answering = _Answering(number, sent, len(requests))
+        return self.front.route(routed, self._open, len(self.services))
+
+    def _hand_over(
+        self,
+        requests: Sequence[InferenceRequest],
+        answering: _Answering,
+        make: Callable[..., Generation],
+        received_s: float,
+    ) -> list[Generation]:
+        """Hand requests to the replica that was chosen."""
+        number = answering.number
         try:
-            found = self.services[number].submit(requests, partial(_RoutedGeneration, answering), received_s)
+            found = self.services[number].submit(requests, make, received_s)
         except Exception:
             for _ in requests:
                 answering.changed(is_done=True)
             raise
-        ids = [one.request.request_id for one in found]
-        self.members[number].extend(ids)
+        self.members[number].extend(one.request.request_id for one in found)
         self.sent_to[number] += 1
-        self._first_ids.append(ids[0])
-        self._session_of.append(NO_SESSION if session is None and len(ids) == 1 else session_number)
+        return found
+
+    def _note(self, sent: Sent, first_id: int, session: int) -> None:
+        """Keep what the router saw."""
+        self._first_ids.append(first_id)
+        self._session_of.append(session)
         for name, values in sent.seen.items():
             self._seen[name].extend(values)
-        self._latest_arrival_s = found[-1].arrival_s
-        return found
+
+    def send_again(self, one: RoutedGeneration, error: str) -> bool:
+        """A generation has failed: send it to another replica if its own has lost its process, the client has got no
+        token of it, and retries are left. Returns whether it was sent."""
+        service, request = self.services[one.number], one.request
+        if self._is_ending or one.is_cancelled or not service.is_lost:
+            return False
+        lost_tokens = service.statistics.lost_tokens.pop(request.request_id, 0)
+        failure = self._failure(one.number, error)
+        failure["lost_tokens"] += lost_tokens
+        has_come = one.streams and one.num_outputs > 0
+        if has_come or one.retries >= self._retries or not self.is_running:
+            failure["lost"] += 1
+            return False
+        received_s = max(self.real_now(), self._latest_arrival_s)
+        self._read_states(received_s)
+        sent = self._route([request], received_s, one.session)
+        before, answering = one.answering, _Answering(sent.replica.number, sent, 1)
+        one.lost_tokens += lost_tokens
+        earlier = EarlierAttempts(one.retries + 1, one.first_arrival_s, one.lost_tokens)
+
+        def begin_again(request: InferenceRequest, arrival_s: float, _changed: asyncio.Event) -> Generation:
+            one.answering = answering
+            one.restart(request, arrival_s)
+            return one
+
+        try:
+            self._hand_over([replace(request, earlier=earlier)], answering, begin_again, received_s)
+        except (QueueFull, ServiceEnded):
+            failure["lost"] += 1
+            return False
+        before.changed(is_done=True)
+        one.retries += 1
+        failure["retried"] += 1
+        self._note(sent, one.request.request_id, self.session_of(request.request_id))
+        self._latest_arrival_s = one.arrival_s
+        self.sent_again[request.request_id] = one.request.request_id, request.priority
+        self.first_arrivals_s[one.request.request_id] = one.first_arrival_s
+        return True
+
+    def _failure(self, number: int, reason: str) -> dict[str, Any]:
+        """The event of the failure of a replica, which has a new one if this is its first request that failed."""
+        for known in self.failures:
+            if known["replica"] == number:
+                return known
+        counts = dict.fromkeys(("retried", "lost", "lost_tokens"), 0)
+        self.failures.append({"at_s": self.real_now(), "event": FAIL, "replica": number, "reason": reason, **counts})
+        return self.failures[-1]
 
     def offers_of(self, request_id: int) -> Offers | None:
         """What the router saw when it sent a request; None if it looks at nothing."""
@@ -220,11 +326,13 @@ class FleetService:
     def cancel(self, generations: Sequence[Generation]) -> None:
         """Stop those that have not ended."""
         for one in generations:
-            assert isinstance(one, _RoutedGeneration)
+            assert isinstance(one, RoutedGeneration)
+            one.is_cancelled = True
             self.services[one.number].cancel([one])
 
     def end_all(self, problem: str) -> None:
         """See Service."""
+        self._is_ending = True
         for one in self.services:
             one.end_all(problem)
 
@@ -280,77 +388,10 @@ class FleetMetrics(Collector):
                     known.samples += family.samples
         yield from families.values()
         sent = CounterMetricFamily("ifbbench_router_requests", "Requests sent to a replica.", labels=["replica"])
+        again = CounterMetricFamily("ifbbench_router_retries", "Requests of replicas that were lost, sent again.")
+        again.add_metric([], len(self._service.sent_again))
         live = GaugeMetricFamily("ifbbench_router_in_flight", "Requests that are not answered.", labels=["replica"])
         for view, number in zip(self._service.views, self._service.sent_to, strict=True):
             sent.add_metric([str(view.number)], number)
             live.add_metric([str(view.number)], view.requests)
-        yield from (sent, live)
-
-
-class FleetRecording:
-    """What is written to the run directory of a fleet that serves, beside those of its replicas."""
-
-    def __init__(self, directory: Path, engines: Sequence[Engine], config: RunConfig) -> None:
-        self.directory, self._engines, self._config = directory, engines, config
-        engine = engines[0]
-        own = [config.of_one_replica()] * len(engines)
-        self._description = describe_fleet(Trace(directory.name, [], "", SOURCE), engine, config, own)
-        self._description["name"] = directory.name
-        self._trace = f"trace.{engine.config.recording_format}"
-
-    def write_begin(self, directory: Path, name: str) -> None:
-        """Write what the directory has at first."""
-        (directory / self._trace).touch()
-        run_directory.write_begun(directory, self._description)
-
-    def close(self, ended: Sequence[Ended], service: FleetService) -> dict[str, Any]:
-        """Write the files of the fleet, once those of its replicas are complete; returns the summary."""
-        config, directory = self._config, self.directory
-        position = {request_id: index for index, request_id in enumerate(sorted(merge(*service.members)))}
-        members = [array("q", [position[one] for one in sorted(ids)]) for ids in service.members]
-        request_ids = list(position)
-        paths = [replica_directory(directory, number) / self._trace for number in range(len(ended))]
-        write_lines(_in_order(paths, service), directory / self._trace, overwrite=True)
-        configs = [config.of_one_replica()] * len(ended)
-        run = FleetRun(ended, members, configs)
-        summary, _ = fleet_summary(Trace(directory.name, [], "", SOURCE), config, self._engines[0], run)
-        if len(ended) > 1:
-            summary |= _lateness([one for one, _ in ended])
-        write_requests(
-            directory,
-            self._engines[0].config.recording_format,
-            members,
-            lambda index: service.offers_of(request_ids[index]),
-        )
-        with (directory / self._trace).open("rb") as file:
-            sha256 = file_digest(file, "sha256").hexdigest()
-        self._description["trace"] |= {"requests": len(position), "sha256": sha256}
-        run_directory.write_json(directory / "summary.json", summary)
-        digest = {"schedule_digest": summary["schedule_digest"], "partial": summary["partial"]}
-        run_directory.write_json(directory / run_directory.RUN, {**self._description, **digest})
-        return summary
-
-
-def _lateness(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`delivery_lag_s` and `replay_differs` of all replicas."""
-    lags = [one["delivery_lag_s"] for one in summaries]
-    found: dict[str, Any] = {
-        "delivery_lag_s": {"mean": sum(lag["mean"] for lag in lags) / len(lags), "max": max(lag["max"] for lag in lags)}
-    }
-    if all("replay_differs" in one for one in summaries):
-        names = summaries[0]["replay_differs"]
-        found["replay_differs"] = {name: sum(one["replay_differs"][name] for one in summaries) for name in names}
-    return found
-
-
-def _in_order(paths: Sequence[Path], service: FleetService) -> Iterator[str]:
-    """The lines of the traces of all replicas, each in order of its ids, in that order, with their sessions."""
-    for request_id, line in merge(*map(_numbered, paths), key=lambda one: one[0]):
-        session = service.session_of(request_id)
-        yield line if session == NO_SESSION else f'{line.rstrip()[:-1]},"session_id":{session}}}\n'
-
-
-def _numbered(path: Path) -> Iterator[tuple[int, str]]:
-    with open_to_read(path) as file:
-        for line in file:
-            yield int(line.partition(b":")[2].partition(b",")[0]), line.decode()
+        yield from (sent, live, again)

@@ -33,7 +33,8 @@ from ifbbench.rundir.fleet import replica_directory
 from ifbbench.serving.app import DRAINED, Endpoints
 from ifbbench.serving.config import FrontDoorConfig, ServerConfig
 from ifbbench.serving.connections import BoundedRate, LimitedConnection
-from ifbbench.serving.fleet import AnyService, FleetMetrics, FleetRecording, FleetService, served_router
+from ifbbench.serving.fleet import AnyService, FleetMetrics, FleetService, served_router
+from ifbbench.serving.fleet_recording import FleetRecording
 from ifbbench.serving.metrics import ServerMetrics
 from ifbbench.serving.reading import BodyReader, ReadingProcess, ReadingRules
 from ifbbench.serving.recording import TrafficRecording
@@ -191,7 +192,7 @@ async def running(engines: list[Engine], config: RunConfig, door: FrontDoorConfi
                     services.append(
                         await stack.enter_async_context(running_service(engine, config, own, ids, recorded.append))
                     )
-                fleet = FleetService(services, served_router(config), config.router_state_age)
+                fleet = FleetService(services, served_router(config), config.router_state_age, config.request_retries)
                 yield fleet
         finally:
             ended = [one.ended for one in recorded if one.ended is not None]

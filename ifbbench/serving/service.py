@@ -17,6 +17,7 @@ from ifbbench.engine.arrays import FloatArray
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.interfaces import Executor
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.replay.replica_processes import ProcessExecutor
 from ifbbench.rundir.lines import IterationLines
 from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.serving.library.batch_manager import BatchManager
@@ -67,6 +68,7 @@ class Generation:
 
     changed: is set when there is something new; several generations may share it. context_logits: of the prompt
     [tokens, vocabulary], with the final response, if asked for. reused_tokens: of the prompt, from the KV cache.
+    restarts: how often it has begun again, so that all that was taken of it before does not count.
     """
 
     __slots__ = (
@@ -78,6 +80,7 @@ class Generation:
         "is_done",
         "num_outputs",
         "request",
+        "restarts",
         "reused_tokens",
     )
 
@@ -87,7 +90,7 @@ class Generation:
         self.changed = changed
         self.is_done = False
         self.error = ""
-        self.num_outputs = self.reused_tokens = 0
+        self.num_outputs = self.reused_tokens = self.restarts = 0
         self.context_logits: FloatArray | None = None
         self._new: list[Tokens] = []
 
@@ -95,6 +98,13 @@ class Generation:
         """What is new since the last call."""
         new, self._new = self._new, []
         return new
+
+    def restart(self, request: InferenceRequest, arrival_s: float) -> None:
+        """It begins again, as another request."""
+        self.request, self.arrival_s = request, arrival_s
+        self.num_outputs = self.reused_tokens = 0
+        self.restarts += 1
+        self._new = []
 
     def respond(self, tensors: Tensors, is_final: bool, error: str) -> None:
         """Take in a response of the batch manager."""
@@ -227,6 +237,12 @@ class Service:
         return not (self._manager.is_running or self._is_closing)
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the process of the engine has ended, where it has one."""
+        executor = self.engine.executor
+        return isinstance(executor, ProcessExecutor) and executor.process.has_ended
+
+    @property
     def num_live(self) -> int:
         """Requests that have arrived and not ended."""
         return len(self._live)
@@ -278,10 +294,13 @@ class Service:
         make: Callable[..., Generation] = Generation,
         received_s: float | None = None,
         session: bytes | None = None,
+        *,
+        streams: bool = True,
     ) -> list[Generation]:
         """Hand over `requests`, which `check` has passed, with new ids. QueueFull if not all of them have room in the
         queue, ServiceEnded if the batch manager has ended. make: a generation, of the arguments of `Generation`.
-        received_s: when they were received, by `real_now`; None for now. session: for routers."""
+        received_s: when they were received, by `real_now`; None for now. session, streams: for
+        fleets."""
         if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engine has failed")
         if len(requests) > max(self.max_requests - self.num_queued, 0):
@@ -328,9 +347,11 @@ class Service:
     def fail_queued(self) -> None:
         """Where the batch manager has ended early: end what it did not fetch."""
         while not self._manager.is_running and self._queue:
-            one = self._queue.pop(0)
+            one, error = self._queue.pop(0), "the engine has failed"
+            self._note_arrival(one)  # the batch manager's thread has ended
+            self.statistics.left(engine_request(one.request), error)
             if self._live.pop(one.request.request_id, None) is not None:
-                one.respond({}, True, "the engine has failed")
+                one.respond({}, True, error)
 
     async def close(self) -> None:
         """Stop what has not ended, and end the batch manager."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ifbbench.engine.interfaces import Observer
 from ifbbench.engine.records import IterationRecord
-from ifbbench.engine.request import Request
+from ifbbench.engine.request import Request, computed_tokens
 from ifbbench.engine.stretch import Stretch
 from ifbbench.serving.library.request import InferenceRequest
 
@@ -75,7 +75,7 @@ class LiveStatistics(Observer):
     complete, and as output token by token. num_waiting: requests that the engine has and never ran. finished: requests
     by the reason of their end; ABORT is the client's. refused: with status 429, which the engine never had.
     num_choices, longest_output: of each prompt, its choices, and the output tokens of the longest; both are written in
-    the event loop.
+    the event loop. lost_tokens: that were computed for each request that failed, by id, until they are taken.
     """
 
     def __init__(self, recorder: Observer | None = None) -> None:
@@ -93,6 +93,7 @@ class LiveStatistics(Observer):
         self.num_choices, self.longest_output = Histogram(NUM_CHOICES), Histogram(TOKENS)
         self.delivery_lag_s = DeliveryLag()
         self._recorder = recorder
+        self.lost_tokens: dict[int, int] = {}
         self._progress: dict[int, _Progress] = {}
         self._previous_end_s = 0.0
 
@@ -129,6 +130,8 @@ class LiveStatistics(Observer):
         if self._recorder is not None:
             self._recorder.left(request, error)
         self.finished[ABORT if error is None else ERROR] += 1
+        if error is not None:
+            self.lost_tokens[request.request_id] = computed_tokens(request)
         progress = self._progress.pop(request.request_id)
         self.num_waiting -= progress.first_scheduled_s is None
 

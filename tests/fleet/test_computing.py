@@ -19,8 +19,11 @@ from ifbbench.engine.sent_batches import BatchReader, SentBatch
 from ifbbench.errors import InputError
 from ifbbench.fleet.links import MeasuredLinks
 from ifbbench.fleet.router import Replica, RoutedRequest, Router
+from ifbbench.replay import disaggregated
+from ifbbench.replay.replica_processes import process_of
 from ifbbench.replay.run import run_trace
 from ifbbench.rundir.fleet import replica_directories
+from tests.fleet.test_disaggregated import CheckedSides
 from tests.fleet.test_fleet import config_of, lines
 from tests.report.test_schema import check
 
@@ -64,9 +67,12 @@ def processes_of_replicas() -> list[int]:
 class Killing(Router):
     """In turn; once it has sent half of its requests, it kills the process of the second replica."""
 
+    looks_at = frozenset(("requests",))
+    killed = 1
+
     def choose(self, request: RoutedRequest, replicas: Any) -> Replica:
         if request.number == 12:
-            os.kill(processes_of_replicas()[1], signal.SIGKILL)
+            os.kill(processes_of_replicas()[self.killed], signal.SIGKILL)
         one: Replica = replicas[request.number % len(replicas)]
         return one
 
@@ -103,12 +109,14 @@ def test_without_retries_the_requests_of_a_killed_replica_fail(tmp_path: Path) -
     assert all("replica 1 failed at" in line["error"] for line in failed)
 
 
-@pytest.mark.parametrize(("engine", "model"), [("vllm", "tiny"), ("trtllm", "tiny-mla")])
+@pytest.mark.parametrize(("engine", "model"), [("vllm", "tiny"), ("trtllm", "tiny-mla"), ("sglang", "tiny")])
 def test_keys_and_values_move_between_processes(engine: str, model: str, tmp_path: Path) -> None:
     trace = write_load(tmp_path / "trace.jsonl", 2)
     chunked = {"engine": engine, "model": model, "max_num_tokens": 64, "enable_chunked_context": True}
     _, alone = run(trace, tmp_path / "one", **chunked)
-    sides = {"prefill_replicas": 1, "decode_replicas": 1, "decode": "max_tokens_in_paged_kvcache=320"}
+    sides: dict[str, Any] = {"prefill_replicas": 1, "decode_replicas": 1, "decode": "max_tokens_in_paged_kvcache=320"}
+    if engine == "sglang":
+        sides |= {"num_reserved_decode_tokens": 0, "decode": f"{sides['decode']},enable_kv_cache_reuse=true"}
     summary, tokens = run(trace, tmp_path / "fleet", **chunked, **sides)
     assert tokens == alone
     assert len(tokens) == 24
@@ -134,6 +142,98 @@ def check_transfers(summary: dict[str, Any], fleet: Path, bytes_per_token: int) 
     assert len(lines(decode / "requests.jsonl")) > 0
 
 
+def sides_of(kills_prefill: bool) -> dict[str, Any]:
+    """Two replicas of the side of which one is killed, and one of the other."""
+    prefill, decode = (2, 1) if kills_prefill else (1, 2)
+    return {"prefill_replicas": prefill, "decode_replicas": decode, "decode_router": "round_robin"}
+
+
+class KillingPrefill(Killing):
+    """It kills the process of the first prefill replica."""
+
+    killed = 0
+
+
+class KillingDecode(Killing):
+    """It kills the process of the first decode replica."""
+
+    killed = 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "router"),
+    [
+        pytest.param(engine, router, marks=() if (engine, router) == ("vllm", "KillingPrefill") else pytest.mark.slow)
+        for engine in ("vllm", "trtllm", "sglang")
+        for router in ("KillingPrefill", "KillingDecode")
+    ],
+)
+def test_a_replica_of_a_side_that_is_killed(engine: str, router: str, tmp_path: Path) -> None:
+    """Its requests are sent again, and all get the tokens of one engine; the other replicas keep no block of them."""
+    trace = write_load(tmp_path / "trace.jsonl", 12)
+    _, alone = run(trace, tmp_path / "one", engine=engine)
+    asked = {"engine": engine, "router": f"tests.fleet.test_computing:{router}", **sides_of(router == "KillingPrefill")}
+    summary, tokens = run_checked(trace, tmp_path / "fleet", **asked)
+    assert tokens == alone
+    assert len(tokens) == 24
+    check_killed(summary, tmp_path / "fleet", 0 if router == "KillingPrefill" else 1)
+
+
+def run_checked(trace: str, output: Path, **values: Any) -> tuple[dict[str, Any], dict[int, list[int]]]:
+    """`run`, and at its end no replica that is left holds a block."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disaggregated, "SteppedSides", values.pop("sides", CheckedSides))
+        return run(trace, output, **values)
+
+
+def check_killed(summary: dict[str, Any], fleet: Path, number: int) -> None:
+    assert summary["requests"] == {"total": 24, "completed": 24, "failed": 0}
+    assert not processes_of_replicas()
+    (killed,) = summary["fleet"]["events"]
+    assert (killed["event"], killed["replica"]) == ("fail", number)
+    assert killed["reason"].startswith(f"the process of replica {number} was killed by SIGKILL")
+    assert killed["lost"] == 0
+    requests = lines(fleet / "requests.jsonl")
+    assert killed["retried"] == sum(line.get("retries", 0) for line in requests) > 0
+    for line in requests:
+        assert sum(line["attribution_s"].values()) == pytest.approx(line["e2e_s"])
+
+
+class KillingSource(CheckedSides):
+    """Kills the process that is to send, once the one that is to receive waits for the sixth transfer."""
+
+    kills_source = True
+    _moved = 0
+
+    def _move(self, index: int) -> float:
+        self._moved += 1
+        passage = self._passages[index]
+        if self._moved == 6:
+            one = self._prefill_of(passage) if self.kills_source else self._decode_of(passage)
+            os.kill(process_of(one.engine).pid, signal.SIGKILL)
+        return super()._move(index)
+
+
+class KillingTarget(KillingSource):
+    """Kills the process that is to receive."""
+
+    kills_source = False
+
+
+@pytest.mark.parametrize("sides", [pytest.param(KillingSource, marks=pytest.mark.slow), KillingTarget])
+def test_a_process_that_is_killed_in_a_transfer(sides: type[KillingSource], tmp_path: Path) -> None:
+    """The other process waits for nothing, and takes part in the next transfers."""
+    trace = write_load(tmp_path / "trace.jsonl", 13)
+    _, alone = run(trace, tmp_path / "one", engine="trtllm")
+    summary, tokens = run_checked(
+        trace, tmp_path / "fleet", engine="trtllm", sides=sides, **sides_of(sides.kills_source)
+    )
+    assert tokens == alone
+    (killed,) = summary["fleet"]["events"]
+    check_killed(summary, tmp_path / "fleet", killed["replica"])
+    assert killed["replica"] in ((0, 1) if sides.kills_source else (1, 2))
+
+
 CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (3, "trtllm", {"policy": "max_utilization", "tokens_per_block": 16}, {"decode": "max_tokens_in_paged_kvcache=320"}),
     (4, "vllm", {}, {"decode": "max_tokens_in_paged_kvcache=288", "decode_replicas": 2}),
@@ -143,6 +243,10 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (8, "vllm", {"eos_id": 7}, {"concurrency": 4}),
     (9, "trtllm", {"dtype": "bf16", "model": "tiny-mla"}, {"decode": "tokens_per_block=16"}),
     (10, "vllm", {"model": "tiny-mla"}, {"decode": "max_tokens_in_paged_kvcache=320"}),
+    (3, "sglang", {}, {"decode": "max_tokens_in_paged_kvcache=400", "num_reserved_decode_tokens": 0}),
+    (4, "sglang", {"tokens_per_block": 16}, {"decode": "enable_kv_cache_reuse=true", "decode_replicas": 2}),
+    (8, "sglang", {"eos_id": 7, "repetition_penalty": 1.3, "temperature": 0.8}, {"prefill_replicas": 2}),
+    (6, "sglang", {"disable_overlap_schedule": True, "model": "tiny-mla"}, {"disaggregate_from": 64}),
 ]
 
 
@@ -161,6 +265,22 @@ def test_prefill_and_decode_apart(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+def test_first_tokens_that_end_requests(engine: str, tmp_path: Path) -> None:
+    """Such a request has no more tokens, whether its decode replica has blocks for it or not."""
+    trace = write_load(tmp_path / "trace.jsonl", 15)
+    _, longer = run(trace, tmp_path / "longer", engine=engine)
+    ends = next(tokens[0] for tokens in longer.values() if len(tokens) > 5)
+    _, alone = run(trace, tmp_path / "one", engine=engine, eos_id=ends)
+    assert [ends] in alone.values()
+    sides = {"prefill_replicas": 1, "decode_replicas": 1, "eos_id": ends}
+    _, tokens = run_checked(trace, tmp_path / "fleet", engine=engine, **sides)
+    assert tokens == alone
+    for line in lines(tmp_path / "fleet" / "requests.jsonl"):
+        assert sum(line["attribution_s"].values()) == pytest.approx(line["e2e_s"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
 @pytest.mark.parametrize("router", ["round_robin", "least_kv", "prefix_affinity"])
 def test_replicas_give_the_tokens_of_one_engine(engine: str, router: str, tmp_path: Path) -> None:
     trace = write_load(tmp_path / "trace.jsonl", 11, 40)
@@ -170,6 +290,20 @@ def test_replicas_give_the_tokens_of_one_engine(engine: str, router: str, tmp_pa
     asked = {"replicas": 2, "router": router, "replica_events": str(events)}
     _, tokens = run(trace, tmp_path / "fleet", engine=engine, **asked)
     assert tokens == alone
+
+
+def test_replicas_have_adapters(tmp_path: Path) -> None:
+    """Each has all of them, and room for one at a time in its caches, so that they are read again and again."""
+    trace = write_load(tmp_path / "trace.jsonl", 14, 12)
+    small = {"num_loras": 3, "lora_num_device_mod_layers": 28, "lora_host_cache_bytes": 1}
+    _, alone = run(trace, tmp_path / "one", num_loras=3)
+    _, tokens = run(trace, tmp_path / "fleet", replicas=2, router="least_requests", **small)
+    assert tokens == alone
+    assert len(tokens) == 12
+    _, without = run(trace, tmp_path / "without")
+    assert tokens != without
+    replicas = [json.loads((path / "summary.json").read_text()) for path in replica_directories(tmp_path / "fleet")]
+    assert all(one["lora"]["misses"] > 0 for one in replicas)
 
 
 def test_a_batch_as_it_is_sent() -> None:
@@ -212,8 +346,7 @@ def test_measured_transfers_follow_one_another() -> None:
     [
         ({"replicas": 2, "tp_size": 2}, "--tp_size, --pp_size: replicas that compute"),
         ({"replicas": 2, "device": "cuda"}, "device cuda has one engine"),
-        ({"replicas": 2, "num_loras": 1}, "--num_loras: is not built"),
-        ({"prefill_replicas": 1, "decode_replicas": 1, "engine": "sglang"}, "--engine sglang: copies of retracted"),
+        ({"replicas": 2, "profile": True}, "--profile: is not built"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "transfer_by": "layer"}, "--transfer_by layer: is simulated"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "transfer_latency": 1.0}, "--transfer_latency: transfers"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "return_log_probs": True}, "--return_log_probs: is not sent"),

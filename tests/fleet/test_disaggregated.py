@@ -154,11 +154,15 @@ def check_nothing_is_lost(
 ) -> None:
     """Each request ends once, in order of time; the parts of its time add up; and each side has what it was sent.
 
-    error: with which requests may fail."""
+    error: with which requests may fail, "" for any. A replica has the line of a request that ended there for each time
+    that it got it."""
     asked, ended = lines(trace), lines(fleet / "requests.jsonl")
     assert sorted(row["request_id"] for row in ended) == [row["request_id"] for row in asked]
     directories = replica_directories(fleet)
-    of_replicas = [{row["request_id"]: row for row in lines(path / "requests.jsonl")} for path in directories]
+    of_replicas = [
+        {row["request_id"]: row for row in lines(path / "requests.jsonl") if row["outcome"] != "stopped"}
+        for path in directories
+    ]
     sent, completed = 0, [row for row in ended if row["outcome"] == "completed"]
     for row in ended:
         if row["outcome"] == "failed":
@@ -172,7 +176,7 @@ def check_nothing_is_lost(
         assert row["arrival_s"] <= row["first_scheduled_s"] <= row["first_token_s"] <= row["end_s"]
         assert sum(row["attribution_s"].values()) == pytest.approx(row["e2e_s"])
         assert min(row["attribution_s"].values()) >= 0
-        for number, directory in enumerate(of_replicas):
+        for number, directory in enumerate(of_replicas if "retries" not in row else ()):
             assert (row["request_id"] in directory) == (number in (prefill, decode))
         if prefill is not None and decode is not None:
             first, second = of_replicas[prefill][row["request_id"]], of_replicas[decode][row["request_id"]]
@@ -191,7 +195,7 @@ def check_nothing_is_lost(
     transfers = summary["fleet"]["transfers"]
     assert transfers["tokens"] == sent
     assert transfers["bytes"] == sent * KV_BYTES
-    assert transfers["local_requests"] == sum(row["prefill_replica"] is None for row in ended)
+    assert transfers["local_requests"] == sum(row.get("prefill_replica", 0) is None for row in ended)
     for number, path in enumerate(directories):
         check_times_and_blocks(path, is_prefill=number < num_prefill)
 
@@ -211,7 +215,12 @@ class CheckedSides(SteppedSides):
 
     def run(self) -> None:
         super().run()
+        assert not self._passages
         for one in self.replicas:
+            if one.has_failed:
+                continue
+            assert not one.client.open
+            assert one.view.requests == one.view.tokens == 0
             cache: Any = one.loop.scheduler.kv_cache  # type: ignore[attr-defined]
             cache.check_consistency()
             assert cache.num_used == 0
@@ -243,8 +252,8 @@ OF_ENGINE: dict[str, Callable[[Random], dict[str, Any]]] = {
 }
 
 
-def check_random_fleet(seed: int, path: Path, engine: str = "vllm") -> None:
-    draw = Random(f"sides {seed}")
+def check_random_fleet(seed: int, path: Path, engine: str = "vllm", fails: bool = False) -> None:
+    draw = Random(f"sides {seed}{' fail' * fails}")
     trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
     values: dict[str, Any] = {
         "prefill_replicas": draw.randint(1, 3),
@@ -263,13 +272,60 @@ def check_random_fleet(seed: int, path: Path, engine: str = "vllm") -> None:
     for side in ("prefill", "decode"):
         tokens = draw.choice((3_200, 6_400, 64_000))
         values[side] = f"max_batch_size={draw.choice((1, 3, 64))},max_tokens_in_paged_kvcache={tokens}"
+    if fails:
+        values |= draw_failures(draw, path, values["prefill_replicas"] + values["decode_replicas"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(disaggregated, "SteppedSides", CheckedSides)
         fleet_of(path / "fleet", trace, engine=engine, **values)
     reserves_first = engine == "sglang" or values["transfer_by"] == "layer"
     # With nothing reserved, requests that hold pages before they run may leave no room for one that runs, as in SGLang.
     error = "although no other request runs" if values.get("num_reserved_decode_tokens") == 0 else None
+    error = "" if fails else error
     check_nothing_is_lost(trace, path / "fleet", values["prefill_replicas"], reserves_first, error)
+    if fails:
+        check_failures(path / "fleet", values["request_retries"])
+
+
+def draw_failures(draw: Random, path: Path, replicas: int) -> dict[str, Any]:
+    """Replicas of either side fail and drain."""
+    events = [
+        {"at": draw.choice((0.0, 0.2, 0.7, 1.5, draw.random())), draw.choice(("fail", "fail", "drain")): number}
+        for number in draw.choices(range(replicas), k=draw.randint(1, 3))
+    ]
+    (path / "events.json").write_text(json.dumps(events))
+    return {"replica_events": str(path / "events.json"), "request_retries": draw.choice((0, 1, 5))}
+
+
+def check_failures(fleet: Path, retries: int) -> None:
+    """What was lost is counted, and only then a request fails."""
+    ended, summary = lines(fleet / "requests.jsonl"), json.loads((fleet / "summary.json").read_text())
+    events, replicas = summary["fleet"].get("events", []), summary["fleet"]["replicas"]
+    failures = [one for one in events if one["event"] == "fail"]
+    lost = [row for row in ended if row["outcome"] == "failed" and "failed at" in row["error"]]
+    assert sum(one["lost"] for one in failures) == len(lost)
+    assert sum(one["retried"] for one in failures) >= sum(row.get("retries", 0) for row in ended) - len(lost)
+    for row in ended:
+        assert row.get("retries", 0) <= retries
+        if row["outcome"] == "failed":
+            assert "failed at" in row["error"] or "no prefill replica" in row["error"] or "no decode" in row["error"]
+        for number in (row.get("prefill_replica"), row.get("decode_replica")):
+            if number is not None and events and row["outcome"] == "completed":
+                sent_s = row["arrival_s"] + row["attribution_s"].get("router", 0.0)
+                assert replicas[number]["ended_by"] != "fail" or row["first_scheduled_s"] <= replicas[number]["ended_s"]
+                assert sent_s < row["end_s"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_lost_when_replicas_of_a_side_fail(engine: str, seed: int, tmp_path: Path) -> None:
+    check_random_fleet(seed, tmp_path, engine, fails=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", range(6, 200))
+def test_nothing_is_lost_when_replicas_of_more_fleets_fail(engine: str, seed: int, tmp_path: Path) -> None:
+    check_random_fleet(seed, tmp_path, engine, fails=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

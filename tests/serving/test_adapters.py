@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ def ask(server: ServerProcess, path: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
-def test_adapters_are_models(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fleet", [(), pytest.param(("--replicas", "2"), marks=pytest.mark.slow)])
+def test_adapters_are_models(fleet: Sequence[str], tmp_path: Path) -> None:
     recorded, responses = tmp_path / "recorded", tmp_path / "responses.json"
-    options = ["--device", "cpu", "--model", "tiny", "--max_seq_len", "256", "--num_loras", "2", *SMALL_POOL]
+    options = ["--device", "cpu", "--model", "tiny", "--max_seq_len", "256", "--num_loras", "2", *SMALL_POOL, *fleet]
     body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     with server_process(*options, "--record", str(recorded)) as server, ThreadPoolExecutor(6) as threads:
         listed = ask(server, "models")["data"]

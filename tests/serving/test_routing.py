@@ -25,7 +25,7 @@ from ifbbench.serving.routing.backends import kv_tokens_of, state_of
 from ifbbench.serving.routing.config import RouterConfig
 from ifbbench.serving.sessions import Sessions, session_key
 from ifbbench.settings.config import RunConfig
-from tests.endpoint.fake_endpoint import fake_endpoint
+from tests.endpoint.fake_endpoint import STREAM, Received, Writer, fake_endpoint
 from tests.endpoint.test_endpoint import three_tokens
 from tests.report.test_schema import check
 from tests.serving.clients import SMALL_POOL, ServerProcess, Stream, server_process, stream_completion
@@ -161,37 +161,121 @@ def test_a_replay_routes_sessions_as_the_server_did(tmp_path: Path) -> None:
     check(replayed)
 
 
+def test_a_router_records_sessions(servers: list[ServerProcess], tmp_path: Path) -> None:
+    """A replay of its recording sends each request to the same replica."""
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    names = ["a", "b", "", "a", "c", "b", "a", "", "c"]
+    with routed(servers, "--router", "session", "--record", str(recorded)) as router:
+        for name in names:
+            headers = {"x-session-id": name} if name else {}
+            body = {"model": "llama-3.1-8b", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+            assert post(router, body, headers=headers)[0] == 200
+        assert router.end()[0] == 0
+    check(recorded)
+    assert [row.get("session_id") for row in lines(recorded / "trace.jsonl")] == [0, 1, None, 0, 3, 1, 0, None, 3]
+    again = ["run", str(recorded), *MODEL, "--replicas", "2", "--router", "session", "--output", str(replayed)]
+    result = CliRunner().invoke(main, [*again, "--quiet"])
+    assert result.exit_code == 0, result.output
+    for directory in (recorded, replayed):
+        rows = sorted(lines(directory / "requests.jsonl"), key=lambda row: row["index"])
+        assert [row["replica"] for row in rows] == [0, 1, 0, 0, 1, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("failure", ["status 500", "status 503", "an error event"])
+def test_a_router_tries_another_server(failure: str, tmp_path: Path) -> None:
+    """Before the client has a token: also after an error with which a stream begins."""
+
+    async def fail(_: Received, writer: Writer) -> None:
+        if failure == "an error event":
+            await writer.raw(STREAM)
+            await writer.event({"error": {"message": "the engine is dead"}})
+            await writer.event("[DONE]")
+            await writer.end()
+        else:
+            await writer.json({"error": {"message": "the engine is dead"}}, int(failure.split()[1]))
+
+    recorded = tmp_path / "recorded"
+    with fake_endpoint(fail) as broken, fake_endpoint(three_tokens) as good:
+        addresses = ("--backend", broken.url, "--backend", good.url)
+        with server_process("--router_only", *addresses, "--record", str(recorded)) as router:
+            assert _raw(router.url) == _raw(good.url)
+            assert router.end()[0] == 0
+        with server_process("--router_only", "--backend", broken.url) as router:
+            status, answer = post(router, {"prompt": [1], "max_tokens": 3, "stream": True})
+            assert status >= 500
+            assert "the engine is dead" in answer["error"]["message"]
+    (line,) = lines(recorded / "requests.jsonl")
+    assert line["replica"] == 1
+    assert line["retries"] == ["server_error" if failure == "an error event" else f"http_{failure.split()[1]}"]
+
+
 def test_replicas_that_compute_give_the_tokens_of_one_engine(tmp_path: Path) -> None:
     recorded = tmp_path / "recorded"
     fleet = ("--replicas", "2", "--router", "round_robin", "--record", str(recorded))
     with server_process(*TINY) as one, server_process(*TINY, *fleet) as two:
         alone = greedy(one)
         assert greedy(two) == alone
-        with routed([one, two], "--router", "round_robin") as router:
+        through = tmp_path / "routed"
+        with routed([one, two], "--router", "round_robin", "--record", str(through)) as router:
             assert greedy(router) == alone
             one.process.kill()
             one.process.wait()
             assert greedy(router) == alone
             assert json.loads(get(f"{router.url}/health")[1])["status"] == "ok"
+            assert router.end()[0] == 0
         assert two.end()[0] == 0
+    check_router_recording(through, tmp_path / "again")
     replicas = Counter(line["replica"] for line in lines(recorded / "requests.jsonl"))
     assert sum(replicas.values()) == 15  # 6, half of 6, and 6
     assert abs(replicas[0] - replicas[1]) <= 1
 
 
+def check_router_recording(recorded: Path, again: Path) -> None:
+    """Twelve requests to two servers, of which the first was killed after six: they can be explained and replayed."""
+    check(recorded)
+    rows = sorted(lines(recorded / "requests.jsonl"), key=lambda row: row["index"])
+    assert Counter(row["replica"] for row in rows[:6]) == {0: 3, 1: 3}
+    assert {row["replica"] for row in rows[6:]} == {1}
+    assert any(row["retries"] for row in rows[6:])
+    assert sorted(tuple(row["prompt_tokens"]) for row in lines(recorded / "trace.jsonl")) == sorted(
+        tuple(prompt) for prompt in PROMPTS * 2
+    )
+    replay = ["run", str(recorded), "--device", "null", "--replicas", "2", "--router", "round_robin", "--quiet"]
+    for words in (["report", str(recorded)], ["why", str(recorded)], [*replay, "--output", str(again)]):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+    replayed = lines(again / "requests.jsonl")
+    assert [row["output_len"] for row in replayed] == [12] * 12
+    assert Counter(row["replica"] for row in replayed) == {0: 6, 1: 6}
+
+
+def replica_processes(server: ServerProcess) -> list[int]:
+    """The processes of the replicas of a server, in order."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return [int(one) for one in children if b"replica_processes" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+LONG = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 240, "ignore_eos": True, "temperature": 0}
+
+
 def test_a_replica_that_is_killed_while_it_streams(tmp_path: Path) -> None:
-    """Streams of the other replica go on, its own end with an error that says why, and it gets no more requests."""
+    """Streams of the other replica go on, and its own end with an error that says why. Answers that are not streamed
+    go to the other replica, and the killed one gets no more requests."""
     recorded = tmp_path / "recorded"
-    options = ("--replicas", "2", "--router", "round_robin", "--record", str(recorded))
+    options = ("--replicas", "2", "--router", "round_robin", "--max_seq_len", "3200", "--record", str(recorded))
     with server_process(*TINY, *options) as server:
-        alone = greedy(server)
-        streams = asyncio.run(_streams_while_one_is_killed(server))
+        alone, whole = greedy(server), post(server, LONG | {"return_token_ids": True})[1]
+        assert post(server, LONG)[1]["choices"][0]["text"] == whole["choices"][0]["text"]  # at the other replica
+        streams, answer = asyncio.run(_streams_while_one_is_killed(server))
         errors = [stream.error for stream in streams]
         assert errors[0] == errors[2] == ""
         assert [stream.tokens for stream in streams] == [240, errors[1] and 0, 240, errors[3] and 0]
         assert all("the process of replica 1 was killed by SIGKILL" in error for error in (errors[1], errors[3]))
+        assert answer["choices"] == whole["choices"]
+        assert answer["usage"] == whole["usage"]
         assert greedy(server) == alone
         assert json.loads(get(f"{server.url}/health")[1])["status"] == "ok"
+        assert "ifbbench_router_retries_total 1.0" in get(f"{server.url}/metrics")[1]
         status, said = server.end()
     assert "the process of replica 1 was killed by SIGKILL" in said
     assert "Traceback" not in said
@@ -199,21 +283,94 @@ def test_a_replica_that_is_killed_while_it_streams(tmp_path: Path) -> None:
     assert [line["replica"] for line in ended[-6:]] == [0] * 6
     assert sum(line["outcome"] == "failed" for line in ended) == 2
     assert status == 1
+    check_failure(recorded, retried=1, lost=2)
 
 
-async def _streams_while_one_is_killed(server: ServerProcess) -> list[Stream]:
-    """Four streams, two on each replica; the process of replica 1 is killed once all have begun."""
+def check_failure(recorded: Path, retried: int, lost: int) -> None:
+    """The record says what became of the requests of replica 1, and can be replayed."""
+    check(recorded)
+    summary, ended = json.loads((recorded / "summary.json").read_text()), lines(recorded / "requests.jsonl")
+    (failure,) = summary["fleet"]["events"]
+    assert (failure["event"], failure["replica"]) == ("fail", 1)
+    assert (failure["retried"], failure["lost"]) == (retried, lost)
+    again = [line for line in ended if "retries" in line]
+    assert [line["retries"] for line in again] == [1] * retried
+    assert sum(line["lost_tokens"] for line in again) <= failure["lost_tokens"]
+    for line in again:
+        assert line["replica"] == 0
+        assert line["attribution_s"]["router"] > 0
+        assert sum(line["attribution_s"].values()) == pytest.approx(line["e2e_s"])
+    assert summary["requests"] == {"total": len(ended), "completed": len(ended) - lost, "failed": lost}
+    trace = lines(recorded / "trace.jsonl")
+    assert sorted(line["index"] for line in ended) == list(range(len(trace)))
+    assert [row["arrival_s"] for row in trace] == sorted(row["arrival_s"] for row in trace)
+    for line in ended:
+        assert trace[line["index"]]["request_id"] == line["request_id"]
+        assert trace[line["index"]]["arrival_s"] == line["arrival_s"]
+    for words in (["report"], ["why"]):
+        result = CliRunner().invoke(main, [*words, str(recorded)])
+        assert result.exit_code == 0, result.output
+    assert "Replica 1 failed at" in result.output
+    fleet = RunConfig(device="null", model="tiny", replicas=2, output=str(recorded.with_name("replayed")))
+    assert run_trace(recorded / "trace.jsonl", fleet).summary["requests"]["completed"] == len(ended)
+
+
+def test_requests_without_a_token_go_to_another_replica(tmp_path: Path) -> None:
+    """Of a replica that is killed before it has computed anything: streams, requests in its queue, several choices."""
+    recorded = tmp_path / "recorded"
+    options = ("--replicas", "2", "--router", "round_robin", "--max_batch_size", "2", "--record", str(recorded))
+    with server_process(*TINY, *options) as server:
+        alone = greedy(server)
+        asyncio.run(_ask_while_one_stands_still(server, alone))
+        assert server.end()[0] == 1
+    check_failure(recorded, retried=5, lost=0)
+
+
+async def _ask_while_one_stands_still(server: ServerProcess, alone: list[list[int]]) -> None:
+    """Requests go in turn; the process of replica 1 is stopped, and then killed."""
+    process = replica_processes(server)[1]
+    os.kill(process, signal.SIGSTOP)
+    fields = {"model": "tiny", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    bodies: list[dict[str, Any]] = [{"prompt": prompt, **fields} for prompt in PROMPTS for _ in range(2)][:6]
+    bodies[3] |= {"n": 3, "temperature": 0}
+    asked = []
+    for number, body in enumerate(bodies):
+        asked.append(asyncio.create_task(asyncio.to_thread(post, server, body)))
+        while _sent(server) < len(PROMPTS) + number + 1:
+            await asyncio.sleep(0.01)
+    os.kill(process, signal.SIGKILL)
+    answers = await asyncio.gather(*asked)
+    for number, (status, answer) in enumerate(answers):
+        assert status == 200
+        assert [one["token_ids"] for one in answer["choices"]] == [alone[number // 2]] * bodies[number].get("n", 1)
+
+
+def _sent(server: ServerProcess) -> float:
+    """How many HTTP requests the router of a server has sent to its replicas."""
+    values: dict[str, float] = metrics_of(get(f"{server.url}/metrics")[1].encode())["values"]
+    return sum(value for name, value in values.items() if "router_requests" in name)
+
+
+async def _streams_while_one_is_killed(server: ServerProcess) -> tuple[list[Stream], dict[str, Any]]:
+    """Four streams, two on each replica, those of replica 1 longer. Once all have begun, its process is stopped, gets a
+    request that is not streamed, and is killed."""
     begun = [asyncio.Event() for _ in range(4)]
-    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 240, "ignore_eos": True, "temperature": 0}
-    body["stream_options"] = {"include_usage": True}
+    body = LONG | {"stream_options": {"include_usage": True}}
     tasks = []
-    for one in begun:
-        tasks.append(asyncio.create_task(stream_completion(server.port, body, begun=one)))
+    for number, one in enumerate(begun):
+        asked = body | ({"max_tokens": 3000} if number % 2 else {})
+        tasks.append(asyncio.create_task(stream_completion(server.port, asked, begun=one)))
         await one.wait()
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    replicas = [one for one in children if b"replica_processes" in Path(f"/proc/{one}/cmdline").read_bytes()]
-    os.kill(int(replicas[1]), signal.SIGKILL)
-    return list(await asyncio.gather(*tasks))
+    process = replica_processes(server)[1]
+    os.kill(process, signal.SIGSTOP)
+    assert (await asyncio.to_thread(post, server, LONG | {"max_tokens": 1}))[0] == 200  # at replica 0
+    sent = _sent(server)
+    answered = asyncio.create_task(asyncio.to_thread(post, server, LONG | {"return_token_ids": True}))
+    while _sent(server) == sent:
+        await asyncio.sleep(0.01)
+    os.kill(process, signal.SIGKILL)
+    streams = list(await asyncio.gather(*tasks))
+    return streams, (await answered)[1]
 
 
 def test_a_router_passes_on_what_a_server_answers(servers: list[ServerProcess], tmp_path: Path) -> None:
@@ -320,7 +477,7 @@ def test_sessions_are_named_or_begin_alike() -> None:
             "--default_max_tokens: with --router_only",
         ),
         (["--router_only", "--backend", "x:1", "--router", "nothing"], "--router"),
-        (["--replicas", "2", "--request_retries", "3"], "--request_retries"),
+        (["--replicas", "2", "--request_retries", "3", *MODEL], "--request_retries: no replica of this server"),
         (["--replicas", "2", "--router_state_age", "3"], "--router_state_age"),
         (["--router_state_age", "3"], "--router_state_age: is for a fleet"),
         (["--replicas", "2", "--device", "cuda", "--model", "tiny"], "--replicas: device cuda"),

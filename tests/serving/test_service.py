@@ -5,19 +5,24 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ifbbench.build.engine import Engine
 from ifbbench.engine.batch import Batch, StepOutputs
 from ifbbench.engine.passes import NullExecutor
 from ifbbench.errors import InputError
+from ifbbench.serving.answers import Answer, Choice
 from ifbbench.serving.library.batch_manager import BatchManagerFailed
 from ifbbench.serving.library.client import Tensors
 from ifbbench.serving.library.request import InferenceRequest
+from ifbbench.serving.protocol import CompletionRequest
 from ifbbench.serving.server import serving_engine
 from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded, SyntheticTokens
 from ifbbench.serving.statistics import ABORT, ERROR, LENGTH, Histogram, LiveStatistics
+from ifbbench.serving.texts import Texts
 from ifbbench.settings.config import RunConfig
 from ifbbench.virtual_clock import MAX_LAG_S, PacedClock
 
@@ -116,6 +121,30 @@ def test_a_failed_engine_answers_all_and_takes_no_more() -> None:
         run(use, engine, max_queue_size=100)
 
 
+class FullDisk:
+    """A recording that cannot write what it has once nothing is active."""
+
+    def arrived(self, request: InferenceRequest, arrival_s: float) -> None:
+        pass
+
+    def idle(self) -> None:
+        raise OSError("no space left on device")
+
+
+def test_a_recording_that_cannot_be_written_ends_the_service(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        service = Service(engine_of(NULL), LiveStatistics(), 10, FullDisk())
+        while not service.has_failed:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ServiceEnded):
+            service.submit([PROMPT])
+        with pytest.raises(BatchManagerFailed, match="no space left on device"):
+            await service.close()
+
+    asyncio.run(main())
+    assert "Traceback" not in caplog.text
+
+
 def test_higher_priorities_run_first() -> None:
     """Also before requests that the engine has fetched, and those of one priority in order of arrival."""
     all_are_there = threading.Event()  # before it, the first request does not end
@@ -207,6 +236,29 @@ def test_draft_tokens_of_a_client_on_a_device_without_tokens(num_drafts: int) ->
 
     sample = list(b"This is")
     assert run(use, engine_of(config)).finished[LENGTH] == 3
+
+
+def test_an_answer_whose_generation_begins_again_has_the_tokens_of_its_last_attempt_only() -> None:
+    async def use() -> dict[str, Any]:
+        tokenizer, body = Texts("tiny", 4096).tokenizer, CompletionRequest(prompt="a", return_token_ids=True)
+        generation = Generation(PROMPT, 0.0, asyncio.Event())
+        choice = Choice(0, generation, tokenizer, body, 6)
+        answer = Answer(body, "tiny", "1", 0, [choice], 3, [], lambda stopped: None, lambda number, outputs: None)
+        asked = asyncio.create_task(answer.complete())
+        for begins_again, text, is_final in ((0, "He", False), (1, "Hel", False), (1, "lo!", True)):
+            if begins_again > generation.restarts:
+                generation.restart(PROMPT, 1.0)
+            ids = np.array([[tokenizer.encode(text, add_special_tokens=False)]])
+            length = np.array([[ids.shape[2]]])
+            tensors = {"output_ids": ids, "sequence_length": length, "reused_tokens": np.array([[0]])}
+            generation.respond(tensors, is_final, "")
+            await asyncio.sleep(0)  # the answer takes it
+            await asyncio.sleep(0)
+        return await asked
+
+    answer = asyncio.run(use())
+    assert answer["choices"][0]["text"] == "Hello!"
+    assert len(answer["choices"][0]["token_ids"]) == answer["usage"]["completion_tokens"] == 6
 
 
 def test_limits() -> None:

@@ -40,7 +40,7 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
     taken = set(decision.chosen)
     state.queue = [request for request in state.queue if request not in taken]
     for pause in decision.paused:
-        if not is_kept_in_host(pause.victim):
+        if not is_kept_in_host(state, pause.victim):
             state.enqueue(pause.victim)
     if not decision.chosen:
         return False

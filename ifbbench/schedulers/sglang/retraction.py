@@ -24,7 +24,7 @@ def retract(state: SglangState, decision: Decision) -> None:
     remaining = kept if decision.aborted is None else []
     state.ratio.retracted([(request.num_outputs, max_outputs(request)) for request in remaining])
     for paused in decision.paused:
-        if not is_kept_in_host(paused.victim):
+        if not is_kept_in_host(state, paused.victim):
             state.enqueue(paused.victim)
 
 
@@ -34,9 +34,10 @@ def _keeping(state: SglangState, request: Request) -> tuple[float, ...]:
     return (request.priority, *by_length) if state.rules.retracts_by_priority else by_length
 
 
-def is_kept_in_host(request: Request) -> bool:
-    """Whether host memory takes what a request loses: of one whose prompt another engine has computed."""
-    return request.remote_len > 0
+def is_kept_in_host(state: SglangState, request: Request) -> bool:
+    """Whether host memory takes what a request loses: of one whose prompt another engine has computed. Where keys and
+    values are computed, these copies are not built, and it computes its tokens again."""
+    return request.remote_len > 0 and not state.limits.reads_block_tables
 
 
 def pause(state: SglangState, decision: Decision, victim: Request, remaining: int) -> None:
@@ -52,7 +53,7 @@ def pause(state: SglangState, decision: Decision, victim: Request, remaining: in
     state.kv_cache.release(row, computed)
     state.kv_cache.make_room(remaining * RETRACT_STEPS)
     table.generated[row] = table.confirmed[row]
-    if is_kept_in_host(victim):
+    if is_kept_in_host(state, victim):
         victim.pauses += 1
         state.in_host.append(victim)
         return

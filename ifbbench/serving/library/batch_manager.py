@@ -175,7 +175,8 @@ class BatchManager:
         self._error: BaseException | None = None
         self._worker: Worker | None = None
         if start:
-            self._worker = Worker(self._turn, self._wait_for_requests, loop, owned_executor, self._aborting, self._wake)
+            wait = self._wait_for_requests
+            self._worker = Worker(self._turn, wait, self._fail, loop, owned_executor, self._aborting, self._wake)
 
     @property
     def _scheduler(self) -> TensorRtLlmScheduler:

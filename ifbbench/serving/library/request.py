@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.engine.arrays import FloatArray, IntArray
-from ifbbench.engine.request import Request, ReuseIdentity
+from ifbbench.engine.request import EarlierAttempts, Request, ReuseIdentity
 from ifbbench.engine.retention import NO_RETENTION, Retention
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
@@ -52,7 +52,7 @@ class InferenceRequest:
     lora_weights, lora_config: the adapter `lora_task_id`, [modules and layers, values] and [modules and layers, 3] as
         in TensorRT-LLM's documentation.
     draft_input_ids: [draft tokens], to be verified. draft_logits: [draft tokens, vocabulary].
-    index: in the trace that is recorded; None means request_id.
+    index: in the trace that is recorded; None means request_id. earlier: of one that a router sends again.
     """
 
     request_id: int
@@ -81,6 +81,7 @@ class InferenceRequest:
     draft_input_ids: Sequence[int] | IntArray | None = None
     draft_logits: NDArray[Any] | None = None
     index: int | None = None
+    earlier: EarlierAttempts | None = None
 
     def __post_init__(self) -> None:
         for name in FLAGS:
@@ -106,7 +107,7 @@ def engine_request(request: InferenceRequest, vocab_size: int | None = None) -> 
     end_tokens = tuple(token for token in (end_id, *stop_ids) if token >= 0)
     pad_id = max(end_id, 0) if request.pad_id is None else _token_id("pad_id", request.pad_id)
     options = _options(request, pad_id)
-    return Request(
+    made = Request(
         integer(request.request_id, "request_id", 0, MAX_REQUEST_ID),
         len(tokens),
         integer(request.max_new_tokens, "max_new_tokens"),
@@ -121,6 +122,8 @@ def engine_request(request: InferenceRequest, vocab_size: int | None = None) -> 
         reuse=_reuse_identity(request, tokens, options.prompt_embedding_table, vocab_size),
         retention=_retention(request.retention),
     )
+    made.earlier = request.earlier
+    return made
 
 
 def _sampling(params: Any) -> SamplingParams:

@@ -16,16 +16,19 @@ _running: "set[Worker]" = set()
 
 
 class Worker:
-    """Calls `turn` until it returns None, and `wait` after each turn that had nothing to do (False).
+    """Calls `turn` until it returns None, and `wait` after each turn that had nothing to do (False); `fail` with what
+    `wait` raises, and then it ends.
 
-    turn: a method of the manager, which the thread holds during a call only: once the manager is deleted, `loop` is
-    aborted, `owned_executor` closed, and the thread ends. aborting, wake: set when the next turn is to be the last one.
+    turn, fail: methods of the manager, which the thread holds during a call only: once the manager is deleted, `loop`
+    is aborted, `owned_executor` closed, and the thread ends. aborting, wake: set when the next turn is to be the last
+    one.
     """
 
     def __init__(
         self,
         turn: Callable[[], bool | None],
         wait: Callable[[], object],
+        fail: Callable[[BaseException], None],
         loop: TokenGenerationLoop,
         owned_executor: Executor | None,
         aborting: threading.Event,
@@ -37,7 +40,10 @@ class Worker:
         self._ended = threading.Event()
         # A daemon thread does not keep a program running that forgets to close the manager.
         self._thread = threading.Thread(
-            target=self._run, args=(WeakMethod(turn), wait), name="ifbbench-batch-manager", daemon=True
+            target=self._run,
+            args=(WeakMethod(turn), wait, WeakMethod(fail)),
+            name="ifbbench-batch-manager",
+            daemon=True,
         )
         _running.add(self)
         self._thread.start()
@@ -65,7 +71,12 @@ class Worker:
         self._wake.set()
         self._ended.wait(EXIT_TIMEOUT_S)
 
-    def _run(self, turn_of: "WeakMethod[Callable[[], bool | None]]", wait: Callable[[], object]) -> None:
+    def _run(
+        self,
+        turn_of: "WeakMethod[Callable[[], bool | None]]",
+        wait: Callable[[], object],
+        fail_of: "WeakMethod[Callable[[BaseException], None]]",
+    ) -> None:
         try:
             while (turn := turn_of()) is not None:
                 worked = turn()
@@ -73,7 +84,12 @@ class Worker:
                 if worked is None:
                     return
                 if not worked:
-                    wait()
+                    try:
+                        wait()
+                    except BaseException as error:
+                        if (fail := fail_of()) is not None:
+                            fail(error)
+                        return
             self._loop.abort("the batch manager was deleted without close()")
             if self._owned_executor is not None:
                 self._owned_executor.close()

@@ -43,7 +43,8 @@ class _Refused(Exception):
 
 class _Forwarding:
     """A request until its answer is complete. attempts: kinds of the failures before the latest one. sent: that one,
-    until it is over. seen: what the router saw then. begun: whether the client has got the beginning of an answer."""
+    until it is over. seen: what the router saw then. begun: whether the client has got the beginning of an answer.
+    session: its number, None before the first attempt."""
 
     def __init__(self, number: int, asked: Asked, arrival_s: float) -> None:
         self.number, self.asked, self.arrival_s = number, asked, arrival_s
@@ -51,6 +52,7 @@ class _Forwarding:
         self.attempt: Attempt | None = None
         self.backend: Backend | None = None
         self.sent: Sent | None = None
+        self.session: int | None = None
         self.seen: dict[str, list[float]] = {}
         self.reading = Reading()
         self.has_first = self.begun = False
@@ -176,7 +178,8 @@ class RouterApp:
             backend.sent += 1
             address = backend.connections.address
             head = request_head(scope["method"], address.prefix + target, address.host_header, headers, len(body))
-            attempt = one.attempt = Attempt(self._clock.now)
+            attempt, one.reading = Attempt(self._clock.now), Reading()
+            one.attempt = attempt
             backend.connections.send(head + body, attempt)
             await self._pass_on(one, attempt, send)
             failure = one.failure = attempt.problem() or (one.reading.problem() if one.begun else None)
@@ -203,12 +206,14 @@ class RouterApp:
         if one.number < 0:  # no request of tokens: the router need not know
             one.backend = there[0]
             return there[0]
+        if one.session is None:
+            one.session = self._sessions.number(asked.session)
         routed = RoutedRequest(
             front.routed,
             one.number,
             self._clock.now(),
             asked.prompt_len,
-            self._sessions.number(asked.session),
+            one.session,
             asked.pieces if front.sees_prefixes else (),
         )
         one.sent = front.route(routed, [backend.view for backend in there], len(self.backends))
@@ -222,6 +227,9 @@ class RouterApp:
             if attempt.is_stream and attempt.parts:
                 parts = attempt.take()
                 if not one.begun:
+                    if (failure := self._failed_at_once(one, attempt, parts)) is not None:
+                        attempt.on_end(failure)
+                        return
                     one.begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": attempt.response_headers()})
                 data = parts[0][0] if len(parts) == 1 else b"".join([part for part, _ in parts])
@@ -247,6 +255,21 @@ class RouterApp:
                 )
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def _failed_at_once(
+        self, one: _Forwarding, attempt: Attempt, parts: Sequence[tuple[bytes, float]]
+    ) -> RequestFailed | None:
+        """The error with which a stream begins; None if it begins with something else, or none may try again."""
+        if one.number < 0 or len(one.attempts) >= self._retries:
+            return None
+        reading = Reading()
+        for part, arrived_s in parts:
+            reading.feed(part, arrived_s)
+        if reading.failure is None or reading.answer.chunk_s:
+            return None
+        if not attempt.is_done and one.backend is not None:
+            one.backend.connections.abandon(attempt)
+        return reading.failure
+
     async def _answer_as(self, one: _Forwarding, attempt: Attempt, send: Send) -> None:
         """Answer as the backend has, or that it has not."""
         if attempt.failure is not None:
@@ -269,6 +292,8 @@ class RouterApp:
             return
         status, kind = (503, "no_backend") if attempt is None else (502, "backends_failed")
         why = "; ".join(f"{backend.url}: {backend.problem}" for backend in self.backends if backend.problem)
+        if not why and attempt is not None:
+            why = str(attempt.failure)
         one.failure = RequestFailed(kind, f"no backend takes the request ({why})" if why else "no backend is left")
         content = encode({"error": error_object(f"{one.failure}; try again later.", "server_error", status)})
         await _answer(send, status, content, JSON)
@@ -299,8 +324,18 @@ class RouterApp:
                 self.ttft_s.add(answer.chunk_s[0] - one.arrival_s)
         if self._recording is not None:
             sent_s = None if one.attempt is None else one.attempt.sent_s
+            session = one.session if one.asked.session is not None else None
             self._recording.add(
-                one.number, one.asked, one.arrival_s, sent_s, answer, one.failure, one.attempts, number, one.seen
+                one.number,
+                one.asked,
+                one.arrival_s,
+                sent_s,
+                answer,
+                one.failure,
+                one.attempts,
+                number,
+                one.seen,
+                session,
             )
 
 

@@ -49,9 +49,18 @@ class Asked:
     pieces: Pieces = ()
     session: bytes | None = None
 
-    def row(self, number: int, arrival_s: float, prompt_len: int, output_len: int, has_tokens: bool) -> TraceRequest:
+    def row(
+        self,
+        number: int,
+        arrival_s: float,
+        prompt_len: int,
+        output_len: int,
+        has_tokens: bool,
+        session: int | None = None,
+    ) -> TraceRequest:
         """The row of the trace. has_tokens: whether recorded token ids are kept; the text of a prompt never is, but
-        names of its pieces, so that a replay finds the prefixes that prompts share."""
+        names of its pieces, so that a replay finds the prefixes that prompts share. session: its number; None if no
+        other request has it."""
         tokens = tuple(self.tokens) if has_tokens and self.tokens and len(self.tokens) == prompt_len else None
         whole = max(prompt_len, 1) // HASHED_TOKENS if tokens is None else 0  # the estimate may be longer
         named = [(key, length) for key, length in self.pieces[:whole] if isinstance(key, int)]
@@ -64,6 +73,7 @@ class Asked:
             prompt_tokens=tokens,
             prefix_ids=tuple(key for key, _ in named) or None,
             prefix_lens=tuple(length for _, length in named) or None,
+            session_id=session,
         )
 
 

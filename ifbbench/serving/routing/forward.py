@@ -9,6 +9,8 @@ from ifbbench.endpoint.http import MAX_BODY, REFUSED_FOR_NOW, Exchange, RequestF
 from ifbbench.settings.fields import memory_size
 
 EVENTS = "text/event-stream"
+# Answers after which another server is tried: those that say so, and that of a server whose engine has failed.
+TRIED_AGAIN = (*REFUSED_FOR_NOW, 500)
 # Headers that are of one connection, and those that the router writes itself.
 HOP_BY_HOP = frozenset(
     (
@@ -68,8 +70,8 @@ class Attempt(Exchange):
 
     @property
     def was_refused(self) -> bool:
-        """Whether the server says that another attempt, or another server, may succeed."""
-        return self.is_done and self.failure is None and self.status in REFUSED_FOR_NOW
+        """Whether another server may succeed."""
+        return self.is_done and self.failure is None and self.status in TRIED_AGAIN
 
     def problem(self) -> RequestFailed | None:
         """Why there is no complete answer."""

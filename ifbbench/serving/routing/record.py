@@ -73,9 +73,10 @@ class RouterRecording:
         attempts: Sequence[str],
         replica: int | None,
         seen: Mapping[str, list[float]],
+        session: int | None,
     ) -> None:
         """A request has ended. attempts: kinds of the failures before the last attempt. replica: of the last attempt.
-        seen: what the router saw then."""
+        seen: what the router saw then. session: its number, if others may be of the same one."""
         times_s, tokens, source, warnings = answer.count(None, UNLIMITED)
         if failure is None and not times_s:
             failure = RequestFailed("no_output", "the answer has no token")
@@ -113,7 +114,7 @@ class RouterRecording:
                 GENERATION: last_s - first_s,
             }
         self._recorder.add(line, times_s, tokens)
-        self._trace.add(asked.row(number, arrival_s, prompt_len, max(output_len, 1), self._has_tokens))
+        self._trace.add(asked.row(number, arrival_s, prompt_len, max(output_len, 1), self._has_tokens, session))
 
     def flush(self) -> None:
         """Make everything up to here readable."""
