@@ -219,8 +219,8 @@ class IterationFacts:
     fullest one, which the KV blocks are of; empty with one window. contexts: (request, tokens) of each chunk.
     generating: ids of the requests that generated a token. bound_by: the limit that left out the first request.
     waiting: requests that wait. aside: those that generate and do not run. left_out: the first request that was left
-    out, and the limit. missing: how much more of the limit it needed; None where the recording does not say. words: of
-    the engine.
+    out, and the limit. missing: how much more of the limit it needed; None where the recording does not say.
+    queue_head: what holds the queue, and the limit, where that is another request. words: of the engine.
     """
 
     number: int
@@ -238,6 +238,7 @@ class IterationFacts:
     generating: list[Id]
     paused: list[tuple[Id, Id]]
     window: str = ""
+    queue_head: tuple[Id, str] | None = None
     words: Words = TENSORRT_LLM
 
     def as_dict(self) -> dict[str, Any]:
@@ -261,8 +262,10 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
                     generating.append(request_id)
                 elif span.phase in chunks:
                     chunks[span.phase].append((request_id, span.chunks[(number - span.first) // span.every]))
-    code = int(iterations.left_out[index])
-    left_out = None if code == NO_REQUEST else iterations.left_out_pairs[code]
+    left_out, queue_head = (
+        None if column[index] == NO_REQUEST else iterations.left_out_pairs[int(column[index])]
+        for column in (iterations.left_out, iterations.queue_head)
+    )
     contexts, recomputes = chunks["context"], chunks["recompute"]
     scheduled = len(contexts) + len(recomputes) + len(generating)
     # SGLang's limit is of the requests that run, also while they stand aside for prompts.
@@ -297,6 +300,7 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         generating,
         [(pause.victim, pause.beneficiary) for pause in iterations.pauses if pause.iteration == number],
         window,
+        None if queue_head == left_out else queue_head,
         words_of(run.config),
     )
 

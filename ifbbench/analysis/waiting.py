@@ -4,6 +4,7 @@ A scheduler considers requests in order and stops at the first one that does not
 and their waiting is charged to it and to the limit that held it. Capacity and micro-batch scheduling each have such a
 request, so that there can be two in one iteration; a request waits for the nearest one before it. Requests that have
 arrived and are not active yet stand in the same line: they wait for a batch slot only if no active request is held.
+SGLang's queue is apart from its running requests, and has an order of its own: all in it wait for one request.
 """
 
 from bisect import bisect_left
@@ -23,6 +24,7 @@ from ifbbench.rundir.timeline import NO_REQUEST, Floats
 from ifbbench.settings.config import SGLANG, VLLM
 
 PAUSED = Phase.PAUSED
+BEFORE_ALL = -2  # before the place of requests that are in no trace, too
 # The limit that only the micro-batch scheduler has.
 MICRO_BATCH_LIMIT = Limit.NUM_TOKENS.value
 
@@ -39,7 +41,8 @@ class Held(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A request at the head of the line, by its place in the order of scheduling, and the limit that held it."""
+    """A request at the head of the line, by its place in the order of scheduling (BEFORE_ALL if all others wait behind
+    it, whatever their place), and the limit that held it."""
 
     rank: int
     request_id: Id
@@ -151,20 +154,10 @@ class HeadsOfLine:
 
     def _found(self, from_spans: bool) -> tuple[list[int], list[list[Head]]]:
         """The first iteration of each stretch, and the heads in it by rank."""
+        firsts, pairs = ([], []) if from_spans else self._named()
+        if self._run.config.get("engine") == SGLANG:
+            return firsts, [[] if pair is None else [Head(BEFORE_ALL, *pair)] for pair in pairs]
         rank = self._run.rank
-        # The first request left out of each iteration: in runs of equal ones.
-        firsts: list[int] = []
-        pairs: list[tuple[Id, str] | None] = []
-        if not from_spans:
-            iterations = self._run.iterations
-            changes = np.flatnonzero(np.diff(iterations.left_out, prepend=NO_REQUEST - 1))
-            firsts = iterations.number[changes].tolist()
-            for code in iterations.left_out[changes].tolist():
-                pair = None if code == NO_REQUEST else iterations.left_out_pairs[code]
-                if pair is not None and pair[1] == Limit.PREFILL:
-                    # A request that generates stands aside for prompts; the line is held as before.
-                    pair = pairs[-1] if pairs else None
-                pairs.append(pair)
         # Requests that another scheduler left out have a span of their own; so have the paused, which do not fit.
         held = sorted(
             (
@@ -195,6 +188,21 @@ class HeadsOfLine:
                 found[min(paused, key=lambda one: rank.get(one, NO_REQUEST))] = "kv_blocks"
             heads.append(sorted(Head(rank.get(one, NO_REQUEST), one, limit) for one, limit in found.items()))
         return bounds, heads
+
+
+    def _named(self) -> tuple[list[int], list[tuple[Id, str] | None]]:
+        """What iterations name as left out first, or as what holds the queue: in runs of equal ones, the first iteration
+        of each."""
+        iterations, pairs = self._run.iterations, list[tuple[Id, str] | None]()
+        changes = np.flatnonzero(np.diff(iterations.queue_head, prepend=NO_REQUEST - 1))
+        for code in iterations.queue_head[changes].tolist():
+            pair = None if code == NO_REQUEST else iterations.left_out_pairs[code]
+            if pair is not None and pair[1] == Limit.PREFILL:
+                # A run of an earlier version does not name what holds the queue while running requests stand aside for
+                # prompts: it is taken to be as before.
+                pair = pairs[-1] if pairs else None
+            pairs.append(pair)
+        return iterations.number[changes].tolist(), pairs
 
 
 def names_queue_head(run: RecordedRun) -> bool:

@@ -264,6 +264,7 @@ class TokenGenerationLoop:
             num_micro_batches=self._num_micro_batches,
             in_flight=plan.in_flight,
             continued=plan.continued,
+            queue_head=plan.queue_head,
         )
 
     def _complete_all_but(self, count: int) -> None:

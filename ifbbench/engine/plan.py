@@ -80,6 +80,8 @@ class Plan:
     continued: requests that generate from now on without a chunk: what they have came; and how many outputs they have.
     loaded_tokens: tokens of which keys and values are copied from host memory for the chunks.
     valid_until_s: iterations that start from then on may find other blocks free first.
+    queue_head: what holds all requests in the queue, of an engine that holds its queue and its running requests apart:
+    one of `blocked`; None if nothing does.
     """
 
     context: list[Request]
@@ -98,6 +100,7 @@ class Plan:
     continued: Sequence[tuple[Request, int]] = ()
     loaded_tokens: int = 0
     valid_until_s: float = inf
+    queue_head: LeftOut | None = None
 
     @property
     def does_nothing(self) -> bool:

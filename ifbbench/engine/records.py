@@ -76,7 +76,7 @@ class IterationRecord:
     idle: complete requests of a static batch that stay in it until all others are complete (V1); part of `held`.
     finished: requests that it completed.
     left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
-        chunk cut. blocked: the first such request of each scheduler, for which all behind it wait.
+        chunk cut. blocked: the first such request of each scheduler, for which all behind it wait. queue_head: see Plan.
     queued: requests that have arrived and are not active.
     steps: of a record that sums up a static batch, its first and last iteration.
     num_micro_batches: parts that the requests are divided into. Those of this one can run again so many iterations
@@ -116,6 +116,7 @@ class IterationRecord:
         loads: tuple[AdapterLoad, ...] = (),
         drafts: DraftCounts | None = None,
         continued: Sequence[tuple[Request, int]] = (),
+        queue_head: LeftOut | None = None,
     ) -> None:
         self.iteration, self.micro_batch, self.num_micro_batches = iteration, micro_batch, num_micro_batches
         self.start_s, self.submit_s, self.context_end_s, self.end_s = start_s, submit_s, context_end_s, end_s
@@ -125,7 +126,7 @@ class IterationRecord:
         self.num_generation, self.num_generation_tokens = num_generation, num_generation_tokens
         self.held, self.paused, self.left_out, self.blocked = held, paused, left_out, blocked
         self.cache, self.idle, self.padding, self.steps = cache, idle, padding, steps
-        self.loads, self.drafts, self.continued = loads, drafts, continued
+        self.loads, self.drafts, self.continued, self.queue_head = loads, drafts, continued, queue_head
 
     @property
     def bound_by(self) -> str:

@@ -279,6 +279,9 @@ def print_iteration(facts: IterationFacts, console: Console) -> None:
         missing = "" if facts.missing is None else f"; it missed by {facts.missing:,.0f} {UNITS.get(limit, '')}"
         of = f"for {facts.words.limit_name(limit)}{missing}"
         console.print(f"First left out: request {request_id}, {'which stood aside' if facts.aside else of}.")
+    if facts.queue_head is not None:
+        request_id, limit = facts.queue_head
+        console.print(f"The queue waited for request {request_id}, which waited for {facts.words.waits_for(limit)}.")
     for victim, beneficiary in facts.paused:
         whom = "itself" if victim == beneficiary else f"request {beneficiary}"
         console.print(f"Request {victim} was {facts.words.paused} to make room for {whom}.")

@@ -98,9 +98,10 @@ class IterationDetails(Struct, gc=False, kw_only=True):
 
     host_ms, device_ms: latency_ms before and after the batch was submitted. context_pass_ms, generation_pass_ms: of
     iterations with a pass for each phase. schedule_ms to bytes: of a profiled run. queued: requests that have arrived
-    and are not active. waiting: all that have arrived and are not scheduled. missed_blocks: blocks of prompts that were
-    looked up and not found, since the start. first_step, last_step: of a whole static batch, its first and last line of
-    `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied to the device. spec_decoding: of iterations
+    and are not active. waiting: all that have arrived and are not scheduled. queue_head: the request that all in the
+    queue wait for, and the limit that holds it, None if nothing does; of iterations in which it is not first_left_out.
+    missed_blocks: blocks of prompts that were looked up and not found, since the start. first_step, last_step: of a
+    whole static batch, its first and last line of `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied to the device. spec_decoding: of iterations
     with draft tokens. kv_cache_iteration_stats: of runs with several attention windows, by the tokens of each.
     delivery_ms: from the end of the iteration until its tokens reach the clients, behind a serving process
     (`--engine_overhead`).
@@ -123,6 +124,7 @@ class IterationDetails(Struct, gc=False, kw_only=True):
     waiting: int
     bound_by: str
     first_left_out: LeftOutRequest | None
+    queue_head: LeftOutRequest | None | UnsetType = UNSET
     paused: list[PausedRequest]
     tokens_recomputed: int
     budget_used: int

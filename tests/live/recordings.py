@@ -105,7 +105,8 @@ def held_by(run: RecordedRun, heads: HeadsOfLine, number: int, request: Id) -> t
     if one.phase != "paused":
         return one.behind, one.limit
     # A pre-empted request is in the queue again, and its span has another cause.
-    head = iteration_facts(run, number).left_out
+    facts = iteration_facts(run, number)
+    head = facts.queue_head or facts.left_out
     assert head is not None
     return None if head[0] == request else head[0], head[1]
 
