@@ -19,7 +19,7 @@ from ifbbench.analysis.recorded import QUEUE, RecordedRun
 from ifbbench.engine.plan import Limit
 from ifbbench.rundir.line_types import Phase
 from ifbbench.rundir.rows import Id, Span
-from ifbbench.rundir.spans import HEAD_OF_LINE
+from ifbbench.rundir.spans import CONCURRENCY, HEAD_OF_LINE
 from ifbbench.rundir.timeline import NO_REQUEST, Floats
 from ifbbench.settings.config import SGLANG, VLLM
 
@@ -164,7 +164,7 @@ class HeadsOfLine:
                 span
                 for spans in self._run.spans.values()
                 for span in spans
-                if span.phase == PAUSED or is_own_wait(span, spans, self._run)
+                if span.cause != CONCURRENCY and (span.phase == PAUSED or is_own_wait(span, spans, self._run))
             ),
             key=lambda span: span.first,
         )
@@ -191,8 +191,8 @@ class HeadsOfLine:
 
 
     def _named(self) -> tuple[list[int], list[tuple[Id, str] | None]]:
-        """What iterations name as left out first, or as what holds the queue: in runs of equal ones, the first iteration
-        of each."""
+        """What iterations name as left out first, or as what holds the queue, in runs of equal ones: the first
+        iteration of each."""
         iterations, pairs = self._run.iterations, list[tuple[Id, str] | None]()
         changes = np.flatnonzero(np.diff(iterations.queue_head, prepend=NO_REQUEST - 1))
         for code in iterations.queue_head[changes].tolist():
@@ -211,9 +211,11 @@ def names_queue_head(run: RecordedRun) -> bool:
 
 
 def is_in_queue(span: Span, spans: list[Span], run: RecordedRun) -> bool:
-    """Whether `span`, one of `spans` of a request, is its time in the queue. Where iterations name what holds its head,
-    such spans have the limit that held it last, not the one that held it at each time."""
-    return span is spans[0] and (span.cause == QUEUE or names_queue_head(run))
+    """Whether `span`, one of `spans` of a request, is its time in the queue: the first one, after the client held it
+    back. Where iterations name what holds the head of the queue, such spans have the limit that held it last, not the
+    one that held it at each time."""
+    first = next((one for one in spans if one.cause != CONCURRENCY), None)
+    return span is first and (span.cause == QUEUE or names_queue_head(run))
 
 
 def is_own_wait(span: Span, spans: list[Span], run: RecordedRun) -> bool:

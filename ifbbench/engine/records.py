@@ -76,8 +76,8 @@ class IterationRecord:
     idle: complete requests of a static batch that stay in it until all others are complete (V1); part of `held`.
     finished: requests that it completed.
     left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
-        chunk cut. blocked: the first such request of each scheduler, for which all behind it wait. queue_head: see Plan.
-    queued: requests that have arrived and are not active.
+        chunk cut. blocked: the first such request of each scheduler, for which all behind it wait.
+    queue_head: see Plan. queued: requests that have arrived and are not active.
     steps: of a record that sums up a static batch, its first and last iteration.
     num_micro_batches: parts that the requests are divided into. Those of this one can run again so many iterations
         later, and `in_flight` requests are in the others.

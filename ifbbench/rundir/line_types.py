@@ -101,10 +101,10 @@ class IterationDetails(Struct, gc=False, kw_only=True):
     and are not active. waiting: all that have arrived and are not scheduled. queue_head: the request that all in the
     queue wait for, and the limit that holds it, None if nothing does; of iterations in which it is not first_left_out.
     missed_blocks: blocks of prompts that were looked up and not found, since the start. first_step, last_step: of a
-    whole static batch, its first and last line of `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied to the device. spec_decoding: of iterations
-    with draft tokens. kv_cache_iteration_stats: of runs with several attention windows, by the tokens of each.
-    delivery_ms: from the end of the iteration until its tokens reach the clients, behind a serving process
-    (`--engine_overhead`).
+    whole static batch, its first and last line of `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied
+    to the device. spec_decoding: of iterations with draft tokens. kv_cache_iteration_stats: of runs with several
+    attention windows, by the tokens of each. delivery_ms: from the end of the iteration until its tokens reach the
+    clients, behind a serving process (`--engine_overhead`).
     """
 
     start_s: float
@@ -124,7 +124,7 @@ class IterationDetails(Struct, gc=False, kw_only=True):
     waiting: int
     bound_by: str
     first_left_out: LeftOutRequest | None
-    queue_head: LeftOutRequest | None | UnsetType = UNSET
+    queue_head: LeftOutRequest | UnsetType | None = UNSET
     paused: list[PausedRequest]
     tokens_recomputed: int
     budget_used: int

@@ -267,7 +267,7 @@ class IterationLines:
         return details
 
 
-def _queue_head(record: IterationRecord) -> LeftOutRequest | None | UnsetType:
+def _queue_head(record: IterationRecord) -> LeftOutRequest | UnsetType | None:
     """What holds the queue, where that is not the first request that was left out: one that generates, and stands aside
     for prompts, holds no queue."""
     head, left_out = record.queue_head, record.left_out

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from ifbbench.analysis.explain import iteration_facts, request_life
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
 from tests.conformance.sglang_workloads import WORKLOADS
 from tests.engine.sglang_reference import POLICIES, Batch, Reference, Request
+from tests.live.recordings import holders_by_why
 
 END_TOKEN = -1
 Holder = tuple[int | None, str]
@@ -83,7 +82,10 @@ def draw(seed: int) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
         settings["chunked_prefill_size"] = max(chunk // settings["page_size"], 1) * settings["page_size"]
     scale = drawn.choice([1e-5, 1e-4, 1e-3])
     for one in requests:
-        one |= {"arrival_s": round(one["round"] * scale, 7), "priority": one["priority"] / 100 if has_priorities else 0.5}
+        one |= {
+            "arrival_s": round(one["round"] * scale, 7),
+            "priority": one["priority"] / 100 if has_priorities else 0.5,
+        }
     return settings, sorted(requests, key=lambda one: (one["arrival_s"], one["id"]))
 
 
@@ -137,23 +139,6 @@ def simulated(settings: Mapping[str, Any], requests: list[dict[str, Any]], folde
     return RecordedRun.load(folder / "run")
 
 
-def found_by_why(run: RecordedRun) -> list[dict[int, Holder]]:
-    """By iteration: what holds each waiting request, and each one that was retracted, which is in the queue again."""
-    heads, found = HeadsOfLine(run), list[dict[Any, Any]]({} for _ in run.iterations.number)
-    of_iteration = list[Any]()
-    for number in run.iterations.number.tolist():
-        facts = iteration_facts(run, number)
-        of_iteration.append(facts.queue_head or facts.left_out)
-    for request in run.row_of:
-        for stretch in request_life(run, heads, request).stretches:
-            for number in range(stretch.first, stretch.last + 1):
-                if stretch.phase == "waiting":
-                    found[number][request] = stretch.behind, stretch.limit
-                elif stretch.phase == "paused" and (head := of_iteration[number]) is not None:
-                    found[number][request] = None if head[0] == request else head[0], head[1]
-    return found
-
-
 @pytest.mark.parametrize("first", [0, *[pytest.param(first, marks=pytest.mark.slow) for first in range(20, 400, 20)]])
 def test_each_waiting_request_waits_for_what_holds_the_queue(first: int, tmp_path: Path) -> None:
     seen = Counter[str]()
@@ -162,7 +147,7 @@ def test_each_waiting_request_waits_for_what_holds_the_queue(first: int, tmp_pat
         (tmp_path / str(seed)).mkdir()
         run = simulated(settings, requests, tmp_path / str(seed))
         expected = Transcribed(settings, END_TOKEN).holders(requests, run)
-        for number, (found, holders) in enumerate(zip(found_by_why(run), expected, strict=True)):
+        for number, (found, holders) in enumerate(zip(holders_by_why(run), expected, strict=True)):
             assert {one: found.get(one) for one in holders} == holders, (seed, number)
             seen.update(limit for _, limit in holders.values())
     assert min(seen["num_tokens"], seen["batch_size"], seen["kv_blocks"]) > 100, seen
