@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ifbbench.analysis.generation_time import PROMPTS
-from ifbbench.analysis.number_texts import percent
+from ifbbench.analysis.number_texts import number_of, percent
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import TENSORRT_LLM, Words, setting_of, words_of
@@ -49,7 +49,7 @@ class Stretch:
     def reason(self, words: Words) -> str:
         """The stretch in words."""
         steps = len(self.chunks) or self.last - self.first + 1
-        iterations = f"{steps:,} iteration{'s' if steps > 1 else ''}"
+        iterations = number_of(steps, "iteration")
         if self.phase == "arrival":
             return "waits for the next iteration to begin"
         if self.phase == "waiting":
@@ -60,10 +60,10 @@ class Stretch:
         if self.phase == "skipped":
             return words.skipped[1]
         if self.phase == "generation":
-            return f"generates {self.tokens:,} token{'s' if self.tokens > 1 else ''}"
+            return f"generates {number_of(self.tokens, 'token')}"
         verb = "computes its prompt" if self.phase == "context" else f"computes again what the {words.pause} dropped"
         chunks = f" in {len(self.chunks)} chunks" if len(self.chunks) > 1 else ""
-        return f"{verb}: {self.tokens:,} tokens{chunks} in {iterations}"
+        return f"{verb}: {number_of(self.tokens, 'token')}{chunks} in {iterations}"
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class RequestLife:
             sentences.append(f"The longest stretch, {span}: it {longest.reason(self.words)}.")
         if pauses := self.row.get("pauses"):
             sentences.append(
-                f"It was {self.words.paused} {pauses} time{'s' if pauses > 1 else ''} and computed "
-                f"{self.row['recomputed_tokens']:,} tokens again."
+                f"It was {self.words.paused} {number_of(pauses, 'time')} and computed "
+                f"{number_of(self.row['recomputed_tokens'], 'token')} again."
             )
         return sentences
 

@@ -189,7 +189,6 @@ class HeadsOfLine:
             heads.append(sorted(Head(rank.get(one, NO_REQUEST), one, limit) for one, limit in found.items()))
         return bounds, heads
 
-
     def _named(self) -> tuple[list[int], list[tuple[Id, str] | None]]:
         """What iterations name as left out first, or as what holds the queue, in runs of equal ones: the first
         iteration of each."""

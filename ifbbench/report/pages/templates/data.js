@@ -246,7 +246,7 @@ class Run {
         stretches.push({ ...base, reason: `generates ${grouped(tokens)} token${tokens > 1 ? "s" : ""}` });
       } else {
         const count = s.chunkOffset[i + 1] - s.chunkOffset[i], verb = s.phase[i] === CONTEXT ? "computes its prompt" : `computes again what the ${this.header.pause} dropped`;
-        stretches.push({ ...base, reason: `${verb}: ${grouped(tokens)} tokens${count > 1 ? ` in ${count} chunks` : ""} in ${iterations}` });
+        stretches.push({ ...base, reason: `${verb}: ${grouped(tokens)} token${tokens > 1 ? "s" : ""}${count > 1 ? ` in ${count} chunks` : ""} in ${iterations}` });
       }
     }
     return { id: id[r], stretches, parts: this.parts(r), sentences: this.sentences(r, stretches) };
