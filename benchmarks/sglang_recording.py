@@ -30,7 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.sglang_oracle import Nothing, Original, Scheduler, launch, make_request, publish_settings
+from benchmarks.sglang_oracle import Nothing, Original, launch, make_request, publish_settings
 from ifbbench.live import notes
 from ifbbench.live import sglang as recording
 from ifbbench.live.channel import Channel
@@ -77,8 +77,9 @@ class PassEnd:
 
     def __init__(self) -> None:
         self.limit: str | None = None
-        self._file = inspect.getsourcefile(Scheduler)
-        lines, first = inspect.getsourcelines(inspect.unwrap(getattr(Scheduler, self.FUNCTION)))
+        scheduler = Original.__mro__[1]  # SGLang's
+        self._file = inspect.getsourcefile(scheduler)
+        lines, first = inspect.getsourcelines(inspect.unwrap(getattr(scheduler, self.FUNCTION)))
         tree = ast.parse(textwrap.dedent("".join(lines)))
         breaks = sorted(node.lineno for node in ast.walk(tree) if isinstance(node, ast.Break))
         spent, full, judged = [first - 1 + line for line in breaks]

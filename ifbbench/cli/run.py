@@ -159,11 +159,12 @@ def sweep(
         "executor": executor,
     }
     asked = _sweep_of({name: value for name, value in given.items() if value is not None}, config_file)
-    swept = swept_names(asked.over)
+    swept, values = swept_names(asked.over), dict[str, Any](options)
     if "engine" not in swept:
-        config_file, options = with_recording(asked.trace, config_file, options)
-    config = given_config(config_file, options, runs_fleets=True, swept=swept)
-    result = _sweep(asked, config, config.quiet, engine_configs(config_file, options, asked.over))
+        config_file, recorded = with_recording(asked.trace, config_file, options)
+        values = dict(recorded)
+    config = given_config(config_file, values, runs_fleets=True, swept=swept)
+    result = _sweep(asked, config, config.quiet, engine_configs(config_file, values, asked.over))
     _report_sweep(result, as_json)
     _report_differences_of_points(asked, config, result)
     if result.failed:

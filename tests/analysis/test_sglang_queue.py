@@ -49,11 +49,11 @@ class Transcribed(Reference):
                 assert abs(float(iterations.start_s[number]) - now_s) < 1e-9, number
                 self.launch(batch)
                 in_flight.append(batch)
-                held = self.holder()
-                yield {
-                    one.number: (None if one is held[0] else held[0].number, held[1])
-                    for one in (self.queue if held is not None else ())
-                }
+                holders = dict[int, Holder]()
+                if (held := self.holder()) is not None:
+                    first, limit = held
+                    holders = {one.number: (None if one is first else first.number, limit) for one in self.queue}
+                yield holders
                 # With overlap, the next round begins when this batch is submitted and the one before has ended.
                 before_s = 0.0 if not self.overlaps or not number else float(iterations.end_s[number - 1])
                 submitted_s = float(iterations.start_s[number] + iterations.host_s[number])
@@ -106,7 +106,7 @@ def simulated(settings: Mapping[str, Any], requests: list[dict[str, Any]], folde
     trace = folder / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     chunk = settings["chunked_prefill_size"]
-    names = (
+    names = [
         "schedule_policy",
         "schedule_conservativeness",
         "max_prefill_tokens",
@@ -118,9 +118,9 @@ def simulated(settings: Mapping[str, Any], requests: list[dict[str, Any]], folde
         "retraction_policy",
         "enable_priority_scheduling",
         "ignore_eos",
-    )
+    ]
     if settings["enable_priority_scheduling"]:
-        names += ("disable_priority_preemption",)
+        names.append("disable_priority_preemption")
     config = RunConfig(
         engine="sglang",
         device="sim:h100-sxm",
