@@ -329,7 +329,7 @@ def _report_differences(trace: str | None, config: RunConfig, directories: Seque
 
 
 def _report_differences_of_points(asked: SweepKeys, config: RunConfig, result: "SweepResult") -> None:
-    """The same of the points of a sweep whose run directories are kept."""
+    """Say so of the points of a sweep of which the run directories are kept."""
     if asked.trace is None or "arrival" in swept_names(asked.over) or config.arrival != BY_ITERATION:
         return
     kept = [Path(str(row["output"])) for row in result.rows if row["output"] and not row["error"]]

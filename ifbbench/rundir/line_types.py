@@ -12,7 +12,8 @@ from typing import Any, Final, TypeVar
 from msgspec import UNSET, Struct, UnsetType, convert, field
 from msgspec.structs import asdict
 
-from ifbbench.engine.records import CacheState
+from ifbbench.engine.plan import Limit
+from ifbbench.engine.records import CacheState, IterationRecord
 
 CACHE_FIELDS = (
     "Max KV cache blocks",
@@ -50,6 +51,15 @@ class LeftOutRequest(Struct, gc=False):
 
     request_id: int
     reason: str
+
+
+def queue_head_of(record: IterationRecord) -> LeftOutRequest | UnsetType | None:
+    """What holds the queue of an iteration, of an engine that says so, where that is not what was left out first:
+    running requests that stand aside for prompts hold no queue."""
+    head, left_out = record.queue_head, record.left_out
+    if head is None:
+        return None if left_out is not None and left_out.limit is Limit.PREFILL else UNSET
+    return UNSET if head is left_out else LeftOutRequest(head.request.request_id, head.limit)
 
 
 class PausedRequest(Struct, gc=False):

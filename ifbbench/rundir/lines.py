@@ -10,11 +10,10 @@ from pathlib import Path
 from time import gmtime, strftime
 from typing import Any, Final, TypeAlias
 
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Raw
 from msgspec.json import Encoder
 
 from ifbbench.compressed import open_to_write
-from ifbbench.engine.plan import Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.step_profile import StepProfile
 from ifbbench.files import restored
@@ -28,6 +27,7 @@ from ifbbench.rundir.line_types import (
     SpecDecodingStats,
     StaticLine,
     executor_line,
+    queue_head_of,
     stats_of_windows,
 )
 from ifbbench.settings.modes import BatchingType
@@ -231,7 +231,6 @@ class IterationLines:
             waiting=record.queued + record.active - record.in_flight - scheduled,
             bound_by=self._bound_by,
             first_left_out=None if left_out is None else LeftOutRequest(left_out.request.request_id, left_out.limit),
-            queue_head=_queue_head(record),
             paused=[PausedRequest(pause.victim.request_id, pause.beneficiary.request_id) for pause in record.paused],
             tokens_recomputed=record.recomputed,
             budget_used=record.budget_used,
@@ -239,6 +238,8 @@ class IterationLines:
             missed_blocks=cache.missed,
             kv_fragmentation=share_of(cache.fragmentation),
         )
+        if record.queue_head is not left_out:
+            details.queue_head = queue_head_of(record)
         if cache.windows:
             details.kv_cache_iteration_stats = stats_of_windows(cache)
         if record.steps is not None:
@@ -265,12 +266,3 @@ class IterationLines:
             details.collect_ms, details.device_busy_ms = number(step.collect_s * 1000), number(step.device_s * 1000)
             details.flops, details.bytes = number(step.flops), number(step.bytes)
         return details
-
-
-def _queue_head(record: IterationRecord) -> LeftOutRequest | UnsetType | None:
-    """What holds the queue, where that is not the first request that was left out: one that generates, and stands aside
-    for prompts, holds no queue."""
-    head, left_out = record.queue_head, record.left_out
-    if head is None:
-        return None if left_out is not None and left_out.limit is Limit.PREFILL else UNSET
-    return UNSET if head is left_out else LeftOutRequest(head.request.request_id, head.limit)
