@@ -2,9 +2,10 @@
 
 `python -m benchmarks.recorded_runs write DIRECTORY [NAME ...]` makes the runs, or those named; it needs nothing
 but the bundled data sets. With IFBBENCH_PURE_PYTHON=1 the loop is not compiled, which changes no file.
-`python -m benchmarks.recorded_runs compare DIRECTORY OTHER` prints one JSON object with the files that differ;
-exit status 1 if any does. Runs on a simulated GPU must be equal to the last byte. Runs in real time are compared
-without their times. Of `run.json` the versions, host, date and directory name are left out.
+`python -m benchmarks.recorded_runs compare DIRECTORY OTHER [NAME ...]` prints one JSON object with the files that
+differ, of all runs or those named; exit status 1 if any does. Runs on a simulated GPU must be equal to the last byte.
+Runs in real time are compared without their times. Of `run.json` the versions, host, date and directory name are left
+out.
 """
 
 import hashlib
@@ -132,13 +133,17 @@ def _without_times(value: Any, in_real_time: bool) -> Any:
 
 def main() -> None:
     """Write runs, or compare those of two revisions."""
-    command, *paths = sys.argv[1:]
+    command, *given = sys.argv[1:]
+    paths, names = given[: 1 if command == "write" else 2], given[1 if command == "write" else 2 :]
+    if unknown := [name for name in names if name not in RUNS]:
+        sys.exit(f"{', '.join(unknown)}: no such run; expected some of {', '.join(RUNS)}.")
     if command == "write":
         os.environ["COLUMNS"] = "160"
-        write(Path(paths[0]).resolve(), paths[1:] or RUNS)
+        write(Path(paths[0]).resolve(), names or RUNS)
         return
-    found = list(differences(Path(paths[0]), Path(paths[1])))
-    print(json.dumps({"benchmark": "files of recorded runs", "runs": len(RUNS), "different": found}, indent=2))
+    found = list(differences(Path(paths[0]), Path(paths[1]), names or RUNS))
+    described = {"benchmark": "files of recorded runs", "runs": len(names or RUNS), "different": found}
+    print(json.dumps(described, indent=2))
     sys.exit(bool(found))
 
 

@@ -10,13 +10,16 @@ with SGLang's own decisions, for tests that need no SGLang.
 """
 
 import argparse
+import ast
 import gzip
+import inspect
 import json
 import logging
 import os
 import random
 import sys
 import tempfile
+import textwrap
 import time
 import tomllib
 from base64 import b64encode
@@ -34,7 +37,15 @@ from ifbbench.live.channel import Channel
 from ifbbench.live.notes import RECORD
 from tests.conformance.sglang import MAX_LEN, MAX_ROUNDS
 from tests.conformance.sglang_workloads import draw_case, draw_retractions
-from tests.live.recordings import Kept, batches, decisions, difference_of_replay, first_difference, lines
+from tests.live.recordings import (
+    Kept,
+    batches,
+    decisions,
+    difference_of_replay,
+    difference_of_why,
+    first_difference,
+    lines,
+)
 
 KEPT_SEEDS = 106, 123, 110, 23, 25
 
@@ -55,14 +66,53 @@ def load_plugins(folder: Path) -> None:
     load()
 
 
+class PassEnd:
+    """Why SGLang's latest pass over its queue ended, by the line of its source that ended it: a tracer sees the lines
+    that run while the context is open.
+
+    limit: None if all requests of the queue were taken. It stays as it is if no pass is begun.
+    """
+
+    FUNCTION = "_get_new_batch_prefill_raw"
+
+    def __init__(self) -> None:
+        self.limit: str | None = None
+        scheduler = Original.__mro__[1]  # SGLang's
+        self._file = inspect.getsourcefile(scheduler)
+        lines, first = inspect.getsourcelines(inspect.unwrap(getattr(scheduler, self.FUNCTION)))
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+        breaks = sorted(node.lineno for node in ast.walk(tree) if isinstance(node, ast.Break))
+        spent, full, judged = [first - 1 + line for line in breaks]
+        begin = next(number for number, line in enumerate(lines, first) if "self.policy.calc_priority(" in line)
+        no_slot = next(number for number, line in enumerate(lines, first) if line.endswith(".batch_is_full = True\n"))
+        self._at = {begin: None, no_slot: "batch_size", spent: "num_tokens", full: "batch_size", judged: "verdict"}
+
+    def __enter__(self) -> None:
+        sys.settrace(self._called)
+
+    def __exit__(self, *_error: Any) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: Any, _event: str, _argument: Any) -> Any:
+        code = frame.f_code
+        return self._ran if code.co_name == self.FUNCTION and code.co_filename == self._file else None
+
+    def _ran(self, frame: Any, event: str, _argument: Any) -> Any:
+        if event == "line" and frame.f_lineno in self._at:
+            self.limit = self._at[frame.f_lineno]
+            if self.limit == "verdict":
+                self.limit = "kv_blocks" if frame.f_locals["res"].name == "NO_TOKEN" else "num_tokens"
+        return self._ran
+
+
 class Served(Original):
     """SGLang's scheduler in its own event loop, with one workload.
 
     steps: what it ran, seen from `run_batch`: tokens of each request, how many requests had lost their pages, free
-    pages with those that can be evicted, the request whose prompt was cut, and the queue.
+    pages with those that can be evicted, the request whose prompt was cut, the queue, and why no more of it was taken.
     """
 
-    def __init__(self, case: dict[str, Any], aborts: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, case: dict[str, Any], aborts: Sequence[tuple[int, int]] = (), is_traced: bool = True) -> None:
         from sglang.srt.runtime_context import get_parallel
 
         settings = case["settings"]
@@ -83,7 +133,12 @@ class Served(Original):
         get_parallel().override_permanently(attn_tp_rank=0, attn_cp_rank=0, pp_rank=0)
         for name in ("start_scheduler_time_accounting", "log_batch_result_stats", "update_device_timer"):
             setattr(self.metrics_reporter, name, Nothing())
+        self._pass, self._is_traced = PassEnd(), is_traced
         self.steps: list[dict[str, Any]] = []
+
+    def _get_new_batch_prefill_raw(self, *arguments: Any) -> Any:
+        with self._pass if self._is_traced else nullcontext():
+            return super()._get_new_batch_prefill_raw(*arguments)
 
     def process_pending_chunked_abort(self) -> None:
         super(Original, self).process_pending_chunked_abort()
@@ -142,6 +197,7 @@ class Served(Original):
                 "free": free,
                 "cut": None if self.chunked_req is None else self.chunked_req.rid,
                 "queue": [f"{number:06}" for number in seen["queue"]],
+                "limit": self._pass.limit,
             }
         )
         self._num_lost = 0
@@ -160,10 +216,13 @@ def draw_recorded(seed: int) -> tuple[dict[str, Any], list[tuple[int, int]]]:
     return case, [(one["round"] + rng.randint(0, 30), one["id"]) for one in chosen]
 
 
-def record(case: dict[str, Any], aborts: Sequence[tuple[int, int]], directory: Path) -> list[dict[str, Any]]:
-    """Run a workload through SGLang's scheduler, recorded in `directory`; returns what was run."""
+def record(
+    case: dict[str, Any], aborts: Sequence[tuple[int, int]], directory: Path, is_traced: bool = True
+) -> list[dict[str, Any]]:
+    """Run a workload through SGLang's scheduler, recorded in `directory`; returns what was run. is_traced: with
+    limits, which takes time."""
     os.environ[RECORD] = str(directory)
-    scheduler = Served(case, aborts)
+    scheduler = Served(case, aborts, is_traced)
     scheduler.run_event_loop()
     return scheduler.steps
 
@@ -185,14 +244,15 @@ def difference_of_recording(directory: Path, steps: list[dict[str, Any]]) -> str
 
 def check_random(count: int, first_seed: int) -> int:
     """Record and replay random workloads."""
-    totals = {"workloads": 0, "iterations": 0, "lost their pages": 0, "stopped": 0, "replayed": 0}
+    totals = {"workloads": 0, "iterations": 0, "lost their pages": 0, "stopped": 0, "waiting": 0, "replayed": 0}
     differences = dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(first_seed, first_seed + count):
             case, aborts = draw_recorded(seed)
             directory = Path(folder) / str(seed)
             steps = record(case, aborts, directory)
-            found = difference_of_recording(directory, steps)
+            num_waiting, by_why = difference_of_why(directory, steps)
+            found = difference_of_recording(directory, steps) or by_why
             found = found or difference_of_replay(directory, Path(folder) / f"{seed}-replayed", "sglang")
             if found:
                 differences[case["name"]] = found
@@ -200,6 +260,7 @@ def check_random(count: int, first_seed: int) -> int:
             totals["iterations"] += len(steps)
             totals["lost their pages"] += sum(step["lost"] for step in steps)
             totals["stopped"] += sum("stopped_in" in row for row in lines(directory, "trace"))
+            totals["waiting"] += num_waiting
             totals["replayed"] += 1
             described = {"iterations": len(steps), "lost": sum(step["lost"] for step in steps), "difference": found}
             print(case["name"], json.dumps(described), file=sys.stderr, flush=True)
@@ -265,7 +326,7 @@ def measure_cost(running: int, iterations: int, rounds: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             spent_s[0] = 0.0
-            steps = record(cost_case(running, iterations), (), Path(folder) / str(number))
+            steps = record(cost_case(running, iterations), (), Path(folder) / str(number), is_traced=False)
             found.append(spent_s[0] / len(steps) * 1e6)
     print(json.dumps({"running": running, "us_per_iteration": [round(value, 1) for value in sorted(found)]}, indent=1))
     return 0

@@ -10,7 +10,7 @@ import numpy as np
 from ifbbench.analysis.confidence import OF_BLOCKS, margins
 from ifbbench.analysis.figures import Figure, compared_figures
 from ifbbench.analysis.fleet import Parting, first_parting
-from ifbbench.analysis.number_texts import significant
+from ifbbench.analysis.number_texts import number_of, significant
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import RepeatsComparison
 from ifbbench.analysis.waiting import HeadsOfLine
@@ -303,9 +303,10 @@ def _decisions(run: RecordedRun) -> Iterator[Decision]:
 
 def _in_words(decision: Decision, words: Words) -> str:
     _, request_id, kind, amount = decision
+    tokens = number_of(int(amount), "token") if kind in ("context", "recompute") else ""
     return {
-        "context": f"request {request_id} runs {amount} tokens of its prompt",
-        "recompute": f"request {request_id} computes {amount} tokens again",
+        "context": f"request {request_id} runs {tokens} of its prompt",
+        "recompute": f"request {request_id} computes {tokens} again",
         "generation": f"request {request_id} generates",
         "stops": f"request {request_id} stops generating",
         "paused": f"request {request_id} is {words.paused} to make room for {amount}",
@@ -374,13 +375,15 @@ def _state(one: Iterations | None, words: Words, kept: str) -> str:
     """What one iteration had and left out, in words. kept: what the KV cache is divided into."""
     if one is None:
         return "no such iteration"
-    blocks = "" if np.isnan(one.used_blocks[0]) else f", {one.used_blocks[0]:,.0f} {kept} in use"
+    blocks = ""
+    if not np.isnan(used := one.used_blocks[0]):
+        blocks = f", {used:,.0f} {kept.replace('s', '', 1) if used == 1 else kept} in use"
     reason = "no request was left out"
     if one.left_out_pairs:
         request_id, limit = one.left_out_pairs[0]
         reason = f"request {request_id} was left out first, for {words.waits_for(limit)}"
-    active = f"{one.active[0]:,} active request{'s' if one.active[0] != 1 else ''}"
-    return f"{active}, {one.budget_used[0]:,} tokens{blocks}; {reason}"
+    active, tokens = number_of(one.active[0], "active request"), number_of(one.budget_used[0], "token")
+    return f"{active}, {tokens}{blocks}; {reason}"
 
 
 def _behind(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ifbbench.analysis.generation_time import PROMPTS
-from ifbbench.analysis.number_texts import percent
+from ifbbench.analysis.number_texts import number_of, percent
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import TENSORRT_LLM, Words, setting_of, words_of
@@ -49,7 +49,7 @@ class Stretch:
     def reason(self, words: Words) -> str:
         """The stretch in words."""
         steps = len(self.chunks) or self.last - self.first + 1
-        iterations = f"{steps:,} iteration{'s' if steps > 1 else ''}"
+        iterations = number_of(steps, "iteration")
         if self.phase == "arrival":
             return "waits for the next iteration to begin"
         if self.phase == "waiting":
@@ -60,10 +60,10 @@ class Stretch:
         if self.phase == "skipped":
             return words.skipped[1]
         if self.phase == "generation":
-            return f"generates {self.tokens:,} token{'s' if self.tokens > 1 else ''}"
+            return f"generates {number_of(self.tokens, 'token')}"
         verb = "computes its prompt" if self.phase == "context" else f"computes again what the {words.pause} dropped"
         chunks = f" in {len(self.chunks)} chunks" if len(self.chunks) > 1 else ""
-        return f"{verb}: {self.tokens:,} tokens{chunks} in {iterations}"
+        return f"{verb}: {number_of(self.tokens, 'token')}{chunks} in {iterations}"
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class RequestLife:
             sentences.append(f"The longest stretch, {span}: it {longest.reason(self.words)}.")
         if pauses := self.row.get("pauses"):
             sentences.append(
-                f"It was {self.words.paused} {pauses} time{'s' if pauses > 1 else ''} and computed "
-                f"{self.row['recomputed_tokens']:,} tokens again."
+                f"It was {self.words.paused} {number_of(pauses, 'time')} and computed "
+                f"{number_of(self.row['recomputed_tokens'], 'token')} again."
             )
         return sentences
 
@@ -219,8 +219,8 @@ class IterationFacts:
     fullest one, which the KV blocks are of; empty with one window. contexts: (request, tokens) of each chunk.
     generating: ids of the requests that generated a token. bound_by: the limit that left out the first request.
     waiting: requests that wait. aside: those that generate and do not run. left_out: the first request that was left
-    out, and the limit. missing: how much more of the limit it needed; None where the recording does not say. words: of
-    the engine.
+    out, and the limit. missing: how much more of the limit it needed; None where the recording does not say.
+    queue_head: what holds the queue, and the limit, where that is another request. words: of the engine.
     """
 
     number: int
@@ -238,6 +238,7 @@ class IterationFacts:
     generating: list[Id]
     paused: list[tuple[Id, Id]]
     window: str = ""
+    queue_head: tuple[Id, str] | None = None
     words: Words = TENSORRT_LLM
 
     def as_dict(self) -> dict[str, Any]:
@@ -261,8 +262,10 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
                     generating.append(request_id)
                 elif span.phase in chunks:
                     chunks[span.phase].append((request_id, span.chunks[(number - span.first) // span.every]))
-    code = int(iterations.left_out[index])
-    left_out = None if code == NO_REQUEST else iterations.left_out_pairs[code]
+    left_out, queue_head = (
+        None if column[index] == NO_REQUEST else iterations.left_out_pairs[int(column[index])]
+        for column in (iterations.left_out, iterations.queue_head)
+    )
     contexts, recomputes = chunks["context"], chunks["recompute"]
     scheduled = len(contexts) + len(recomputes) + len(generating)
     # SGLang's limit is of the requests that run, also while they stand aside for prompts.
@@ -297,6 +300,7 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         generating,
         [(pause.victim, pause.beneficiary) for pause in iterations.pauses if pause.iteration == number],
         window,
+        None if queue_head == left_out else queue_head,
         words_of(run.config),
     )
 

@@ -27,6 +27,11 @@ def count(value: float | None) -> str:
     return "0" if text == "-0" else text
 
 
+def number_of(number: int, noun: str) -> str:
+    """So many of something: 1 token, 1,234 tokens."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def percent(share: float | None, decimals: int = 0) -> str:
     """A share in percent; `<1 %` for a small one, so that it does not read as never, and `>99 %` for one that is not
     all."""

@@ -5,6 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from ifbbench.analysis.number_texts import number_of
 from ifbbench.errors import InputError
 from ifbbench.rundir.columns import iteration_columns
 from ifbbench.rundir.run_directory import find_iterations
@@ -47,5 +48,4 @@ def _described(sizes: tuple[int, ...] | None) -> str:
     if sizes is None:
         return "no such iteration"
     requests, prompt_tokens, tokens = sizes
-    plural = "" if requests == 1 else "s"
-    return f"{requests:,} request{plural} with {tokens:,} tokens, {prompt_tokens:,} of them of prompts"
+    return f"{number_of(requests, 'request')} with {number_of(tokens, 'token')}, {prompt_tokens:,} of them of prompts"

@@ -4,6 +4,7 @@ A scheduler considers requests in order and stops at the first one that does not
 and their waiting is charged to it and to the limit that held it. Capacity and micro-batch scheduling each have such a
 request, so that there can be two in one iteration; a request waits for the nearest one before it. Requests that have
 arrived and are not active yet stand in the same line: they wait for a batch slot only if no active request is held.
+SGLang's queue is apart from its running requests, and has an order of its own: all in it wait for one request.
 """
 
 from bisect import bisect_left
@@ -18,11 +19,12 @@ from ifbbench.analysis.recorded import QUEUE, RecordedRun
 from ifbbench.engine.plan import Limit
 from ifbbench.rundir.line_types import Phase
 from ifbbench.rundir.rows import Id, Span
-from ifbbench.rundir.spans import HEAD_OF_LINE
+from ifbbench.rundir.spans import CONCURRENCY, HEAD_OF_LINE
 from ifbbench.rundir.timeline import NO_REQUEST, Floats
 from ifbbench.settings.config import SGLANG, VLLM
 
 PAUSED = Phase.PAUSED
+BEFORE_ALL = -2  # before the place of requests that are in no trace, too
 # The limit that only the micro-batch scheduler has.
 MICRO_BATCH_LIMIT = Limit.NUM_TOKENS.value
 
@@ -39,7 +41,8 @@ class Held(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A request at the head of the line, by its place in the order of scheduling, and the limit that held it."""
+    """A request at the head of the line, by its place in the order of scheduling (BEFORE_ALL if all others wait behind
+    it, whatever their place), and the limit that held it."""
 
     rank: int
     request_id: Id
@@ -151,27 +154,17 @@ class HeadsOfLine:
 
     def _found(self, from_spans: bool) -> tuple[list[int], list[list[Head]]]:
         """The first iteration of each stretch, and the heads in it by rank."""
+        firsts, pairs = ([], []) if from_spans else self._named()
+        if self._run.config.get("engine") == SGLANG:
+            return firsts, [[] if pair is None else [Head(BEFORE_ALL, *pair)] for pair in pairs]
         rank = self._run.rank
-        # The first request left out of each iteration: in runs of equal ones.
-        firsts: list[int] = []
-        pairs: list[tuple[Id, str] | None] = []
-        if not from_spans:
-            iterations = self._run.iterations
-            changes = np.flatnonzero(np.diff(iterations.left_out, prepend=NO_REQUEST - 1))
-            firsts = iterations.number[changes].tolist()
-            for code in iterations.left_out[changes].tolist():
-                pair = None if code == NO_REQUEST else iterations.left_out_pairs[code]
-                if pair is not None and pair[1] == Limit.PREFILL:
-                    # A request that generates stands aside for prompts; the line is held as before.
-                    pair = pairs[-1] if pairs else None
-                pairs.append(pair)
         # Requests that another scheduler left out have a span of their own; so have the paused, which do not fit.
         held = sorted(
             (
                 span
                 for spans in self._run.spans.values()
                 for span in spans
-                if span.phase == PAUSED or is_own_wait(span, spans, self._run)
+                if span.cause != CONCURRENCY and (span.phase == PAUSED or is_own_wait(span, spans, self._run))
             ),
             key=lambda span: span.first,
         )
@@ -196,6 +189,20 @@ class HeadsOfLine:
             heads.append(sorted(Head(rank.get(one, NO_REQUEST), one, limit) for one, limit in found.items()))
         return bounds, heads
 
+    def _named(self) -> tuple[list[int], list[tuple[Id, str] | None]]:
+        """What iterations name as left out first, or as what holds the queue, in runs of equal ones: the first
+        iteration of each."""
+        iterations, pairs = self._run.iterations, list[tuple[Id, str] | None]()
+        changes = np.flatnonzero(np.diff(iterations.queue_head, prepend=NO_REQUEST - 1))
+        for code in iterations.queue_head[changes].tolist():
+            pair = None if code == NO_REQUEST else iterations.left_out_pairs[code]
+            if pair is not None and pair[1] == Limit.PREFILL:
+                # A run of an earlier version does not name what holds the queue while running requests stand aside for
+                # prompts: it is taken to be as before.
+                pair = pairs[-1] if pairs else None
+            pairs.append(pair)
+        return iterations.number[changes].tolist(), pairs
+
 
 def names_queue_head(run: RecordedRun) -> bool:
     """Whether iterations name what holds the head of the queue. vLLM and SGLang start requests from their queue."""
@@ -203,9 +210,11 @@ def names_queue_head(run: RecordedRun) -> bool:
 
 
 def is_in_queue(span: Span, spans: list[Span], run: RecordedRun) -> bool:
-    """Whether `span`, one of `spans` of a request, is its time in the queue. Where iterations name what holds its head,
-    such spans have the limit that held it last, not the one that held it at each time."""
-    return span is spans[0] and (span.cause == QUEUE or names_queue_head(run))
+    """Whether `span`, one of `spans` of a request, is its time in the queue: the first one, after the client held it
+    back. Where iterations name what holds the head of the queue, such spans have the limit that held it last, not the
+    one that held it at each time."""
+    first = next((one for one in spans if one.cause != CONCURRENCY), None)
+    return span is first and (span.cause == QUEUE or names_queue_head(run))
 
 
 def is_own_wait(span: Span, spans: list[Span], run: RecordedRun) -> bool:

@@ -25,7 +25,7 @@ from ifbbench.cli.report import benchmark_lines_option, json_option, print_resul
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.files import OutputError, lost
-from ifbbench.rundir.run_directory import REPEATS_FILE, is_lost
+from ifbbench.rundir.run_directory import REPEATS_FILE, RUN, is_lost
 from ifbbench.settings.config import BY_ITERATION, RunConfig
 from ifbbench.settings.fields import boolean, choice, integer, located
 from ifbbench.settings.names import usual_settings
@@ -86,11 +86,7 @@ def run(
     else:
         print_result(result, lambda data: print_run(data, benchmark_lines))
         click.echo(f"Results are in {result.directory}; `ifbbench plot {result.directory}` draws them.")
-    if trace is not None and config.arrival == BY_ITERATION:
-        from ifbbench.analysis.replayed import difference_from_recording
-
-        if difference := difference_from_recording(Path(trace), result.directory, config.as_dict()):
-            click.echo(difference, err=True)
+    _report_differences(trace, config, [result.directory])
     if result.failed:
         reasons = find_lines(result.directory, "requests")
         click.echo(f"{result.failed} requests failed; {reasons} has the reason of each.", err=True)
@@ -163,9 +159,14 @@ def sweep(
         "executor": executor,
     }
     asked = _sweep_of({name: value for name, value in given.items() if value is not None}, config_file)
-    config = given_config(config_file, options, runs_fleets=True, swept=swept_names(asked.over))
-    result = _sweep(asked, config, config.quiet, engine_configs(config_file, options, asked.over))
+    swept, values = swept_names(asked.over), dict[str, Any](options)
+    if "engine" not in swept:
+        config_file, recorded = with_recording(asked.trace, config_file, options)
+        values = dict(recorded)
+    config = given_config(config_file, values, runs_fleets=True, swept=swept)
+    result = _sweep(asked, config, config.quiet, engine_configs(config_file, values, asked.over))
     _report_sweep(result, as_json)
+    _report_differences_of_points(asked, config, result)
     if result.failed:
         click.echo(f"{result.failed} of {len(result.rows)} points failed or had failed requests.", err=True)
         context.exit(1)
@@ -307,9 +308,35 @@ def _repeat(context: click.Context, trace: str | None, config: RunConfig, count:
         raise lost(result.directory)
     if not as_json:
         click.echo(f"Results are in {result.directory}; each repeat is a run directory in it.")
+    _report_differences(trace, config, sorted(result.directory.glob("repeat-*")))
     if result.failed:
         click.echo(f"{result.failed} of {count} repeats failed or had failed requests.", err=True)
         context.exit(1)
+
+
+def _report_differences(trace: str | None, config: RunConfig, directories: Sequence[Path]) -> None:
+    """Say which of these replays of the recording `trace` do not have its schedule; of several, by their names."""
+    if trace is None or config.arrival != BY_ITERATION:
+        return
+    from ifbbench.analysis.replayed import difference_from_recording
+
+    found: dict[str, list[str]] = {}
+    for directory in directories:
+        if difference := difference_from_recording(Path(trace), directory, config.as_dict()):
+            found.setdefault(difference, []).append(directory.name)
+    for difference, names in found.items():
+        click.echo(f"{', '.join(names)}: {difference}" if len(directories) > 1 else difference, err=True)
+
+
+def _report_differences_of_points(asked: SweepKeys, config: RunConfig, result: "SweepResult") -> None:
+    """Say so of the points of a sweep of which the run directories are kept."""
+    if asked.trace is None or "arrival" in swept_names(asked.over) or config.arrival != BY_ITERATION:
+        return
+    kept = [Path(str(row["output"])) for row in result.rows if row["output"] and not row["error"]]
+    if not kept and (Path(asked.trace) / RUN).is_file():
+        click.echo("The runs were not compared with the recorded schedule: --keep run keeps them for it.", err=True)
+    runs = [one for point in kept for one in (sorted(point.glob("repeat-*")) or [point])]
+    _report_differences(asked.trace, config, runs)
 
 
 def _run_point(trace: str | None, config: RunConfig) -> "RunResult":

@@ -50,13 +50,11 @@ class TokenGenerationLoop:
     Loops of a simulated device derive from it: see `PredictedLoop`, and `SteppedLoop` of a fleet.
 
     get_requests(n): returns at most n requests that have arrived; called at the start of an iteration.
-    send_response(response): called at the end of the iteration that yields it.
-    queued(): how many requests have arrived that `get_requests` has not returned.
-    poll_stop_signals(): ids of requests to stop, called at the end of an iteration. Unknown ids are ignored.
-    next_change(now_s): see NextChange. If it is given, `get_requests` is called only when requests may have arrived or
-        one has left.
-    next_priority(): see `RequestSource`.
-    is_open_loop: no response lets a request arrive.
+    send_response(response): called at the end of the iteration that yields it. queued(): how many requests have arrived
+    that `get_requests` has not returned. poll_stop_signals(): ids of requests to stop, called at the end of an
+    iteration. Unknown ids are ignored. next_change(now_s): see NextChange. If it is given, `get_requests` is called
+    only when requests may have arrived or one has left. next_priority(): see `RequestSource`. is_open_loop: no response
+    lets a request arrive.
     """
 
     def __init__(
@@ -264,6 +262,7 @@ class TokenGenerationLoop:
             num_micro_batches=self._num_micro_batches,
             in_flight=plan.in_flight,
             continued=plan.continued,
+            queue_head=plan.queue_head,
         )
 
     def _complete_all_but(self, count: int) -> None:

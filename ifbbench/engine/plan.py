@@ -68,18 +68,19 @@ class ContextChunk:
 class Plan:
     """The decision for one iteration.
 
-    context: requests with a chunk to run. rows: table rows of the generation requests to run, in batch order.
-    idle: rows of complete members of a static batch. held: generation requests that do not run. paused: requests to
-    pause, in this order. blocked: the first request that each part of the scheduler left out, and those paused.
-    valid_until_next_allocation: the decision may differ as soon as a generation request takes a block.
-    chunks: of `context`, once their requests have blocks and it is known how many of their tokens are reused.
-    entered: requests that this decision takes from the queue into the running set. in_flight: requests in other micro
-    batches, which are in flight. num_ending: requests that do not run because their last token is in flight.
-    awaits_in_flight: iterations in flight change the KV cache once the first one of this plan was submitted.
-    receiving: requests that got blocks for the keys and values that another engine sends.
-    continued: requests that generate from now on without a chunk: what they have came; and how many outputs they have.
-    loaded_tokens: tokens of which keys and values are copied from host memory for the chunks.
-    valid_until_s: iterations that start from then on may find other blocks free first.
+    context: requests with a chunk to run. rows: table rows of the generation requests to run, in batch order. idle:
+    rows of complete members of a static batch. held: generation requests that do not run. paused: requests to pause, in
+    this order. blocked: the first request that each part of the scheduler left out, and those paused.
+    valid_until_next_allocation: the decision may differ as soon as a generation request takes a block. chunks: of
+    `context`, once their requests have blocks and it is known how many of their tokens are reused. entered: requests
+    that this decision takes from the queue into the running set. in_flight: requests in other micro batches, which are
+    in flight. num_ending: requests that do not run because their last token is in flight. awaits_in_flight: iterations
+    in flight change the KV cache once the first one of this plan was submitted. receiving: requests that got blocks for
+    the keys and values that another engine sends. continued: requests that generate from now on without a chunk: what
+    they have came; and how many outputs they have. loaded_tokens: tokens of which keys and values are copied from host
+    memory for the chunks. valid_until_s: iterations that start from then on may find other blocks free first.
+    queue_head: what holds all requests in the queue, of an engine that holds its queue and its running requests apart:
+    one of `blocked`; None if nothing does.
     """
 
     context: list[Request]
@@ -98,6 +99,7 @@ class Plan:
     continued: Sequence[tuple[Request, int]] = ()
     loaded_tokens: int = 0
     valid_until_s: float = inf
+    queue_head: LeftOut | None = None
 
     @property
     def does_nothing(self) -> bool:

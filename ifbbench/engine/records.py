@@ -66,23 +66,18 @@ class IterationRecord:
     """One iteration. Times are seconds on the run's clock.
 
     start_s, submit_s, end_s: the iteration began, its batch was submitted, its outputs were collected. With overlap an
-        iteration begins before the previous one ends.
-    context_end_s: end of the context pass, if context and generation have one pass each.
-    activated: requests that became active in it.
-    context: the chunks it ran, of num_context_tokens in all. `recomputed` of these tokens had been computed before a
-        pause, and `padding` tokens (V1) were computed in addition.
-    num_generation: generation requests that it ran: all active ones but those in `held`, the paused, and those in
-        another micro batch.
-    idle: complete requests of a static batch that stay in it until all others are complete (V1); part of `held`.
-    finished: requests that it completed.
-    left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
-        chunk cut. blocked: the first such request of each scheduler, for which all behind it wait.
-    queued: requests that have arrived and are not active.
-    steps: of a record that sums up a static batch, its first and last iteration.
-    num_micro_batches: parts that the requests are divided into. Those of this one can run again so many iterations
-        later, and `in_flight` requests are in the others.
-    loads: LoRA adapters that it copied to the device.
-    drafts: of an iteration that verified draft tokens, which are among num_generation_tokens. continued: see Plan.
+    iteration begins before the previous one ends. context_end_s: end of the context pass, if context and generation
+    have one pass each. activated: requests that became active in it. context: the chunks it ran, of num_context_tokens
+    in all. `recomputed` of these tokens had been computed before a pause, and `padding` tokens (V1) were computed in
+    addition. num_generation: generation requests that it ran: all active ones but those in `held`, the paused, and
+    those in another micro batch. idle: complete requests of a static batch that stay in it until all others are
+    complete (V1); part of `held`. finished: requests that it completed. left_out: the first request, in the order of
+    the active list and then of the queue, that did not run or had its chunk cut. blocked: the first such request of
+    each scheduler, for which all behind it wait. queue_head: see Plan. queued: requests that have arrived and are not
+    active. steps: of a record that sums up a static batch, its first and last iteration. num_micro_batches: parts that
+    the requests are divided into. Those of this one can run again so many iterations later, and `in_flight` requests
+    are in the others. loads: LoRA adapters that it copied to the device. drafts: of an iteration that verified draft
+    tokens, which are among num_generation_tokens. continued: see Plan.
     """
 
     def __init__(
@@ -116,6 +111,7 @@ class IterationRecord:
         loads: tuple[AdapterLoad, ...] = (),
         drafts: DraftCounts | None = None,
         continued: Sequence[tuple[Request, int]] = (),
+        queue_head: LeftOut | None = None,
     ) -> None:
         self.iteration, self.micro_batch, self.num_micro_batches = iteration, micro_batch, num_micro_batches
         self.start_s, self.submit_s, self.context_end_s, self.end_s = start_s, submit_s, context_end_s, end_s
@@ -125,7 +121,7 @@ class IterationRecord:
         self.num_generation, self.num_generation_tokens = num_generation, num_generation_tokens
         self.held, self.paused, self.left_out, self.blocked = held, paused, left_out, blocked
         self.cache, self.idle, self.padding, self.steps = cache, idle, padding, steps
-        self.loads, self.drafts, self.continued = loads, drafts, continued
+        self.loads, self.drafts, self.continued, self.queue_head = loads, drafts, continued, queue_head
 
     @property
     def bound_by(self) -> str:

@@ -140,6 +140,7 @@ def copied(record: IterationRecord) -> IterationRecord:
         record.loads,
         record.drafts,
         record.continued,
+        record.queue_head,
     )
 
 

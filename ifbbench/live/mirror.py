@@ -200,7 +200,8 @@ class Mirror:
         blocked = [LeftOut(pause.victim, pause.limit) for pause in paused]
         if first_held is not None:
             blocked.append(LeftOut(first_held, Limit.PREFILL))
-        blocked += self._left_out(step, chunks, () if self._limits.runs_prompts_apart else held)
+        of_queue = self._left_out(step, chunks, () if self._limits.runs_prompts_apart else held)
+        blocked += of_queue
         start_s = step.begun_s + to_run_s
         self._ends_s = [end_s for end_s in self._ends_s if end_s > step.begun_s]
         num_over = max(num_over, len(self._ends_s))  # active when this iteration was decided
@@ -225,6 +226,7 @@ class Mirror:
             cache=self._cache_state(step.free_blocks),
             submit_s=step.submitted_s + to_run_s,
             end_s=step.ended_s + to_run_s,
+            queue_head=_queue_head(of_queue) if self._limits.runs_prompts_apart else None,
         )
 
     def _move_last(self, step: Step) -> None:
@@ -314,3 +316,11 @@ class Mirror:
             min(filled, used * size),  # requests share blocks
             self._missed,
         )
+
+
+def _queue_head(left_out: Sequence[LeftOut]) -> LeftOut | None:
+    """What holds the queue (SGLang): the prompt that was cut, which has the tokens that the queue lacks, or the head of
+    the queue. left_out: those of them that there are."""
+    if len(left_out) == 2 and left_out[1].limit is not Limit.NUM_TOKENS:
+        return left_out[1]
+    return left_out[0] if left_out else None

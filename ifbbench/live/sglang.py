@@ -13,7 +13,6 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ VERSIONS = (0, 5, 23), (0, 5, 23)
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 POLICY = "sglang.srt.managers.schedule_policy.SchedulePolicy"
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+TIMES = "sglang.srt.observability.req_time_stats.SchedulerReqTimeStats"
 Original = Callable[..., Any]
-_REASON = attrgetter("finished_reason")
 _log = logging.getLogger("sglang.ifbbench")
 
 
@@ -73,6 +72,7 @@ class _Hooks:
             f"{ADDER}.budget_state": self.budget_state,
             f"{ADDER}.add_one_req": self.add_one_req,
             f"{ADDER}.preempt_to_schedule": self.preempt_to_schedule,
+            f"{TIMES}.set_completion_time": self.set_completion_time,
         }
 
     def _note(self, what: Callable[..., None], *args: Any) -> None:
@@ -107,7 +107,9 @@ class _Hooks:
         batch = kwargs["running_batch"] if "running_batch" in kwargs else args[1]
         was_full = batch.batch_is_full
         result = original(scheduler, *args, **kwargs)
-        self._note(_Notes.tried_prefill, was_full, result[1].batch_is_full)
+        is_full = result[1].batch_is_full
+        if self._notes is not None and (self._notes.is_trying or is_full != was_full):
+            self._note(_Notes.tried_prefill, was_full, is_full)
         return result
 
     def process_batch_result(self, original: Original, scheduler: Any, batch: Any, result: Any) -> Any:
@@ -130,6 +132,10 @@ class _Hooks:
         self._note(_Notes.judged, verdict.name)
         return verdict
 
+    def set_completion_time(self, original: Original, times: Any, *args: Any, **kwargs: Any) -> Any:
+        self._note(_Notes.some_ended)
+        return original(times, *args, **kwargs)
+
     def preempt_to_schedule(self, original: Original, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         is_done = original(adder, req, *args, **kwargs)
         if is_done:
@@ -141,8 +147,9 @@ class _Notes(Notes):
     """What the hooks have noted of a scheduler.
 
     known: the requests in the engine by id. limit: why the head of the queue waits, by the latest prefill batch that
-    was tried; None if none waited then. victims: requests that lost their pages in this decision, with the waiting
-    request that took their place; None where decode steps needed their pages.
+    was tried; None if none waited then. is_trying: whether requests of the queue are tried in this decision. victims:
+    requests that lost their pages in this decision, with the waiting request that took their place; None where decode
+    steps needed their pages.
     """
 
     def __init__(self, scheduler: Any, version: str, directory: Path) -> None:
@@ -154,7 +161,8 @@ class _Notes(Notes):
         self._decoding: list[Any] = []
         self._decoded: dict[str, int] = {}
         self._continuing: str | None = None  # the request whose prompt was cut before this decision
-        self._is_trying, self._verdict, self._budget, self._num_looked_at, self._num_judged = False, "", "", 0, 0
+        self.is_trying, self._verdict, self._budget, self._num_looked_at, self._num_judged = False, "", "", 0, 0
+        self._have_some_ended = False
         self._allocator, self._tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
         super().__init__(directory, _begin(scheduler, version))
 
@@ -190,11 +198,11 @@ class _Notes(Notes):
     def begin_decision(self) -> None:
         chunked = self._scheduler.chunked_req
         self._continuing = None if chunked is None else chunked.rid
-        self._is_trying = False
+        self.is_trying = False
 
     def begin_prefill(self) -> None:
         """The queue was put in order: requests of it are tried."""
-        self._is_trying, self._verdict, self._num_looked_at, self._num_judged = True, "CONTINUE", 0, 0
+        self.is_trying, self._verdict, self._num_looked_at, self._num_judged = True, "CONTINUE", 0, 0
 
     def saw_budget(self, state: str) -> None:
         """SGLang asks before it tries a request, and again when it has added one."""
@@ -212,7 +220,7 @@ class _Notes(Notes):
             self._made_room.setdefault(victim.rid, req.rid)
 
     def tried_prefill(self, was_full: bool, is_full: bool) -> None:
-        if not self._is_trying:
+        if not self.is_trying:
             if is_full and not was_full:
                 self.limit = "batch_size"
         elif self._verdict != "CONTINUE":
@@ -232,6 +240,7 @@ class _Notes(Notes):
         tokens, started, held = dict[str, int](), list[Started](), None
         if batch.forward_mode.is_decode():
             if batch.reqs != self._decoding:  # most decode batches are as the one before
+                self._take_ended(self._decoding)  # should SGLang have ended one without a word
                 self._decoding = list(batch.reqs)
                 self._decoded = dict.fromkeys([req.rid for req in batch.reqs], 1)
             tokens = self._decoded
@@ -275,11 +284,19 @@ class _Notes(Notes):
         if not self.in_flight:
             return  # it was decided before the recording began
         pending = self.in_flight.popleft()
-        if any(map(_REASON, batch.reqs)):
-            for req in [req for req in batch.reqs if req.finished_reason is not None]:
-                if self.known.pop(req.rid, None) is not None:
-                    self.ended.append(self._ended(req, _outcome(req), self.num_in_flight()))
+        if self._have_some_ended:  # to look at each request of each batch would cost as much as all other notes
+            self._have_some_ended = False
+            self._take_ended(batch.reqs)
         self.send(pending, ended_s, {})
+
+    def some_ended(self) -> None:
+        """SGLang has noted when some request ended."""
+        self._have_some_ended = True
+
+    def _take_ended(self, reqs: list[Any]) -> None:
+        for req in [req for req in reqs if req.finished_reason is not None]:
+            if self.known.pop(req.rid, None) is not None:
+                self.ended.append(self._ended(req, _outcome(req), self.num_in_flight()))
 
     def present(self) -> list[Added]:
         waiting, found = {req.rid for req in self._scheduler.waiting_queue}, list[Added]()

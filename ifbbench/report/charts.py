@@ -72,6 +72,7 @@ NOT_DRAWN = frozenset(
         "first_left_out",
         "first_left_out_request",
         "first_left_out_reason",
+        "queue_head_request",
     }
 )
 # The charts of a run against an endpoint, which has no iterations.

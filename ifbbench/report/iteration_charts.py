@@ -151,9 +151,12 @@ def _cause_name(cause: str, words: Words) -> str:
 
 
 def limits_of_line(run: RunData) -> pd.Series:
-    """The limit that held the head of the line in each iteration: what bound it. A request that generates
-    and stands aside for prompts holds no line: what waits is held as in the iteration before."""
+    """The limit that held the head of the line in each iteration: what bound it, or what held the queue where that is
+    said. A request that generates and stands aside for prompts holds no line: in runs of earlier versions, what waits
+    is taken to be held as in the iteration before."""
     bound = run.iterations["bound_by"].fillna("none").astype(str)
+    if (named := run.iterations.get("queue_head_reason")) is not None:
+        bound = named.fillna(bound).astype(str)
     return bound.mask(bound == Limit.PREFILL.value).ffill().fillna("none")
 
 

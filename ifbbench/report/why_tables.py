@@ -10,7 +10,7 @@ from ifbbench.analysis.client_side import PART_WORDS, ClientFindings
 from ifbbench.analysis.explain import IterationFacts, RequestLife, Stretch
 from ifbbench.analysis.findings import Findings, SlowRequest
 from ifbbench.analysis.generation_time import HELD, PARTS, PROMPTS, SLOWEST_SHARE, GenerationTime, shares
-from ifbbench.analysis.number_texts import count, percent, significant
+from ifbbench.analysis.number_texts import count, number_of, percent, significant
 from ifbbench.analysis.words import Words, window_name
 from ifbbench.report import bar, plain_table, print_fitting
 from ifbbench.report.tables import settings_line
@@ -243,16 +243,11 @@ def _in_words(stretches: list[Stretch], words: Words) -> str:
     )
 
 
-def _number(number: int, what: str) -> str:
-    """A number of things, as a noun in the singular or plural."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
 def print_iteration(facts: IterationFacts, console: Console) -> None:
-    left_out = f"{_number(facts.waiting, 'request')} had arrived and {'was' if facts.waiting == 1 else 'were'}"
-    ran = f"{_number(len(facts.contexts) + len(facts.recomputes), 'context chunk')} and "
-    ran += _number(len(facts.generating), "generation request")
-    aside = f"; {_number(facts.aside, 'running request')} stood aside for prompts" if facts.aside else ""
+    left_out = f"{number_of(facts.waiting, 'request')} had arrived and {'was' if facts.waiting == 1 else 'were'}"
+    ran = f"{number_of(len(facts.contexts) + len(facts.recomputes), 'context chunk')} and "
+    ran += number_of(len(facts.generating), "generation request")
+    aside = f"; {number_of(facts.aside, 'running request')} stood aside for prompts" if facts.aside else ""
     console.print(
         f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms. It "
         f"ran {ran}{aside}; {left_out} left out.\n",
@@ -279,12 +274,16 @@ def print_iteration(facts: IterationFacts, console: Console) -> None:
         missing = "" if facts.missing is None else f"; it missed by {facts.missing:,.0f} {UNITS.get(limit, '')}"
         of = f"for {facts.words.limit_name(limit)}{missing}"
         console.print(f"First left out: request {request_id}, {'which stood aside' if facts.aside else of}.")
+    if facts.queue_head is not None:
+        request_id, limit = facts.queue_head
+        console.print(f"The queue waited for request {request_id}, which waited for {facts.words.waits_for(limit)}.")
     for victim, beneficiary in facts.paused:
         whom = "itself" if victim == beneficiary else f"request {beneficiary}"
         console.print(f"Request {victim} was {facts.words.paused} to make room for {whom}.")
     for title, chunks in (("Context chunks", facts.contexts), ("Recomputed", facts.recomputes)):
         if chunks:
-            console.print(f"{title}: {_some([f'{one} ({tokens:,} tokens)' for one, tokens in chunks])}", soft_wrap=True)
+            sizes = [f"{one} ({number_of(tokens, 'token')})" for one, tokens in chunks]
+            console.print(f"{title}: {_some(sizes)}", soft_wrap=True)
     if facts.generating:
         console.print(f"Generating: {_some([str(one) for one in facts.generating])}", soft_wrap=True)
 

@@ -48,6 +48,8 @@ NOT_NUMBERS = frozenset(
         "bound_by",
         "first_left_out_request",
         "first_left_out_reason",
+        "queue_head_request",
+        "queue_head_reason",
         "paused",
         "phase",
         "cause",
@@ -117,13 +119,16 @@ def flat_iterations(lines: Columns, without: Collection[str] = ()) -> Columns:
     groups = {name: _columns_below(values) for name, values in lines.items() if name.endswith("BatchingStats")}
     if "kvCacheStats" in lines:
         groups["kvCacheStats"] = _columns_below(lines["kvCacheStats"])
-    left_out, drafts, windows = (details.pop(name, None) for name in ("first_left_out", "spec_decoding", KV_STATISTICS))
+    left_out, queue_head, drafts, windows = (
+        details.pop(name, None) for name in ("first_left_out", "queue_head", "spec_decoding", KV_STATISTICS)
+    )
     flat = {name: values for name, values in documented_fields(lines | groups).items() if values is not None} | details
     flat |= _columns_below(drafts, "spec_decoding.")
     for size, of_size in _columns_below(windows).items():
         flat |= _columns_below(of_size, f"{KV_STATISTICS}.{size}.")
     flat |= _columns_below(left_out, "first_left_out_")
     flat["first_left_out_request"] = flat.pop("first_left_out_request_id", [])
+    flat |= _queue_heads(queue_head)
     paused = details.get("paused") or [()] * len(lines["ifbbench"])
     # Nearly all lists are empty: these are one object, because the garbage collector looks at each again and again.
     nothing: list[Any] = []
@@ -132,6 +137,18 @@ def flat_iterations(lines: Columns, without: Collection[str] = ()) -> Columns:
         flat["paused"] = [to_builtins(list(pauses)) if pauses else nothing for pauses in paused]
         flat["pauses"] = [len(pauses or ()) for pauses in paused]
     return {name: values for name, values in flat.items() if name not in without}
+
+
+def _queue_heads(values: Sequence[Any] | None) -> Columns:
+    """What holds the queue where that is not what was left out first: the reason is "none" where nothing does."""
+    if values is None:
+        return {}
+    found, nothing = _columns_below(values), [UNSET] * len(values)
+    reasons = zip(values, found.get("reason", nothing), strict=True)
+    return {
+        "queue_head_request": found.get("request_id", nothing),
+        "queue_head_reason": ["none" if head is None else reason for head, reason in reasons],
+    }
 
 
 def iteration_columns(path: Path, config: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Column]:
@@ -175,7 +192,7 @@ def gathered(pieces: Iterable[Columns], columns: Iterable[str]) -> dict[str, Col
             and (position := next((at for at, value in enumerate(values) if value is not UNSET), None)) is not None
         }
         for name in sorted(first_of_new, key=first_of_new.__getitem__):  # in the order in which lines have them
-            is_number = type(piece[name][first_of_new[name]]) in (int, float)
+            is_number = name not in NOT_NUMBERS and type(piece[name][first_of_new[name]]) in (int, float)
             table[name] = array("q") if is_number else []
         for name in table.keys() & piece.keys():
             table[name] = _extended(_padded(table[name], count), piece[name], texts)

@@ -12,7 +12,8 @@ from typing import Any, Final, TypeVar
 from msgspec import UNSET, Struct, UnsetType, convert, field
 from msgspec.structs import asdict
 
-from ifbbench.engine.records import CacheState
+from ifbbench.engine.plan import Limit
+from ifbbench.engine.records import CacheState, IterationRecord
 
 CACHE_FIELDS = (
     "Max KV cache blocks",
@@ -50,6 +51,15 @@ class LeftOutRequest(Struct, gc=False):
 
     request_id: int
     reason: str
+
+
+def queue_head_of(record: IterationRecord) -> LeftOutRequest | UnsetType | None:
+    """What holds the queue of an iteration, of an engine that says so, where that is not what was left out first:
+    running requests that stand aside for prompts hold no queue."""
+    head, left_out = record.queue_head, record.left_out
+    if head is None:
+        return None if left_out is not None and left_out.limit is Limit.PREFILL else UNSET
+    return UNSET if head is left_out else LeftOutRequest(head.request.request_id, head.limit)
 
 
 class PausedRequest(Struct, gc=False):
@@ -98,12 +108,13 @@ class IterationDetails(Struct, gc=False, kw_only=True):
 
     host_ms, device_ms: latency_ms before and after the batch was submitted. context_pass_ms, generation_pass_ms: of
     iterations with a pass for each phase. schedule_ms to bytes: of a profiled run. queued: requests that have arrived
-    and are not active. waiting: all that have arrived and are not scheduled. missed_blocks: blocks of prompts that were
-    looked up and not found, since the start. first_step, last_step: of a whole static batch, its first and last line of
-    `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied to the device. spec_decoding: of iterations
-    with draft tokens. kv_cache_iteration_stats: of runs with several attention windows, by the tokens of each.
-    delivery_ms: from the end of the iteration until its tokens reach the clients, behind a serving process
-    (`--engine_overhead`).
+    and are not active. waiting: all that have arrived and are not scheduled. queue_head: the request that all in the
+    queue wait for, and the limit that holds it, None if nothing does; of iterations in which it is not first_left_out.
+    missed_blocks: blocks of prompts that were looked up and not found, since the start. first_step, last_step: of a
+    whole static batch, its first and last line of `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied
+    to the device. spec_decoding: of iterations with draft tokens. kv_cache_iteration_stats: of runs with several
+    attention windows, by the tokens of each. delivery_ms: from the end of the iteration until its tokens reach the
+    clients, behind a serving process (`--engine_overhead`).
     """
 
     start_s: float
@@ -123,6 +134,7 @@ class IterationDetails(Struct, gc=False, kw_only=True):
     waiting: int
     bound_by: str
     first_left_out: LeftOutRequest | None
+    queue_head: LeftOutRequest | UnsetType | None = UNSET
     paused: list[PausedRequest]
     tokens_recomputed: int
     budget_used: int

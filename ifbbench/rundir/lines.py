@@ -27,6 +27,7 @@ from ifbbench.rundir.line_types import (
     SpecDecodingStats,
     StaticLine,
     executor_line,
+    queue_head_of,
     stats_of_windows,
 )
 from ifbbench.settings.modes import BatchingType
@@ -237,6 +238,8 @@ class IterationLines:
             missed_blocks=cache.missed,
             kv_fragmentation=share_of(cache.fragmentation),
         )
+        if record.queue_head is not left_out:
+            details.queue_head = queue_head_of(record)
         if cache.windows:
             details.kv_cache_iteration_stats = stats_of_windows(cache)
         if record.steps is not None:

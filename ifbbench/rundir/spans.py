@@ -22,7 +22,7 @@ _IN_QUEUE: Final = f"{WAITING_FOR}{_BATCH_SIZE}"
 # In a queue of which the scheduler names the head: all in it wait for the limit that holds the head.
 _BEHIND_NAMED_HEAD: Final = "queued"
 _NO_LIMIT: Final = "none"
-# Requests that generate stood aside for prompts: the queue is held as before.
+# Requests that generate stood aside for prompts: if nothing else is said, the queue is not held.
 _HOLDS_NO_QUEUE: Final = Limit.PREFILL.value
 _IN_LINE: Final = frozenset((_IN_QUEUE, _BEHIND_NAMED_HEAD, f"{WAITING_FOR}{HEAD_OF_LINE}"))
 
@@ -282,8 +282,10 @@ class SpanTracker:
             self._run_context(record)
         if record.blocked or self._blocked:
             self._block(record)
-        if limit == _HOLDS_NO_QUEUE:
-            limit = self.queue_head.limit or _NO_LIMIT
+        if record.queue_head is not None:
+            limit = record.queue_head.limit
+        elif limit == _HOLDS_NO_QUEUE:
+            limit = _NO_LIMIT
         if limit != self.queue_head.limit:
             self.queue_head.change(limit, record.start_s)
         self.follows_requests = bool(self._held or self._blocked or any(self._partial.values()))

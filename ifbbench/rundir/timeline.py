@@ -49,6 +49,7 @@ USED = frozenset(
         "budget_used",
         "bound_by",
         "first_left_out",
+        "queue_head",
         "paused",
         KV_STATISTICS,
     }
@@ -79,7 +80,8 @@ class Iterations:
 
     number: the iteration's. start_s, end_s, host_s: seconds. delivered_s: when its tokens reached their clients.
     limit: position in `limits` of what bound it. left_out: position in `left_out_pairs` of the first request that was
-    left out and the reason; NO_REQUEST if none. used_blocks: NaN for a cache without blocks. blocks_of_window: by the
+    left out and the reason; NO_REQUEST if none. queue_head: of what holds the queue, where lines say that it is another
+    one; else as left_out. used_blocks: NaN for a cache without blocks. blocks_of_window: by the
     tokens of each of several attention windows, the blocks of it that are in use (NaN where a line lacks them), and all
     of them.
     """
@@ -92,6 +94,7 @@ class Iterations:
     limit: Integers
     limits: list[str]
     left_out: Integers
+    queue_head: Integers
     left_out_pairs: list[tuple[Id, str]]
     queued: Integers
     waiting: Integers
@@ -162,7 +165,8 @@ def _iterations(path: Path, columns: Mapping[str, Column]) -> Iterations:
             raise InputError(f"{path}: has a time of more than {MAX_S:,.0f} s. Restore the file, or run again.")
     queued, waiting, active, budget_used = (values.astype(np.int64) for values in counts)
     limits, pairs = _Numbered(), _Numbered()
-    left_out = zip(columns["first_left_out_request"], columns["first_left_out_reason"], strict=True)
+    named = zip(columns["first_left_out_request"], columns["first_left_out_reason"], strict=True)
+    left_out = [NO_REQUEST if one is None else pairs[one, why] for one, why in named]
     sizes = dict.fromkeys(name.split(".")[1] for name in columns if name.startswith(f"{KV_STATISTICS}."))
     return Iterations(
         number.astype(np.int64),
@@ -172,7 +176,8 @@ def _iterations(path: Path, columns: Mapping[str, Column]) -> Iterations:
         host_ms / 1000,
         np.array([limits[one] for one in columns["bound_by"]], np.int64),
         list(limits),
-        np.array([NO_REQUEST if one is None else pairs[one, why] for one, why in left_out], np.int64),
+        np.array(left_out, np.int64),
+        np.array(_queue_heads(columns, left_out, pairs), np.int64),
         list(pairs),
         queued,
         waiting,
@@ -186,6 +191,17 @@ def _iterations(path: Path, columns: Mapping[str, Column]) -> Iterations:
             for pause in pauses or ()
         ],
     )
+
+
+def _queue_heads(columns: Mapping[str, Column], left_out: list[int], pairs: _Numbered) -> list[int]:
+    """The number of what holds the queue in each iteration. left_out: of what was left out first."""
+    if (reasons := columns.get("queue_head_reason")) is None:
+        return left_out
+    named = zip(columns.get("queue_head_request") or [None] * len(left_out), reasons, left_out, strict=True)
+    return [
+        first if why is None else NO_REQUEST if request is None else pairs[request, why]
+        for request, why, first in named
+    ]
 
 
 def _numbers(path: Path, columns: Mapping[str, Column], name: str) -> NDArray[Any]:

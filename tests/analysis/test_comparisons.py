@@ -11,10 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from ifbbench.analysis.compare import Comparison
+from ifbbench.analysis.compare import Comparison, _in_words
 from ifbbench.analysis.figures import Figure
+from ifbbench.analysis.number_texts import number_of
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.repeats import Repeats, RepeatsComparison
+from ifbbench.analysis.words import TENSORRT_LLM
 from ifbbench.cli.compare import HEADLINES, _print
 from ifbbench.cli.main import main
 from ifbbench.replay.run import run_trace
@@ -171,3 +173,10 @@ def test_there_is_one_table_of_all_runs_and_it_fits(directory, width, names):
     assert [line.split()[0] for line in body if line[0] != " "] == known  # no name is cut or wrapped
     assert not any("…" in line for line in body)
     assert ("c" in heading.split()) == (len(names) == 3)
+
+
+@pytest.mark.parametrize(("tokens", "text"), [(1, "1 token"), (2, "2 tokens"), (1234, "1,234 tokens"), (0, "0 tokens")])
+def test_one_of_something_is_not_called_many(tokens: int, text: str) -> None:
+    assert number_of(tokens, "token") == text
+    decision = 3, "7", "context", str(tokens)
+    assert _in_words(decision, TENSORRT_LLM) == f"request 7 runs {text} of its prompt"

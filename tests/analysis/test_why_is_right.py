@@ -167,6 +167,23 @@ def test_each_request_waits_for_the_same_in_its_row_and_in_why(engine: str, rate
     assert found >= ({"none"} if rate < 10 else {"none", "kv_blocks"})
 
 
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+def test_a_request_that_the_client_holds_back_is_not_in_the_queue(engine: str, tmp_path: Path) -> None:
+    trace = write_requests(tmp_path / "trace.jsonl", 4, count=60, rate=60.0)
+    run = simulate(tmp_path, "run", trace, engine=engine, max_batch_size=4, concurrency=6, request_rate=60)
+    heads, held_s = HeadsOfLine(run), 0.0
+    assert "concurrency" not in {head.limit for of_stretch in heads.stretches[1] for head in of_stretch}
+    for request_id, row in run.row_of.items():
+        spent_s = defaultdict[str, float](float)
+        for stretch in request_life(run, heads, request_id).stretches:
+            if stretch.phase == "waiting":
+                spent_s[stretch.limit or "none"] += stretch.duration_s
+        attributed_s = row["attribution_s"].get("waiting_concurrency", 0.0)
+        assert spent_s["concurrency"] == pytest.approx(attributed_s, abs=1e-9)
+        held_s += attributed_s
+    assert held_s > 10
+
+
 def test_a_head_that_enters_before_its_iteration_is_recorded_keeps_the_limit_that_held_it(tmp_path: Path) -> None:
     """With overlap, an iteration is recorded when the next one was decided, which lets the head of the queue run."""
     trace = tmp_path / "trace.jsonl"

@@ -280,6 +280,7 @@ class Reference:
         self.last: Batch | None = None
         self.chunked: Request | None = None
         self.is_full = False
+        self.limit: str | None = None  # why the latest pass ended before a request of the queue
         self.overlaps = not settings["disable_overlap_schedule"]
         self.mixes = settings["enable_mixed_chunk"] and settings["chunked_prefill_size"] is not None
         self.initial_ratio = min(0.7 * settings["schedule_conservativeness"], 1.0)
@@ -331,6 +332,13 @@ class Reference:
             "new_token_ratio": self.ratio,
         }
 
+    def holder(self) -> tuple[Request, str] | None:
+        """What all requests in the queue wait for after a decision, and its limit: the prompt that was cut, which took
+        the tokens that the queue lacks; else the first of the queue. None if nothing ended the latest pass."""
+        if self.chunked is not None and self.limit in (None, "num_tokens"):
+            return self.chunked, "num_tokens"
+        return None if self.limit is None or not self.queue else (self.queue[0], self.limit)
+
     # 2. The next batch.
 
     def next_batch(self) -> Batch | None:
@@ -355,9 +363,10 @@ class Reference:
             self.is_full = False
         if (self.is_full or not self.queue) and self.chunked is None:  # 3.2
             return None
+        self.limit = None
         allocatable = self.settings["max_running_requests"] - len(self.running)  # 3.4
         if allocatable <= 0 and self.chunked is None:
-            self.is_full = True
+            self.is_full, self.limit = True, "batch_size"
             return None
         self.order_queue()  # 3.5
         adder = Adder(self)
@@ -370,10 +379,12 @@ class Reference:
                 self.chunked = None
         for request in self.queue:  # 3.7
             if adder.state() == "OTHER":
+                self.limit = "num_tokens"
                 break
             if len(chosen) >= allocatable:
                 self.is_full = True
             if self.is_full:
+                self.limit = "batch_size"
                 break
             found, node, from_host, host_node = self.match(request)
             self.lock(node)
@@ -395,6 +406,7 @@ class Reference:
             else:
                 self.unlock(node)
             if result != "CONTINUE":
+                self.limit = "kv_blocks" if result == "NO_TOKEN" else "num_tokens"
                 if result == "NO_TOKEN":
                     self.is_full = bool(chosen or self.running)
                 break

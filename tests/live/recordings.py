@@ -105,9 +105,51 @@ def held_by(run: RecordedRun, heads: HeadsOfLine, number: int, request: Id) -> t
     if one.phase != "paused":
         return one.behind, one.limit
     # A pre-empted request is in the queue again, and its span has another cause.
-    head = iteration_facts(run, number).left_out
+    facts = iteration_facts(run, number)
+    head = facts.queue_head or facts.left_out
     assert head is not None
     return None if head[0] == request else head[0], head[1]
+
+
+def holders_by_why(run: RecordedRun) -> list[dict[Any, tuple[Any, str | None]]]:
+    """As `held_by`, for every request that waits in an iteration: a dictionary for each iteration. A request that lost
+    its blocks waits, too, and for what the iteration says."""
+    heads, found = HeadsOfLine(run), list[dict[Any, tuple[Any, str | None]]]({} for _ in run.iterations.number)
+    facts = [iteration_facts(run, number) for number in run.iterations.number.tolist()]
+    for request in run.row_of:
+        for stretch in request_life(run, heads, request).stretches:
+            for number in range(stretch.first, stretch.last + 1):
+                if stretch.phase == "waiting":
+                    found[number][request] = stretch.behind, stretch.limit
+                elif stretch.phase == "paused" and (head := facts[number].queue_head or facts[number].left_out):
+                    found[number][request] = None if head[0] == request else head[0], head[1]
+    return found
+
+
+def difference_of_why(directory: Path, steps: Sequence[dict[str, Any]]) -> tuple[int, str | None]:
+    """The number of waiting requests of all iterations of SGLang, and the first of which `why` of a recording says
+    something else than SGLang's own queue, or None.
+
+    steps: of each iteration, the queue after the decision, `cut`, the request whose prompt was cut, and `limit`, why
+    SGLang looked no further in its queue. Literally: all wait for the prompt that was cut, which took the tokens that
+    the queue lacks, else for the first of the queue. A queue that nothing holds has only requests that have just lost
+    their pages. Requests that were stopped before they ran have no spans."""
+    rows, count = lines(directory, "requests"), 0
+    ids = {row["name"]: row["request_id"] for row in rows}
+    ran = {row["name"] for row in rows if row["first_scheduled_s"] is not None}
+    for number, (found, step) in enumerate(zip(holders_by_why(RecordedRun.load(directory)), steps, strict=True)):
+        holder = (step["queue"] or [None])[0]
+        limit = step["limit"]
+        if step["cut"] and limit in (None, "num_tokens"):
+            holder, limit = step["cut"], "num_tokens"
+        if limit is None:
+            assert len(step["queue"]) <= step["lost"]
+            continue
+        expected = {name: (None if name == holder else ids[holder], limit) for name in step["queue"] if name in ran}
+        count += len(expected)
+        if (said := {name: found.get(ids[name]) for name in expected}) != expected:
+            return count, f"iteration {number}: why says {said}, expected {expected}"
+    return count, None
 
 
 def first_difference(expected: Iterable[Any], found: Iterable[Any]) -> str | None:

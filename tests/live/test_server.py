@@ -38,6 +38,20 @@ def call(*words: str) -> str:
     return result.output
 
 
+def test_each_of_several_replays_says_whether_it_differs(server: Path, tmp_path: Path) -> None:
+    """A sweep takes the settings of the recording, as `run` does."""
+    recording = str(server / "recording")
+    output = call("sweep", recording, "--over", "max_num_seqs=8,16", "--quiet", "--output", str(tmp_path / "sweep"))
+    assert "max_batch_size=8: The replay is not the recorded schedule: " in output
+    assert output.count("The replay is not the recorded schedule") == 1  # the server had 16
+    few = ["--max_num_seqs", "8", "--quiet", "--output"]
+    output = call("run", recording, "--engine", "vllm", "--repeat", "2", *few, str(tmp_path / "repeats"))
+    assert "repeat-1, repeat-2: The replay is not the recorded schedule: " in output
+    over = ["--over", "max_num_seqs=8,16", "--keep", "summary", "--quiet"]
+    output = call("sweep", recording, *over, "--output", str(tmp_path / "summaries"))
+    assert "The runs were not compared with the recorded schedule: --keep run keeps them for it." in output
+
+
 def test_the_recording_is_what_the_wrapper_saw_and_is_replayed(each_server: Path, tmp_path: Path) -> None:
     recording, seen = each_server / "recording", lines(each_server, "witness")
     names = {row["request_id"]: row["name"] for row in lines(recording, "requests")}

@@ -9,6 +9,7 @@ from matplotlib.text import Text
 from ifbbench.analysis.explain import iteration_facts
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.report.charts import CHARTS, NOT_DRAWN, NOT_OF_A_RUN
+from ifbbench.report.iteration_charts import limits_of_line
 from ifbbench.report.overlay import draw_overlay, draw_schedules
 from ifbbench.report.pages.page_data import page_data
 from ifbbench.report.style import styled
@@ -80,6 +81,12 @@ def test_running_requests_do_not_wait(run: Path) -> None:
     assert (facts.waiting, facts.waiting + facts.aside) == (held["queued"], held["waiting"])
     assert facts.aside > 0
     assert facts.used["batch_size"] == held["active_request_count"] > held["scheduled_requests"]
+    named = table["queue_head_reason"].dropna()
+    assert len(named) > 10
+    assert list(limits_of_line(data)[named.index]) == list(named)
+    first = table[table["queue_head_request"].notna()].iloc[0]
+    text = printed("why", str(run), "--iteration", str(first["iteration_counter"]))
+    assert f"The queue waited for request {int(first['queue_head_request'])}, which waited for " in text
     with styled():
         figure = CHARTS["throughput"].draw(data)
     shown = [text.get_text() for text in figure.axes[0].findobj(Text) if isinstance(text, Text)]

@@ -56,6 +56,10 @@ class _Window(Struct, gc=False):
     used: Number = field(name="primaryUsedNumBlocks")
 
 
+class _QueueHead(Struct, gc=False):
+    reason: str
+
+
 class _Details(Struct, gc=False):
     """The part of a line under "ifbbench"."""
 
@@ -67,6 +71,12 @@ class _Details(Struct, gc=False):
     paused: tuple[_Paused, ...]
     budget_used: Number
     windows: dict[str, _Window] = field(name="kv_cache_iteration_stats", default_factory=dict)
+    queue_head: _QueueHead | None = None
+
+    @property
+    def held_by(self) -> str:
+        """The limit that held what waits: that of the head of the queue, where it has one of its own."""
+        return self.bound_by if self.queue_head is None else self.queue_head.reason
 
 
 class _Iteration(Struct, gc=False):
@@ -98,7 +108,7 @@ Line = TypeVar("Line", bound=Struct)
 class Snapshot:
     """The run now. time_s: on its clock. tokens: output tokens of completed requests. ttft_s: median of recent ones.
     pauses: the last ones, (iteration, victim, beneficiary). window: of several attention windows, the tokens of the
-    fullest one, which used_blocks and blocks are of."""
+    fullest one, which used_blocks and blocks are of. held_by: the limit that held what waits."""
 
     completed: int
     failed: int
@@ -110,7 +120,7 @@ class Snapshot:
     context: int
     generation: int
     waiting: int
-    bound_by: str
+    held_by: str
     budget: int
     used_blocks: int | None
     blocks: int | None
@@ -191,7 +201,7 @@ class Follower:
             number,
             *_composition(last),
             getattr(last.details, waiting_field(self._config)),
-            last.details.bound_by,
+            last.details.held_by,
             last.details.budget_used,
             cache.used,
             cache.blocks,
@@ -224,7 +234,7 @@ class Follower:
             of_window = f" of the {window_name(now.window)}" if now.window else ""
             rows.append((words.limit_name("kv_blocks"), used / now.blocks, f"{used:,} of {now.blocks:,}{of_window}"))
         # A request that stands aside for prompts does not wait, and says nothing of those that do.
-        limit = "" if now.bound_by in ("none", Limit.PREFILL.value) else f", for {words.limit_name(now.bound_by)}"
+        limit = "" if now.held_by in ("none", Limit.PREFILL.value) else f", for {words.limit_name(now.held_by)}"
         rows.append(("waiting", None, f"{now.waiting:,} requests{limit}"))
         ttft = "" if now.ttft_s is None else f", TTFT {in_unit(now.ttft_s)} (median of the last {len(self._recent)})"
         rows.append(("now", None, f"{count(now.tokens_per_s)} output tokens/s{ttft}"))

@@ -195,15 +195,18 @@ class SglangScheduler(QueueingScheduler):
             retracted = {pause.victim for pause in decision.paused}
             joined = self._joined + [(one, one.num_outputs) for one in decision.continued]
             self._joined = [one for one in joined if one[0] not in retracted]
+        cut = queue_head = None
         if state.chunked is not None:
-            blocked.append(LeftOut(state.chunked, Limit.NUM_TOKENS))
+            blocked.append(cut := LeftOut(state.chunked, Limit.NUM_TOKENS))
         held = list(state.running) if chosen else []
         if held:
             blocked.append(LeftOut(held[0], Limit.PREFILL))
         if state.queue and state.limit_of_head is not None:
-            blocked.append(LeftOut(state.queue[0], state.limit_of_head))
+            blocked.append(queue_head := LeftOut(state.queue[0], state.limit_of_head))
+        if cut is not None and (queue_head is None or queue_head.limit is Limit.NUM_TOKENS):
+            queue_head = cut  # it has the tokens that the queue lacks
         if self.remote.waiting and self.remote.limit is not None:
-            blocked.append(LeftOut(self.remote.waiting[0], self.remote.limit))
+            blocked.append(queue_head := LeftOut(self.remote.waiting[0], self.remote.limit))
         return Plan(
             list(chosen),
             decision.rows,
@@ -216,6 +219,7 @@ class SglangScheduler(QueueingScheduler):
             receiving=decision.receiving,
             continued=tuple(self._joined),
             loaded_tokens=0 if self.kv_cache.host is None else self.kv_cache.host.take_loaded(),
+            queue_head=queue_head,
         )
 
     # One iteration.

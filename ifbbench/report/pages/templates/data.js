@@ -2,7 +2,7 @@
 
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, f8: Float64Array };
 const CONTEXT = 0, GENERATION = 1, RECOMPUTE = 2, PAUSED = 3, WAITING = 4, SKIPPED = 5;
-const BEHIND = "head_of_line", QUEUE = "batch_size";
+const BEHIND = "head_of_line", QUEUE = "batch_size", CONCURRENCY = "concurrency";
 const BLOCK = 64;
 
 async function inflated(text) {
@@ -191,7 +191,9 @@ class Run {
   /** What held the request of a waiting span, in order of time: itself at the head of the line, or behind another. */
   holding(r, i) {
     const s = this.span, first = s.first[i], last = first + s.length[i], cause = this.header.causes[s.cause[i]];
-    const named = this.header.names_queue_head, queued = i === s.offset[r] && (named || cause === QUEUE);
+    // Before its time in the queue, the client may have held it back.
+    const arrived = s.offset[r] + (this.header.causes[s.cause[s.offset[r]]] === CONCURRENCY ? 1 : 0);
+    const named = this.header.names_queue_head, queued = i === arrived && (named || cause === QUEUE);
     if (cause !== BEHIND && !queued) return [{ first, last, limit: cause, behind: -1 }];
     const starts = this.get("head.start"), offset = this.get("head.offset"), rank = this.get("head.rank");
     const who = this.get("head.request"), limits = this.get("head.limit"), own = this.request.rank[r], held = [];
@@ -244,7 +246,7 @@ class Run {
         stretches.push({ ...base, reason: `generates ${grouped(tokens)} token${tokens > 1 ? "s" : ""}` });
       } else {
         const count = s.chunkOffset[i + 1] - s.chunkOffset[i], verb = s.phase[i] === CONTEXT ? "computes its prompt" : `computes again what the ${this.header.pause} dropped`;
-        stretches.push({ ...base, reason: `${verb}: ${grouped(tokens)} tokens${count > 1 ? ` in ${count} chunks` : ""} in ${iterations}` });
+        stretches.push({ ...base, reason: `${verb}: ${grouped(tokens)} token${tokens > 1 ? "s" : ""}${count > 1 ? ` in ${count} chunks` : ""} in ${iterations}` });
       }
     }
     return { id: id[r], stretches, parts: this.parts(r), sentences: this.sentences(r, stretches) };
