@@ -6,6 +6,7 @@ from typing import Any
 
 from ifbbench.clock import Clock
 from ifbbench.engine.request import KvLoad, Request
+from ifbbench.kv.block_names import BlockNames
 from ifbbench.kv.store import KvStore, Transfer
 
 
@@ -80,6 +81,14 @@ class KvTiers:
             self._num_unnamed += key is None
         for store in self.stores:
             store.write(self.owner, named, chain, self._clock.now())
+
+    def write_filled(self, names: BlockNames, request: Request, start: int, end: int) -> None:
+        """Tokens `start` to `end` - 1 of a request are computed: write the blocks that they fill."""
+        first, last = start // self._size, end // self._size
+        if last > first:
+            keys = names.shared(request, 0, last)
+            new: list[int | None] = [*keys[first:]]
+            self.write(new + [None] * (last - first - len(new)), keys[:first])
 
     def forget(self, request: Request) -> None:
         """`request` has ended: it waits for nothing."""

@@ -255,7 +255,7 @@ class Planner:
         if request.options.return_context_logits:
             return []
         most = (request.prompt_len - 1) // self._limits.tokens_per_block
-        return tiers.find(self._kv_cache.content(request, hits.num_blocks, most))
+        return tiers.find(self._kv_cache.names.shared(request, hits.num_blocks, most))
 
     def _load(self, tiers: KvTiers, request: Request, hits: Hits, found: list[int], step: Step) -> Limit | None:
         """Take blocks for what stores have of the head of the queue, and begin to load it (Connectors); or the limit
@@ -268,7 +268,7 @@ class Planner:
             request.remote_len = end
             if is_new:
                 request.reused_tokens = end
-            tiers.load(request, self._kv_cache.content(request, hits.num_blocks, last), found)
+            tiers.load(request, self._kv_cache.names.shared(request, hits.num_blocks, last), found)
         return limit
 
     def _reserved(self) -> int:
