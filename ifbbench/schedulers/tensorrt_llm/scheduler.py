@@ -22,6 +22,7 @@ from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
 from ifbbench.engine.retention import NO_RETENTION
 from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.blocks import OutOfBlocks
+from ifbbench.kv.tiers import KvTiers
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.schedulers.single_iterations import SingleIterations
@@ -32,6 +33,7 @@ from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
 from ifbbench.schedulers.tensorrt_llm.decision_log import log, log_decisions
 from ifbbench.schedulers.tensorrt_llm.drafts import Drafts
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
+from ifbbench.schedulers.tensorrt_llm.loads import Loads
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityPolicy
 from ifbbench.schedulers.tensorrt_llm.transfers import Transfers
@@ -96,6 +98,7 @@ class TensorRtLlmScheduler(SingleIterations):
         # Whether a request had retention priorities of its own, which may expire.
         self._any_retention = False
         self._transfers = Transfers(self.active, cache)
+        self._loads: Loads | None = None
         self._is_logged = log.isEnabledFor(logging.DEBUG)
 
     # The queue.
@@ -116,6 +119,8 @@ class TensorRtLlmScheduler(SingleIterations):
             return
         if self._v1_batch is not None:
             self._v1_batch.forget(request)
+        if self._loads is not None:
+            self._loads.end(request)
         if self.kv_cache.holds(request.slot):
             self._release_blocks(request)
         if self.table.num_transferring:
@@ -130,7 +135,14 @@ class TensorRtLlmScheduler(SingleIterations):
         self._transfers.keep(request)
 
     def receive(self, requests: Sequence[Request]) -> None:
-        self._transfers.receive(requests)
+        if self._loads is not None:
+            self._loads.receive(requests)
+        else:
+            self._transfers.receive(requests)
+
+    def use_tiers(self, tiers: KvTiers) -> None:
+        """Load blocks from stores, and write them there. Called once, before the first request."""
+        self._loads = Loads(tiers, self.active, self.kv_cache)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         return self.kv_cache.take_copies() if self._reuses_blocks else ()
@@ -247,19 +259,20 @@ class TensorRtLlmScheduler(SingleIterations):
 
     def _start_prompts(self, plan: Plan, now_s: float) -> None:
         """Take the blocks of the prompts that `plan` starts. Context begins after what they hold already."""
-        cache = self.kv_cache
+        cache, new = self.kv_cache, [request for request in plan.context if request.is_first_chunk]
         try:
             for request in plan.receiving:
                 self._transfers.take_blocks(request, now_s)
-            for request in plan.context:
-                if request.is_first_chunk:
-                    self._any_retention |= request.retention is not NO_RETENTION
-                    reused = cache.add_request(request, now_s)
-                    request.set_prepopulated(reused, cache.attention_window.tokens_per_block)
-                    if request.num_draft_tokens:
-                        cache.add_draft_tokens(np.array([request.slot]), np.array([request.num_draft_tokens]))
+            for request in new:
+                self._any_retention |= request.retention is not NO_RETENTION
+                reused = cache.add_request(request, now_s)
+                request.set_prepopulated(reused, cache.attention_window.tokens_per_block)
+                if request.num_draft_tokens:
+                    cache.add_draft_tokens(np.array([request.slot]), np.array([request.num_draft_tokens]))
         except OutOfBlocks as error:
             raise self._does_not_fit(error) from error
+        if self._loads is not None:
+            self._loads.begin(plan, new)
         plan.chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in plan.context])
 
     # One iteration with a batch.
@@ -306,6 +319,8 @@ class TensorRtLlmScheduler(SingleIterations):
                 self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
         if reuses_blocks:
             self._store_generated(rows)
+        if self._loads is not None:
+            self._loads.submitted(plan.chunks)
         if self._is_async:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
@@ -322,6 +337,8 @@ class TensorRtLlmScheduler(SingleIterations):
 
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
         done = confirm(iteration, outputs, self.table, self._drafts)
+        if self._loads is not None:
+            self._loads.collected()
         return done if self._v1_batch is None else self._v1_batch.add_complete(done)
 
     def lose(self, iteration: InFlightIteration) -> list[Request]:
@@ -369,6 +386,8 @@ class TensorRtLlmScheduler(SingleIterations):
 
     def figures(self) -> dict[str, Any]:
         found: dict[str, Any] = {} if self.adapters is None else {"lora": self.adapters.figures()}
+        if self._loads is not None:
+            found["kv_tiers"] = self._loads.tiers.figures()
         return found | {"kv_retention": self.kv_cache.retention_figures()} if self._any_retention else found
 
     def truncate(self, conversation: Request, num_tokens: int) -> None:
