@@ -359,3 +359,83 @@ class LiteralTiers:
         named = [key for key in keys[:first] if key[0] != "own"]
         for store in self.stores[owner]:
             store.write(owner, keys[first:], named)
+
+
+class LiteralConnector(LiteralTiers):
+    """The same with TensorRT-LLM's rules, for device memory that forgets nothing. sizes: the second is not read."""
+
+    def _loaded(self, number: int, now: float) -> None:
+        one = self.replicas[number % len(self.replicas)]
+        request = next(request for request in one.loading if request.number == number)
+        request.missing -= 1
+        if not request.missing:
+            one.loading.remove(request)
+            one.running.append(request)
+            begin, end = request.loading
+            request.position = end * BLOCK
+            self.times[number].loads.append((begin, now))
+            one.received.append(number)
+
+    def _begin(self, owner: int, one: _Replica, now: float) -> None:
+        for number in one.received:
+            for slower, keys in enumerate(self.sources[number]):
+                for store in self.stores[owner][:slower]:
+                    store.write(owner, keys, ())
+        one.received = []
+        # `running` are all active requests but those that load: `max_batch_size` of both.
+        while one.queue and len(one.running) + len(one.loading) < self.requests:
+            one.running.append(one.queue.pop(0))
+        one.running.sort(key=lambda request: request.number)
+        one.generating = [request for request in one.running if request.position == request.job.prompt_len]
+        while self._decide(owner, one, now) and not (one.chunks or one.generating):
+            pass  # all that would run waits for stores: the next iteration begins at once
+        for request, _, _ in one.chunks:
+            request.position = request.job.prompt_len
+            request.blocks = one.take(ceil(request.job.prompt_len / BLOCK))
+            for index in range((request.job.prompt_len - 1) // BLOCK):
+                one.found.setdefault(request.job.key(request.number, index), []).append(_Block())
+        if one.chunks or one.generating:
+            one.busy_until = round(now + self.iteration_s, 9)
+
+    def _decide(self, owner: int, one: _Replica, now: float) -> bool:
+        """Find the prompts that run; whether any begins to load instead."""
+        prompts = [request for request in one.running if request.position < request.job.prompt_len]
+        expected = [self._missing(one, request) for request in prompts if request.position]
+        chunks = list[_Request]()
+        for request in prompts:
+            if not request.position:
+                missing = self._missing(one, request)
+                if missing is not None and missing in expected:
+                    continue
+                expected.append(missing)
+            chunks.append(request)
+        one.chunks, num_loading = [], len(one.loading)
+        for request in chunks:
+            if not request.position:
+                hits = self._hits(one, request)
+                if found := self._found(owner, request, len(hits)):
+                    self._begin_load(owner, one, request, len(hits), found, now)
+                    continue
+                request.position = len(hits) * BLOCK
+            one.chunks.append((request, request.position, request.job.prompt_len))
+        return len(one.loading) > num_loading
+
+    def _missing(self, one: _Replica, request: _Request) -> Key | None:
+        """The first full block of a prompt that the device has not."""
+        keys = [request.job.key(request.number, index) for index in range(request.job.prompt_len // BLOCK)]
+        return next((key for key in keys if key not in one.found), None)
+
+    def _begin_load(
+        self, owner: int, one: _Replica, request: _Request, first: int, found: list[int], now: float
+    ) -> None:
+        keys = [request.job.key(request.number, first + index) for index in range(len(found))]
+        sources = [[key for key, at in zip(keys, found, strict=True) if at == number] for number in (0, 1)]
+        self.sources[request.number] = sources
+        for store, of_store in zip(self.stores[owner], sources, strict=False):
+            if of_store:
+                store.load(owner, of_store, request.number)
+                request.missing += 1
+        request.loading = (now, first + len(found))
+        one.running.remove(request)
+        one.loading.append(request)
+        self.times[request.number].from_stores = [len(of_store) * BLOCK for of_store in sources]

@@ -153,7 +153,7 @@ class TensorRtLlmScheduler(SingleIterations):
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
         """Raises PolicyFailed if a user's policy raises."""
-        self._iteration, self._now_s = iteration, now_s
+        self._iteration, self._now_s, num_receiving = iteration, now_s, 0
         if self._dynamic_limits is not None and self._dynamic_limits.update(self.active):
             self._latest = None
         if self.num_micro_batches > 1:
@@ -169,6 +169,12 @@ class TensorRtLlmScheduler(SingleIterations):
         for pause in plan.paused:
             self._pause(pause.victim)
         self._start_prompts(plan, now_s)
+        if self._loads is not None:
+            # Where all that would run waits for stores now, the next iteration begins at once.
+            while plan.does_nothing and len(receiving := plan.receiving) > num_receiving:
+                num_receiving, plan = len(receiving), self._decide()
+                self._start_prompts(plan, now_s)
+                plan.receiving = [*receiving, *plan.receiving]
         if self._transfers.joined:
             self._transfers.enter(plan)
         if self._any_retention:
