@@ -7,7 +7,19 @@ from ifbbench.kv.store import KvStore
 from ifbbench.kv.tiers import KvTiers
 from ifbbench.models.config import ModelConfig
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.settings.config import BY_ITERATION, ENGINES, POLICIES, TIER_WRITE_POLICIES, TRTLLM, RunConfig
+from ifbbench.settings.config import (
+    BEST_EFFORT,
+    BY_ITERATION,
+    BY_TIMEOUT,
+    ENGINES,
+    NO_PREFETCH,
+    POLICIES,
+    SGLANG,
+    TIER_WRITE_POLICIES,
+    VLLM,
+    WAIT_COMPLETE,
+    RunConfig,
+)
 
 DISK, REMOTE = "disk", "remote"
 
@@ -42,9 +54,31 @@ def check_tiers(config: RunConfig, limits: BatchingConfig) -> None:
 
 def _refused_by_engine(config: RunConfig, limits: BatchingConfig) -> dict[str, bool]:
     """What the engine has no rules for, and whether it is asked for."""
-    if config.engine != TRTLLM:
-        return {}
-    return {
+    prefetch = config.kv_tier_prefetch
+    if config.engine == SGLANG:
+        return {
+            "SGLang's storage is behind its host memory; add --enable_hierarchical_cache": limits.num_host_blocks == 0,
+            "SGLang has one storage backend; --kv_disk_bytes and --kv_remote_bytes together are not built": (
+                config.kv_disk_bytes > 0 and config.kv_remote_bytes > 0
+            ),
+            "SGLang writes what was copied to the host, by --hicache_write_policy (--kv_tier_write_policy)": (
+                config.kv_tier_write_policy != TIER_WRITE_POLICIES[0]
+            ),
+            "SGLang always prefetches (--kv_tier_prefetch none)": prefetch == NO_PREFETCH,
+        }
+    threshold = config.kv_tier_prefetch_threshold != RunConfig.kv_tier_prefetch_threshold
+    refused = {"it is a setting of SGLang (--kv_tier_prefetch_threshold)": threshold}
+    if config.engine == VLLM:
+        return refused | {
+            f"vLLM's connectors have no {prefetch} (--kv_tier_prefetch)": prefetch in (BEST_EFFORT, BY_TIMEOUT),
+            "blocks are prefetched from the remote store to the disk; --kv_tier_prefetch needs both": (
+                prefetch == WAIT_COMPLETE and not (config.kv_disk_bytes and config.kv_remote_bytes)
+            ),
+        }
+    return refused | {
+        "TensorRT-LLM's KV cache connector loads once a prompt is scheduled (--kv_tier_prefetch)": (
+            prefetch not in (None, NO_PREFETCH)
+        ),
         f"TensorRT-LLM's KV cache connector needs --policy {POLICIES[0]}": config.policy != POLICIES[0],
         "TensorRT-LLM's KV cache connector writes what is computed, not what is evicted (--kv_tier_write_policy)": (
             config.kv_tier_write_policy != TIER_WRITE_POLICIES[0]

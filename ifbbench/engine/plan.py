@@ -79,6 +79,7 @@ class Plan:
     receiving: requests that got blocks for the keys and values that another engine sends.
     continued: requests that generate from now on without a chunk: what they have came; and how many outputs they have.
     loaded_tokens: tokens of which keys and values are copied from host memory for the chunks.
+    awaits_stores: requests in the queue wait for what comes from a store.
     valid_until_s: iterations that start from then on may find other blocks free first.
     """
 
@@ -97,6 +98,7 @@ class Plan:
     receiving: Sequence[Request] = ()
     continued: Sequence[tuple[Request, int]] = ()
     loaded_tokens: int = 0
+    awaits_stores: bool = False
     valid_until_s: float = inf
 
     @property

@@ -35,7 +35,8 @@ class KvTiers:
     ones, once the engine takes it in. writes_back: blocks are written
     when they are evicted from the device, else once they are computed. num_unnamed: blocks that hold what no other
     request can look for, so far: each is a block of its own. has_queue: requests wait that may look for
-    blocks. others_s: no other engine writes to the stores before."""
+    blocks. is_awaited: the engine waits for transfers other than loads of requests. deadline_s: when it does something
+    whatever has come. others_s: no other engine writes to the stores before."""
 
     def __init__(
         self, stores: Sequence[KvStore], tokens_per_block: int, clock: Clock, writes_back: bool, owner: int = 0
@@ -44,6 +45,7 @@ class KvTiers:
         self._size, self._clock = tokens_per_block, clock
         self._loading: list[_Loading] = []
         self._num_unnamed, self.has_queue, self.others_s = 0, False, inf
+        self.is_awaited, self.deadline_s = False, inf
 
     # Asked by the scheduler.
 
@@ -105,8 +107,8 @@ class KvTiers:
     def next_s(self) -> float:
         """Before this time nothing arrives that a request waits for, or that changes what the queue finds; infinite if
         nothing does."""
-        next_s = min([one.arrival_s for one in self._loading], default=inf)
-        if not self.has_queue:
+        next_s = min([self.deadline_s, *[one.arrival_s for one in self._loading]])
+        if not (self.has_queue or self.is_awaited):
             return next_s
         return min([next_s, *[store.next_arrival_s for store in self.stores]])
 
@@ -139,6 +141,11 @@ class KvTiers:
         """What `summary.json` has of the stores, by name."""
         self._advance()
         return {store.name: figures_of(store, self._size) for store in self.stores}
+
+    def now(self) -> float:
+        """The time, up to which all has happened."""
+        self._advance()
+        return self._clock.now()
 
     def _advance(self) -> None:
         now_s = self._clock.now()

@@ -21,6 +21,7 @@ from tests.fleet.test_fleet import FILES, assert_equal_runs, config_of, lines, w
 
 BLOCK_BYTES = KV_BYTES * BLOCK
 DISK, REMOTE = "disk", "remote"
+HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "tokens_per_block": 16, "kv_remote_bytes": 0}
 
 
 def draw_jobs(draw: Random, count: int) -> list[Job]:
@@ -159,6 +160,9 @@ def replay(trace: Path, directory: Path, together: bool, **values: Any) -> dict[
     [
         {"engine": "vllm"},
         {"engine": "vllm", "kv_tier_write_policy": "write_back"},
+        {"engine": "sglang", **HOST},
+        {"engine": "sglang", **HOST, "kv_tier_prefetch": "wait_complete", "kv_disk_bandwidth": 2e8},
+        {"engine": "sglang", **HOST, "kv_tier_prefetch": "best_effort", "hicache_write_policy": "write_back"},
         {"engine": "trtllm"},
         {"engine": "trtllm", "overlap": "async", "enable_chunked_context": True, "max_num_tokens": 256},
     ],
