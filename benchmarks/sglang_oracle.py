@@ -397,15 +397,17 @@ def publish_settings() -> None:
     runtime_context.publish(arguments, role="scheduler")
 
 
-def compare_parts(num_operations: int, num_host_operations: int, num_passes: int, seed: int) -> int:
-    """Radix cache, with and without host memory, and admission alone; prints one JSON object, and returns the exit
+def compare_parts(num_operations: int, num_host_operations: int, num_storage: int, num_passes: int, seed: int) -> int:
+    """Radix cache, with and without host memory and storage, and admission alone; prints one JSON object, and returns the exit
     status."""
     from benchmarks.sglang_host import draw_host_operations
     from benchmarks.sglang_parts import draw_operations, draw_pass
+    from benchmarks.sglang_storage import draw_storage_operations
 
     differences = dict[str, str]()
-    drawn = {"operations": 0, "host_operations": 0, "passes": 0, "decisions": 0}
+    drawn = {"operations": 0, "host_operations": 0, "storage_operations": 0, "passes": 0, "decisions": 0}
     asked = {"operations": num_operations, "host_operations": num_host_operations, "passes": num_passes}
+    asked["storage_operations"] = num_storage
     while missing := [name for name, number in asked.items() if drawn[name] < number]:
         count = min(asked[missing[0]] - drawn[missing[0]], 250)
         if missing[0] == "operations":
@@ -414,6 +416,9 @@ def compare_parts(num_operations: int, num_host_operations: int, num_passes: int
         elif missing[0] == "host_operations":
             case = draw_host_operations(seed, count)
             drawn["host_operations"] += len(case["operations"])
+        elif missing[0] == "storage_operations":
+            case = draw_storage_operations(seed, count)
+            drawn["storage_operations"] += len(case["operations"])
         else:
             case = draw_pass(seed)
             drawn["passes"] += 1
@@ -435,12 +440,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the workloads and SGLang's answers")
     parser.add_argument("--operations", type=int, metavar="N", help="operations on the radix cache instead")
     parser.add_argument("--host-operations", type=int, metavar="N", help="those with host memory instead")
+    parser.add_argument("--storage-operations", type=int, metavar="N", help="those with storage behind it instead")
     parser.add_argument("--passes", type=int, metavar="N", help="admission passes instead")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     publish_settings()
-    if options.operations or options.passes or options.host_operations:
-        return compare_parts(options.operations or 0, options.host_operations or 0, options.passes or 0, options.seed)
+    parts = options.operations, options.host_operations, options.storage_operations, options.passes
+    if any(parts):
+        return compare_parts(*[count or 0 for count in parts], seed=options.seed)
     cases, differences = list[dict[str, Any]](), dict[str, str]()
     totals = dict.fromkeys(("batches", "requests", "retractions"), 0)
     for seed in range(options.seed, options.seed + options.count):

@@ -13,11 +13,13 @@ class Transfer:
     """Bytes on their way to a store or from it.
 
     owner: the number of the replica. writes: keys of the blocks that the store has once it has arrived; none of a load.
-    chain: blocks of the same prompt before these. is_dropped: it does not begin any more. end: how many bytes every transfer of its link has moved, in all,
+    chain: blocks of the same prompt before these. is_write: whether it is one of
+    the writes of its replica, which go in turn. is_dropped: it does not begin any more. end: how many bytes every transfer of its link has moved, in all,
     when its last byte has left; infinite before it begins. arrived_s: infinite before it has arrived."""
 
     def __init__(self, owner: int, size: float, writes: Sequence[Hashable], chain: Sequence[Hashable]) -> None:
-        self.owner, self.size, self.writes, self.chain, self.is_dropped = owner, size, writes, chain, False
+        self.owner, self.size, self.writes, self.chain = owner, size, writes, chain
+        self.is_write = self.is_dropped = False
         self.end = self.arrived_s = inf
 
 
@@ -120,7 +122,7 @@ class KvStore:
                 continue
             transfer = self._link.take()
             self._arriving.append((to_seconds(tick(end_s + self._latency_s)), transfer))
-            if transfer.writes:
+            if transfer.is_write:
                 writes = self._writes[transfer.owner]
                 writes.popleft()
                 if writes:
@@ -157,7 +159,7 @@ class KvStore:
         is_idle = not reads
         transfers = [Transfer(owner, len(keys) * self.block_bytes, (), ()) for keys in batches]
         for keys in batches:
-            self._use(keys)
+            self._use([key for key in keys if key in self._blocks])
         reads += transfers
         if is_idle:
             self._begin_reads(reads, now_s)
@@ -169,14 +171,20 @@ class KvStore:
             transfer.is_dropped = transfer.arrived_s == inf and transfer.end == inf
 
     def write(
-        self, owner: int, keys: Sequence[Hashable], chain: Sequence[Hashable], now_s: float
+        self,
+        owner: int,
+        keys: Sequence[Hashable],
+        chain: Sequence[Hashable],
+        now_s: float,
+        is_confirmed: bool = False,
     ) -> Transfer | None:
-        """Write those of these blocks that it neither has nor is about to get; returns None if there are none. chain:
-        the blocks of the same prompt before them."""
+        """Write those of these blocks that it neither has nor is about to get. Returns None if there are none, unless
+        the answer that there are none `is_confirmed`. chain: the blocks of the same prompt before them."""
         new = [key for key in dict.fromkeys(keys) if key not in self._blocks and key not in self._writing]
-        if not new:
+        if not new and not is_confirmed:
             return None
         transfer = Transfer(owner, len(new) * self.block_bytes, new, chain)
+        transfer.is_write = True
         self._writing.update(new)
         writes = self._writes.setdefault(owner, deque())
         writes.append(transfer)
@@ -192,7 +200,7 @@ class KvStore:
         arriving = [transfer for _, transfer in self._arriving if transfer.owner == owner]
         for transfer in [*self._writes.pop(owner, ()), *arriving]:
             self._writing.difference_update(transfer.writes)
-            transfer.writes = ()
+            transfer.writes, transfer.is_write = (), False
 
     def arrival_of(self, transfer: Transfer) -> float:
         """When a load arrives if no other transfer begins before; it is not earlier."""

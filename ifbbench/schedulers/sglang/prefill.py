@@ -27,7 +27,7 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
         state.is_full = False
     if (state.is_full or not state.queue) and state.chunked is None:
         return False
-    state.limit_of_head = None
+    state.limit_of_head = state.left_out = None
     if _num_allocatable(state) <= 0 and state.chunked is None and not state.rules.preempts:
         state.is_full, state.limit_of_head = True, Limit.BATCH_SIZE
         return False
@@ -89,6 +89,7 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
     """Try the waiting requests in order, up to the first that does not fit."""
     preempts = state.rules.preempts
     for request in state.queue:
+        state.left_out = request if decision.awaits else None
         if batch.state() is Verdict.OTHER:
             state.limit_of_head = Limit.NUM_TOKENS
             return
@@ -98,7 +99,7 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
             state.limit_of_head = Limit.BATCH_SIZE
             return
         if state.storage is not None and not state.storage.may_try(request):
-            decision.awaiting.append(request)
+            decision.awaits = True
             continue
         verdict = _try(state, decision, request, batch)
         if verdict is not Verdict.CONTINUE:

@@ -370,6 +370,7 @@ class RadixTree:
             return 0
         end, added = begin + len(own) * size, 0
         node.used = self._tick()
+        self._offer(node)
         while length < end and (child := node.children.get(self._first_page(node, known, length))) is not None:
             child.used = self._tick()
             until = min(length + child.length, end)

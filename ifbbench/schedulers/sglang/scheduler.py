@@ -211,9 +211,10 @@ class SglangScheduler(QueueingScheduler):
         held = list(state.running) if chosen else []
         if held:
             blocked.append(LeftOut(held[0], Limit.PREFILL))
-        tried = [one for one in state.queue if one not in decision.awaiting] if decision.awaiting else state.queue
-        if tried and state.limit_of_head is not None:
-            blocked.append(LeftOut(tried[0], state.limit_of_head))
+        if state.queue and state.limit_of_head is not None:
+            is_behind = state.left_out is not None and state.left_out in state.queue
+            head = state.left_out if is_behind and state.left_out is not None else state.queue[0]
+            blocked.append(LeftOut(head, state.limit_of_head))
         if self.remote.waiting and self.remote.limit is not None:
             blocked.append(LeftOut(self.remote.waiting[0], self.remote.limit))
         return Plan(
@@ -228,7 +229,7 @@ class SglangScheduler(QueueingScheduler):
             receiving=decision.receiving,
             continued=tuple(self._joined),
             loaded_tokens=0 if self.kv_cache.host is None else self.kv_cache.host.take_loaded(),
-            awaits_stores=len(decision.awaiting) > 0 and not decision.has_lost,
+            awaits_stores=decision.awaits and not decision.has_lost,
         )
 
     # One iteration.

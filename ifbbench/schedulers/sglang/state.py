@@ -29,7 +29,7 @@ class SglangState:
     storage: behind the host memory, None without any.
     is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest
     decision. has_finishing: the last output of some running request may be in flight. limit_of_head: why the head of
-    the queue waits. judged: tokens that waiting requests lacked when they were last judged, or ran. kept: requests
+    the queue waits; or `left_out`, which stands behind requests that wait for storage. judged: tokens that waiting requests lacked when they were last judged, or ran. kept: requests
     that are complete, and whose pages are being sent to another engine. in_host: those that were retracted to host
     memory.
     """
@@ -59,6 +59,7 @@ class SglangState:
         self.in_flight: deque[Scheduled] = deque()
         self.is_full = self.has_left = self.has_finishing = False
         self.limit_of_head: Limit | None = None
+        self.left_out: Request | None = None
         self.ratio = NewTokenRatio(rules.conservativeness)
         self.order = QueueOrder(rules, self.kv_cache)
         self.judged: dict[Request, int] = {}
@@ -169,7 +170,7 @@ class Decision:
 
     in_flight: the iterations in flight. chosen: requests with chunks of their prompts. rows: of the generation
     requests. paused, entered, num_ending, receiving: as in a Plan. continued: requests that join the running ones
-    without a prefill. awaiting: requests that wait for storage. has_lost: one matches less than before, and is tried in
+    without a prefill. awaits: requests wait for storage, and those behind them are tried. has_lost: one matches less than before, and is tried in
     the next iteration. aborted: the only running request, if it does not fit.
     """
 
@@ -181,7 +182,7 @@ class Decision:
         self.entered: list[Request] = []
         self.receiving: list[Request] = []
         self.continued: list[Request] = []
-        self.awaiting: list[Request] = []
+        self.awaits = False
         self.has_lost = False
         self.aborted: Request | None = None
         self.num_ending = 0

@@ -31,11 +31,13 @@ class Prefetch:
     """Pages on their way from storage to the host.
 
     known: the tokens, of which those from `begin` on, `asked` of them, were looked for below `node`, which is locked.
+    names: of the pages that storage has of them.
     own: pages of the host, none before storage has answered. transfers: reads of the batches of `own`. completed: of
     `own`, pages that have come, as the scheduler knows."""
 
     def __init__(self, node: Node, locked: tuple[Node, int], known: KnownTokens, begin: int, asked: int) -> None:
         self.node, self.locked, self.known, self.begin, self.asked = node, locked, known, begin, asked
+        self.names: list[int] = []
         self.own: IntArray | None = None
         self.transfers: list[Transfer] = []
         self.completed = 0
@@ -61,7 +63,7 @@ class Waiting:
 
 class Storage:
     """The store of an engine, and what is on its way. Lookups take no time, and one that finds nothing is not
-    repeated."""
+    repeated. occupied: tokens that were looked for, and may come."""
 
     def __init__(self, tiers: KvTiers, cache: SglangCache, rules: SglangRules) -> None:
         assert cache.tree is not None
@@ -72,10 +74,10 @@ class Storage:
         self._store, self._size = tiers.stores[0], cache.page_size
         self._threshold = max(rules.prefetch_threshold, self._size)
         self._limit = int(PREFETCH_SHARE * self._host.num_pages * self._size)
-        self._occupied = 0
+        self.occupied = 0
         self.waiting: dict[Request, Waiting] = {}
         self._asked: list[Request] = []  # of which storage has not answered
-        self._writing: list[tuple[Transfer | None, tuple[Node, int]]] = []
+        self._writing: list[tuple[Transfer, tuple[Node, int]]] = []
         # Prefetches that were ended before all had come, and pages that they hold until the read on its way has.
         self._ended: list[tuple[list[Transfer], IntArray]] = []
         self._tree.keeps_names, self._tree.copied = True, self._write
@@ -97,7 +99,8 @@ class Storage:
         """A node was copied to the host: write it, and keep it there until it has arrived (`write_backup_storage`)."""
         now_s = self.tiers.now()
         chain = [name for one in [*node.path()][:0:-1] for name in one.names]
-        transfer = self._store.write(self.tiers.owner, node.names, chain, now_s)
+        transfer = self._store.write(self.tiers.owner, node.names, chain, now_s, is_confirmed=True)
+        assert transfer is not None
         self._writing.append((transfer, self._tree.lock_host(node)))
 
     # Prefetches.
@@ -117,10 +120,13 @@ class Storage:
             return
         asked = min(request.prompt_len - 1, len(known.tokens)) - begin
         asked -= asked % self._size
-        if asked < self._threshold or self._occupied >= self._limit:
+        if asked < self._threshold or self.occupied >= self._limit:
             return
-        waiting.prefetch = Prefetch(node, self._tree.lock_host(node), known, begin, asked)
-        self._occupied += asked
+        prefetch = waiting.prefetch = Prefetch(node, self._tree.lock_host(node), known, begin, asked)
+        size, before = self._size, node.names[-1] if node.names else None
+        names = block_names(known, begin // size, (begin + asked) // size, size, before)
+        prefetch.names = names[: len(self.tiers.find(names))]
+        self.occupied += asked
         self._asked.append(request)
 
     def check(self) -> None:
@@ -136,7 +142,7 @@ class Storage:
                 prefetch.completed = min(come * BATCH_PAGES, len(prefetch.own))
                 if come == len(prefetch.transfers):
                     self._insert(waiting, prefetch, max([one.arrived_s for one in prefetch.transfers]))
-        arrived = [one for one in self._writing if one[0] is None or one[0].arrived_s <= now_s or not one[0].writes]
+        arrived = [one for one in self._writing if one[0].arrived_s <= now_s]
         if arrived:
             self._writing = [one for one in self._writing if one not in arrived]
             for _, locked in arrived:
@@ -150,10 +156,7 @@ class Storage:
 
     def _begin(self, waiting: Waiting, prefetch: Prefetch, now_s: float) -> None:
         """Storage has answered: read the pages that it has, as many as the host has room for. Few are not worth it."""
-        size, first = self._size, prefetch.begin // self._size
-        before = prefetch.node.names[-1] if prefetch.node.names else None
-        names = block_names(prefetch.known, first, first + prefetch.asked // size, size, before)
-        count = len(self.tiers.find(names))
+        size, names, count = self._size, prefetch.names, len(prefetch.names)
         if count * size >= self._threshold:
             if count > self._host.free.count:
                 self._tree.evict_host(count * size)
@@ -168,7 +171,7 @@ class Storage:
     def _retire(self, waiting: Waiting, prefetch: Prefetch) -> None:
         """Nothing is on its way for a request any more."""
         self._tree.unlock_host(prefetch.locked)
-        self._occupied -= prefetch.asked
+        self.occupied -= prefetch.asked
         waiting.prefetch = None
 
     def _insert(self, waiting: Waiting, prefetch: Prefetch, until_s: float) -> None:
