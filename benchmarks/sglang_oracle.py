@@ -398,8 +398,8 @@ def publish_settings() -> None:
 
 
 def compare_parts(num_operations: int, num_host_operations: int, num_storage: int, num_passes: int, seed: int) -> int:
-    """Radix cache, with and without host memory and storage, and admission alone; prints one JSON object, and returns the exit
-    status."""
+    """Radix cache, with and without host memory and storage, and admission alone; prints one JSON object, and returns
+    the exit status."""
     from benchmarks.sglang_host import draw_host_operations
     from benchmarks.sglang_parts import draw_operations, draw_pass
     from benchmarks.sglang_storage import draw_storage_operations

@@ -12,7 +12,6 @@ from collections import deque
 from queue import Queue
 from typing import Any
 
-import torch
 from sglang.srt.managers.cache_controller import PrefetchAck
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE
@@ -39,7 +38,7 @@ class StoringController(Controller):
         self.prefetch_hit_queue, self.ack_prefetch_queue = Queue[Any](), Queue[Any]()
         self.ack_backup_queue, self.host_mem_release_queue = Queue[Any](), Queue[Any]()
         self.prefetch_buffer = self
-        self._page = host.page
+        self._page, self._num_written = host.page, 0
 
     def prefetch_rate_limited(self) -> bool:
         return self.prefetch_tokens_occupied >= self.prefetch_capacity_limit
@@ -84,8 +83,9 @@ class StoringController(Controller):
             self._skip()
 
     def write_storage(self, _own: Any, _tokens: Any, names: list[str], *_more: Any, **_others: Any) -> int:
-        self.writing.append((number := len(self.stored) + 1_000_000 * len(self.writing), list(names)))
-        return number
+        self._num_written += 1
+        self.writing.append((self._num_written, list(names)))
+        return self._num_written
 
     def io(self) -> None:
         """One batch is read, and all is written."""
@@ -123,7 +123,11 @@ def draw_storage_operations(seed: int, count: int) -> dict[str, Any]:
     """`count` operations on one tree: requests join the queue, are tried and leave it; prompts are inserted, pages
     evicted, and read and written."""
     draw = random.Random(seed)
-    page, policy, write_policy = draw.choice(PAGE_SIZES), draw.choice(EVICTION_POLICIES), draw.choice(HOST_WRITE_POLICIES)
+    page, policy, write_policy = (
+        draw.choice(PAGE_SIZES),
+        draw.choice(EVICTION_POLICIES),
+        draw.choice(HOST_WRITE_POLICIES),
+    )
     prefetch = draw.choice(["best_effort", "wait_complete"])
     longest = page * draw.choice([8, 20, 300]) + 3
     num_pages, num_host_pages = 2 * longest // page, draw.choice([1, 2, 6]) * longest // page

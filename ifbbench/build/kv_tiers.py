@@ -107,7 +107,11 @@ def make_tiers(
     stores = [_store(DISK, config, model)] if config.kv_disk_bytes else []
     stores += [] if remote is None else [remote]
     writes_back = config.kv_tier_write_policy == TIER_WRITE_POLICIES[1]
-    return KvTiers(stores, config.tokens_per_block, clock, writes_back, owner) if stores else None
+    if not stores:
+        return None
+    tiers = KvTiers(stores, config.tokens_per_block, clock, writes_back, owner)
+    tiers.prefetches = config.kv_tier_prefetch == WAIT_COMPLETE and config.engine == VLLM
+    return tiers
 
 
 def _store(kind: str, config: RunConfig, model: ModelConfig) -> KvStore:

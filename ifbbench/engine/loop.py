@@ -102,9 +102,9 @@ class TokenGenerationLoop:
     def step(self) -> bool:
         """Run one iteration; False, with nothing done, if no request is active.
 
-        False, too, while all active requests wait for keys and values of other engines, or of stores. With overlap or pipeline
-        stages, the iteration that this call submits is collected by a later one. Raises ExecutorFailed after the
-        requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
+        False, too, while all active requests wait for keys and values of other engines, or of stores. With overlap or
+        pipeline stages, the iteration that this call submits is collected by a later one. Raises ExecutorFailed after
+        the requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
         in_flight, table = self._in_flight, self._table
         start_s = self._clock.now()
         if start_s >= self._quiet_until_s:

@@ -14,8 +14,9 @@ class Transfer:
 
     owner: the number of the replica. writes: keys of the blocks that the store has once it has arrived; none of a load.
     chain: blocks of the same prompt before these. is_write: whether it is one of
-    the writes of its replica, which go in turn. is_dropped: it does not begin any more. end: how many bytes every transfer of its link has moved, in all,
-    when its last byte has left; infinite before it begins. arrived_s: infinite before it has arrived."""
+    the writes of its replica, which go in turn. is_dropped: it does not begin any more. end: how many bytes every
+    transfer of its link has moved, in all, when its last byte has left; infinite before it begins. arrived_s: infinite
+    before it has arrived."""
 
     def __init__(self, owner: int, size: float, writes: Sequence[Hashable], chain: Sequence[Hashable]) -> None:
         self.owner, self.size, self.writes, self.chain = owner, size, writes, chain

@@ -47,8 +47,12 @@ def decisions(golden: Mapping[str, Any]) -> Iterator[Case]:
 
 def replay_decisions(case: Case) -> None:
     """Replay an admission pass, or operations on a tree."""
-    kinds = {"admission": _replay_admission, "radix_cache": _replay_tree, "host_cache": _replay_host,
-        "storage": _replay_storage}
+    kinds = {
+        "admission": _replay_admission,
+        "radix_cache": _replay_tree,
+        "host_cache": _replay_host,
+        "storage": _replay_storage,
+    }
     kinds[case["kind"]](case)
 
 
@@ -180,8 +184,8 @@ def _load(tree: RadixTree, match: Match, take: Callable[[int], IntArray | None])
 
 
 def _replay_storage(case: Case) -> None:
-    """A cache with host memory and storage behind it, of which each transfer takes a second. Each operation says what it
-    found, how many tokens could be evicted from the device, how many were free in both memories, and how many
+    """A cache with host memory and storage behind it, of which each transfer takes a second. Each operation says what
+    it found, how many tokens could be evicted from the device, how many were free in both memories, and how many
     prefetches hold, after it."""
     size, longest = case["page_size"], max(len(tokens) for tokens in _prompts(case))
     host = HostPages(case["num_host_pages"], size, case["write_policy"], keeps_copies=False)

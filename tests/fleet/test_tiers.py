@@ -221,7 +221,10 @@ def test_an_infinitely_quick_store_is_a_larger_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"engine": "trtllm", "kv_disk_bytes": 10**9, "policy": "max_utilization"}, "needs --policy guaranteed_no_evict"),
+        (
+            {"engine": "trtllm", "kv_disk_bytes": 10**9, "policy": "max_utilization"},
+            "needs --policy guaranteed_no_evict",
+        ),
         ({"engine": "trtllm", "kv_disk_bytes": 10**9, "overlap": "partitioned"}, "several micro batches are not built"),
         (
             {"engine": "trtllm", "kv_disk_bytes": 10**9, "kv_tier_write_policy": "write_back"},

@@ -235,7 +235,11 @@ class SglangCache:
             evictable = sum(node.length for node in nodes if not node.locks and node.is_on_device)
             if self.host is not None:
                 kept = [node.host_pages for node in nodes if node.host_pages is not None]
-                own = self.host.free.ids() + self.held_by_storage() + [page for of_node in kept for page in of_node.tolist()]
+                own = (
+                    self.host.free.ids()
+                    + self.held_by_storage()
+                    + [page for of_node in kept for page in of_node.tolist()]
+                )
                 assert sorted(own) == list(range(self.host.num_pages)), "a page of the host has no owner, or two"
             assert self.tree.evictable == evictable, f"evictable tokens are {self.tree.evictable}, expected {evictable}"
         for row, held in self._in_tree.items():

@@ -26,12 +26,12 @@ class Node:
     and in `host_pages` unless None. children: by `first_page`, the tokens of their first pages; of the root with what
     requests must have in common to share. num_on_device: children that are on the device. locks: running requests that
     use it. hits: insertions of other requests that reached it. used, created: times. host_locks:
-    what keeps its `host_pages`. segment: a number, of a node that `lock_host` has locked, which the uppermost part keeps
-    when it is split. names: of its pages in storage, if nodes have them."""
+    what keeps its `host_pages`. segment: a number, of a node that `lock_host` has locked, which the uppermost part
+    keeps when it is split. names: of its pages in storage, if nodes have them."""
 
     __slots__ = (
-        "children", "created", "first_page", "hits", "host_locks", "host_pages", "is_on_device", "key", "length", "locks",
-        "names", "num_on_device", "pages", "parent", "priority", "segment", "used",
+        "children", "created", "first_page", "hits", "host_locks", "host_pages", "is_on_device", "key", "length",
+        "locks", "names", "num_on_device", "pages", "parent", "priority", "segment", "used",
     )  # fmt: skip
 
     def __init__(
@@ -101,8 +101,8 @@ class RadixTree:
     """Pages by their tokens and those before them. free: takes the pages that the tree gives up. host: None without
     host memory.
 
-    evictable, protected: tokens on the device, in nodes that nothing uses, and in the others. keeps_names: whether nodes
-    know what storage calls their pages. copied: called with each node that was copied to the host.
+    evictable, protected: tokens on the device, in nodes that nothing uses, and in the others. keeps_names: whether
+    nodes know what storage calls their pages. copied: called with each node that was copied to the host.
     """
 
     def __init__(
@@ -361,8 +361,9 @@ class RadixTree:
             node = node.parent
 
     def insert_host(self, node: Node, known: KnownTokens, begin: int, own: IntArray) -> int:
-        """Add the tokens from `begin` on, those that fill the pages `own` of the host, below `node`; returns how many of
-        them came to be. Pages that the tree does not take become free (`insert_host` of SGLang's `UnifiedTreeCore`)."""
+        """Add the tokens from `begin` on, those that fill the pages `own` of the host, below `node`; returns how many
+        of them came to be. Pages that the tree does not take become free (`insert_host` of SGLang's
+        `UnifiedTreeCore`)."""
         host, size, tokens, length = self.host, self.page_size, known.tokens, begin
         assert host is not None
         if node.parent is None and node is not self.root:  # given up for lack of host memory

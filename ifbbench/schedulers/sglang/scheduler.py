@@ -28,8 +28,8 @@ from ifbbench.schedulers.sglang.order import max_outputs
 from ifbbench.schedulers.sglang.prefill import decide_prefill
 from ifbbench.schedulers.sglang.remote import RemoteRequests
 from ifbbench.schedulers.sglang.repetition import certain_steps, repeat
-from ifbbench.schedulers.sglang.storage import Storage
 from ifbbench.schedulers.sglang.state import Decision, SglangState
+from ifbbench.schedulers.sglang.storage import Storage
 
 
 class SglangScheduler(QueueingScheduler):

@@ -29,9 +29,9 @@ class SglangState:
     storage: behind the host memory, None without any.
     is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest
     decision. has_finishing: the last output of some running request may be in flight. limit_of_head: why the head of
-    the queue waits; or `left_out`, which stands behind requests that wait for storage. judged: tokens that waiting requests lacked when they were last judged, or ran. kept: requests
-    that are complete, and whose pages are being sent to another engine. in_host: those that were retracted to host
-    memory.
+    the queue waits; or `left_out`, which stands behind requests that wait for storage. judged: tokens that waiting
+    requests lacked when they were last judged, or ran. kept: requests that are complete, and whose pages are being sent
+    to another engine. in_host: those that were retracted to host memory.
     """
 
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
@@ -170,8 +170,8 @@ class Decision:
 
     in_flight: the iterations in flight. chosen: requests with chunks of their prompts. rows: of the generation
     requests. paused, entered, num_ending, receiving: as in a Plan. continued: requests that join the running ones
-    without a prefill. awaits: requests wait for storage, and those behind them are tried. has_lost: one matches less than before, and is tried in
-    the next iteration. aborted: the only running request, if it does not fit.
+    without a prefill. awaits: requests wait for storage, and those behind them are tried. has_lost: one matches less
+    than before, and is tried in the next iteration. aborted: the only running request, if it does not fit.
     """
 
     def __init__(self, in_flight: Sequence[InFlightIteration]) -> None:

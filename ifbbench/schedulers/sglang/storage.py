@@ -1,5 +1,5 @@
-"""Storage behind the host memory of SGLang (HiCache's L3, `--hicache-storage-backend`): pages are written there once they
-were copied to the host, and prefetched to the host while a request waits (`prefetch_from_storage`,
+"""Storage behind the host memory of SGLang (HiCache's L3, `--hicache-storage-backend`): pages are written there once
+they were copied to the host, and prefetched to the host while a request waits (`prefetch_from_storage`,
 `check_prefetch_progress` and `drain_storage_control_queues` of SGLang 0.5.23)."""
 
 from math import inf
@@ -47,9 +47,9 @@ class Waiting:
     """What storage has to do with a request in the queue.
 
     matched: tokens that it matched when it was looked up. attempts: how often it was looked up again. prefetch: None if
-    nothing is on its way. held_s: since when this keeps it from being tried; None if it does not. timeout_s: how long it
-    may. is_expired: that time has passed. span: tokens that came from storage, from and up to. waited_s: from when to
-    when it was kept."""
+    nothing is on its way. held_s: since when this keeps it from being tried; None if it does not. timeout_s: how long
+    it may. is_expired: that time has passed. span: tokens that came from storage, from and up to. waited_s: from when
+    to when it was kept."""
 
     def __init__(self) -> None:
         self.matched = self.attempts = 0
@@ -136,7 +136,7 @@ class Storage:
             if (waiting := self.waiting.get(request)) is not None and waiting.prefetch is not None:
                 self._begin(waiting, waiting.prefetch, now_s)
         self._asked = []
-        for request, waiting in self.waiting.items():
+        for waiting in self.waiting.values():
             if (prefetch := waiting.prefetch) is not None and prefetch.own is not None:
                 come = sum([transfer.arrived_s <= now_s for transfer in prefetch.transfers])
                 prefetch.completed = min(come * BATCH_PAGES, len(prefetch.own))

@@ -15,9 +15,10 @@ from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 class Loads:
     """What an engine reads from stores, and writes there.
 
-    A prompt is looked for when it takes its blocks, once it was scheduled (`get_num_new_matched_tokens`). If stores have
-    some of it, the request leaves the batch, of which nothing takes its part (`take_scheduled_requests_pending_load`),
-    and waits with all its blocks, in no list but `ActiveRequests.receiving`; then it is scheduled again."""
+    A prompt is looked for when it takes its blocks, once it was scheduled (`get_num_new_matched_tokens`). If stores
+    have some of it, the request leaves the batch, of which nothing takes its part
+    (`take_scheduled_requests_pending_load`), and waits with all its blocks, in no list but `ActiveRequests.receiving`;
+    then it is scheduled again."""
 
     def __init__(self, tiers: KvTiers, active: ActiveRequests, kv_cache: KvCache) -> None:
         self.tiers, self._active, self._cache = tiers, active, kv_cache

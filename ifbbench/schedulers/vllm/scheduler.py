@@ -80,6 +80,8 @@ class VllmScheduler(QueueingScheduler):
                 self.state.tiers.forget(request)
         else:
             self.queue.remove(request)
+            if self.state.tiers is not None:
+                self.state.tiers.forget(request)
             self.state.num_with_rows -= request.table is not None
             if request.table is not None and self.kv_cache.held[row]:
                 self.state.release(request)
@@ -169,6 +171,7 @@ class VllmScheduler(QueueingScheduler):
             entered=step.entered,
             num_ending=self.running.num_ending,
             receiving=step.receiving,
+            awaits_stores=step.awaits_stores,
         )
 
     def _join(self) -> None:
