@@ -359,20 +359,20 @@ def next_change(tiers: KvTiers, client: ReplayClient, now_s: float) -> float | N
     return next_s if arrival_s is None else min(arrival_s, next_s)
 
 
-def next_event_s(engine: Engine, client: ReplayClient, waits: bool) -> float | None:
-    """When an engine that does nothing may have something to do again: see ReplayClient. waits: its latest step left
-    what had arrived by now, because what it has waits for its stores."""
+def next_event_s(engine: Engine, client: ReplayClient, seen_s: float) -> float | None:
+    """When an engine that does nothing may have something to do again: see ReplayClient. seen_s: what had arrived by
+    then it has left, because what it has waits for its stores."""
     event_s, next_s = client.next_event_s, inf if engine.tiers is None else engine.tiers.next_s
     if next_s == inf:
         return event_s
-    if event_s is None or (waits and event_s <= engine.clock.now()):
+    if event_s is None or event_s <= seen_s:
         return next_s
     return min(event_s, next_s)
 
 
 def wait(engine: Engine, client: ReplayClient) -> bool:
     """Wait until then; for when nothing is active. False, at once, if that is now or takes a response."""
-    event_s = next_event_s(engine, client, waits=True)
+    event_s = next_event_s(engine, client, engine.clock.now())
     if event_s is None or event_s == client.next_event_s:
         return client.wait()
     engine.clock.wait_until(event_s)

@@ -88,7 +88,7 @@ class SteppedReplica:
         """Before this time it answers nothing, unless a request is offered."""
         if not self.loop.is_idle:
             return self.clock.now()
-        event_s = next_event_s(self.engine, self.client, self.loop.waits_for_transfers)
+        event_s = next_event_s(self.engine, self.client, self.loop.seen_s)
         return inf if event_s is None else max(event_s, self.clock.now())
 
     def offer(
@@ -122,7 +122,7 @@ class SteppedReplica:
         if not is_late and loop.step():
             self._idle_at = None
             return True
-        event_s = next_event_s(self.engine, client, loop.waits_for_transfers)
+        event_s = next_event_s(self.engine, client, loop.seen_s)
         counts = client.handed_out, client.answered
         if event_s is None or event_s >= client.horizon_s:
             return False

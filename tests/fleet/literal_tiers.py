@@ -35,6 +35,7 @@ class Flow:
     keys: list[Key]
     chain: list[Key]
     request: int | None = None
+    prefetch: int | None = None  # of which request
 
 
 class LiteralStore:
@@ -53,8 +54,8 @@ class LiteralStore:
         ends = [self.now + flow.left / rate for flow in self.flows]
         return min([*ends, *[time for time, _ in self.arriving]], default=inf)
 
-    def advance(self, now: float) -> list[int]:
-        """Move to `now`, which is not after `next_s`; returns the requests of which a load has arrived."""
+    def advance(self, now: float) -> list[Flow]:
+        """Move to `now`, which is not after `next_s`; returns the loads and prefetches that have arrived."""
         rate = self.bandwidth / max(1, len(self.flows))
         for flow in self.flows:
             flow.left -= rate * (now - self.now)
@@ -72,8 +73,9 @@ class LiteralStore:
             if time > now + 2e-9:
                 continue
             self.arriving.remove((time, flow))
+            if flow.request is not None or flow.prefetch is not None:
+                loaded.append(flow)
             if flow.request is not None:
-                loaded.append(flow.request)
                 continue
             self.blocks += reversed(flow.keys)
             self.use(flow.chain)
@@ -86,17 +88,17 @@ class LiteralStore:
                 self.blocks.remove(key)
                 self.blocks.append(key)
 
-    def load(self, owner: int, keys: list[Key], request: int) -> None:
+    def load(self, owner: int, keys: list[Key], request: int, prefetch: int | None = None) -> None:
         self.use(keys)
-        self.flows.append(Flow(owner, len(keys) * self.block_bytes, [], [], request))
+        self.flows.append(Flow(owner, len(keys) * self.block_bytes, [], [], request, prefetch))
 
-    def write(self, owner: int, keys: Sequence[Key], chain: Sequence[Key]) -> None:
+    def write(self, owner: int, keys: Sequence[Key], chain: Sequence[Key], prefetch: int | None = None) -> None:
         on_the_way = [
             key for flow in (*self.flows, *self.behind, *[one for _, one in self.arriving]) for key in flow.keys
         ]
         new = [key for key in dict.fromkeys(keys) if key not in self.blocks and key not in on_the_way]
-        if new:
-            flow = Flow(owner, len(new) * self.block_bytes, new, list(chain))
+        if new or prefetch is not None:
+            flow = Flow(owner, len(new) * self.block_bytes, new, list(chain), None, prefetch)
             is_busy = any(one.owner == owner and one.request is None for one in self.flows)
             (self.behind if is_busy else self.flows).append(flow)
 
@@ -142,6 +144,8 @@ class _Replica:
         self.evicted: list[Key] = []
         self.received: list[int] = []  # requests of which a load has come, and which are not taken in
         self.num_loads = 0
+        # Of requests: 0 before a prefetch, 1 while it reads, 2 once that has come, 3 while it is written, 4 afterwards.
+        self.prefetches: dict[int, int] = {}
         self.order: dict[int, int] = {}
 
     def take(self, count: int) -> list[_Block]:
@@ -176,9 +180,11 @@ class LiteralTiers:
         sizes: tuple[int, int, int],
         stores: Sequence[Sequence[LiteralStore]],
         writes_back: bool,
+        prefetches: bool = False,
     ) -> None:
         """sizes: blocks of a replica, tokens of an iteration, and requests that run."""
         self.jobs, self.iteration_s, self.stores, self.writes_back = jobs, iteration_s, stores, writes_back
+        self.prefetches = prefetches
         self.num_blocks, self.tokens, self.requests = sizes
         self.replicas = [_Replica(self.num_blocks) for _ in stores]
         self.times = [Times() for _ in jobs]
@@ -190,8 +196,11 @@ class LiteralTiers:
         arrived, now = 0, 0.0
         while self.ended < len(self.jobs):
             for store in self.all_stores:
-                for number in store.advance(now):
-                    self._loaded(number, now)
+                for flow in store.advance(now):
+                    if flow.prefetch is not None:
+                        self.replicas[flow.owner].prefetches[flow.prefetch] += 1
+                    elif flow.request is not None:
+                        self._loaded(flow.request, now)
             for owner, one in enumerate(self.replicas):
                 if one.busy_until is not None and one.busy_until <= now + 1e-12:
                     self._end(owner, one, now)
@@ -227,6 +236,9 @@ class LiteralTiers:
     def _begin(self, owner: int, one: _Replica, now: float) -> None:
         left = self.tokens
         one.chunks, one.generating = [], []
+        for number in [number for number, phase in one.prefetches.items() if phase == 2]:
+            one.prefetches[number] = 3
+            self.stores[owner][0].write(owner, self.sources[number][1], (), number)
         for number in one.received:
             for slower, keys in enumerate(self.sources[number]):
                 for store in self.stores[owner][:slower]:
@@ -241,8 +253,12 @@ class LiteralTiers:
                 self._compute(one, request, tokens)
             else:
                 one.generating.append(request)
+        skipped = list[_Request]()
         while left and (one.ready or one.queue) and len(one.running) < self.requests:
             request = one.ready[0][1] if one.ready else one.queue[0]
+            if self.prefetches and not one.ready and self._prefetches(owner, one, request):
+                skipped.append(one.queue.pop(0))
+                continue
             hits = list[_Block]()
             if not one.ready:
                 hits = self._hits(one, request)
@@ -262,12 +278,23 @@ class LiteralTiers:
             one.running.append(request)
             self._compute(one, request, tokens)
             left -= tokens
+        one.queue = skipped + one.queue
         if self.writes_back and one.evicted:
             for store in self.stores[owner]:
                 store.write(owner, one.evicted[::-1], ())
         one.evicted = []
         if one.chunks or one.generating:
             one.busy_until = round(now + self.iteration_s, 9)
+
+    def _prefetches(self, owner: int, one: _Replica, request: _Request) -> bool:
+        """Whether blocks of a request are on their way from the second store to the first."""
+        if request.number not in one.prefetches:
+            first, one.prefetches[request.number] = len(self._hits(one, request)), 4
+            found = self._found(owner, request, first)
+            if keys := [request.job.key(request.number, first + index) for index, at in enumerate(found) if at]:
+                one.prefetches[request.number], self.sources[request.number] = 1, [[], keys]
+                self.stores[owner][1].load(owner, keys, request.number, request.number)
+        return one.prefetches[request.number] < 4
 
     def _hits(self, one: _Replica, request: _Request) -> list[_Block]:
         hits = list[_Block]()
