@@ -140,11 +140,11 @@ def draw_storage_operations(seed: int, count: int) -> dict[str, Any]:
     known = [[0] * draw.randint(2, longest)]
     waiting = dict[int, tuple[CacheRequestHandle, list[int]]]()
     operations = list[list[Any]]()
-    names = ["look_up", "insert", "evict", "io", "check", "try", "leave"]
+    names = ["look_up", "insert", "evict", "evict_host", "io", "check", "try", "leave"]
     while len(operations) < count:
-        name = draw.choices(names, [20, 30, 12, 25, 25, 15, 3])[0]
+        name = draw.choices(names, [20, 25, 12, 12, 35, 30, 15, 3])[0]
         base = draw.choice(known[-12:])
-        tokens = base[: draw.randint(0, len(base))] if draw.random() < 0.5 else base
+        tokens = base[: draw.randint(0, len(base))] if draw.random() < (0.1 if name == "look_up" else 0.5) else base
         while len(tokens) < longest and draw.random() < 0.6:
             tokens = tokens + [draw.randrange(3)] * draw.choice([1, page, 4 * page, longest // 2])
         tokens = tokens[:longest]
@@ -176,6 +176,9 @@ def draw_storage_operations(seed: int, count: int) -> dict[str, Any]:
         elif name == "evict":
             given = draw.randint(1, 2 * longest)
             found = tree.evict(EvictParams(num_tokens=given)).num_tokens_evicted
+        elif name == "evict_host":
+            given = draw.randint(1, 2 * longest)
+            found = tree.evict_host(given)
         elif name == "io":
             store.io()
         elif name == "check":

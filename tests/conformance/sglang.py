@@ -213,6 +213,8 @@ def _replay_storage(case: Case) -> None:
             cache.free.give_up(pages[: before // size])
         elif operation == "evict":
             found = tree.evict(given)
+        elif operation == "evict_host":
+            found = tree.evict_host(given)
         elif operation == "io":
             clock.wait_until(clock.now() + 1.0)
         elif operation == "check":

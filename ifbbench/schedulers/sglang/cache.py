@@ -127,6 +127,8 @@ class SglangCache:
         """Evict what no request uses until `tokens` tokens fit into free pages; whether they do."""
         if self.tree is not None and tokens > self.free_tokens:
             self.tree.evict(tokens - self.free_tokens)
+            if tokens > self.free_tokens:
+                self.tree.evict(tokens - self.free_tokens, is_forced=True)
         return tokens <= self.free_tokens
 
     def missing(self, row: int, tokens: int) -> int:

@@ -97,6 +97,11 @@ class Match(NamedTuple):
     host_node: Node
 
 
+def _is_locked_below(node: Node) -> bool:
+    """Whether something keeps what the host has below a node."""
+    return any(one.locks or one.host_locks or _is_locked_below(one) for one in node.children.values())
+
+
 class RadixTree:
     """Pages by their tokens and those before them. free: takes the pages that the tree gives up. host: None without
     host memory.
@@ -192,9 +197,11 @@ class RadixTree:
                 self.protected -= one.length
                 self._offer(one)
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, is_forced: bool = False) -> int:
         """Give up leaves of the device until they had `num_tokens` tokens or more, or none is left; returns how many
-        they had. What the host has of them stays in the tree."""
+        they had. What the host has of them stays in the tree. A leaf that the host has no room for, with parts below it
+        that something keeps there, stays, unless `is_forced` (SGLang fails then)."""
+        kept = list[tuple[Any, ...]]()
         evicted, host = 0, self.host
         while evicted < num_tokens and self._leaves:
             entry = heappop(self._leaves)
@@ -203,7 +210,9 @@ class RadixTree:
             if parent is None or not node.is_evictable or entry[:-2] != self._rank(node):
                 continue
             if host is not None and host.writes_back and node.host_pages is None:
-                self._store(node)
+                if not self._store(node) and not is_forced and _is_locked_below(node):
+                    kept.append(entry)
+                    continue
             self._free(node.pages)
             evicted += node.length
             self.evictable -= node.length
@@ -213,6 +222,8 @@ class RadixTree:
             else:
                 node.is_on_device, node.pages = False, NO_PAGES
             self._offer(parent)
+        for entry in kept:
+            heappush(self._leaves, entry)
         return evicted
 
     def evict_host(self, num_tokens: int) -> int:

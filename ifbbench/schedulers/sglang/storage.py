@@ -80,6 +80,7 @@ class Storage:
         self._writing: list[tuple[Transfer, tuple[Node, int]]] = []
         # Prefetches that were ended before all had come, and pages that they hold until the read on its way has.
         self._ended: list[tuple[list[Transfer], IntArray]] = []
+        self._to_free: list[IntArray] = []  # by the next check
         self._tree.keeps_names, self._tree.copied = True, self._write
 
     def has_ongoing(self, request: Request) -> bool:
@@ -89,7 +90,7 @@ class Storage:
 
     def held_pages(self) -> list[int]:
         """Pages of the host that are in no tree (for `check_consistency`)."""
-        parts = [own for _, own in self._ended]
+        parts = [own for _, own in self._ended] + self._to_free
         parts += [one.prefetch.own for one in self.waiting.values() if one.prefetch and one.prefetch.own is not None]
         return [page for part in parts for page in part.tolist()]
 
@@ -147,11 +148,15 @@ class Storage:
             self._writing = [one for one in self._writing if one not in arrived]
             for _, locked in arrived:
                 self._tree.unlock_host(locked)
-        over = [one for one in self._ended if all(transfer.arrived_s <= now_s for transfer in one[0])]
-        if over:
-            self._ended = [one for one in self._ended if one not in over]
-            for _, own in over:
-                self._host.free.give_up(own)
+        for own in self._to_free:
+            self._host.free.give_up(own)
+        self._to_free = []
+        ended, self._ended = self._ended, []
+        for one in ended:
+            if all(transfer.arrived_s <= now_s for transfer in one[0]):
+                self._to_free.append(one[1])
+            else:
+                self._ended.append(one)
         self._note_waits()
 
     def _begin(self, waiting: Waiting, prefetch: Prefetch, now_s: float) -> None:
@@ -194,9 +199,10 @@ class Storage:
             self._retire(waiting, prefetch)
         else:
             self._store.drop(prefetch.transfers)
-            kept = prefetch.completed if keeps else 0
-            self._ended.append((prefetch.transfers, own[kept:]))
-            prefetch.completed = kept
+            self._ended.append((prefetch.transfers, own[prefetch.completed :]))
+            if not keeps:
+                self._to_free.append(own[: prefetch.completed])
+                prefetch.completed = 0
             self._insert(waiting, prefetch, now_s)
         if waiting.held_s is not None:
             waiting.waited_s = waiting.held_s, now_s
@@ -259,5 +265,6 @@ class Storage:
         """When the engine has something to do for its store."""
         prefetching = [one for one in self.waiting.values() if one.prefetch is not None]
         held = [one.held_s + one.timeout_s for one in prefetching if one.held_s is not None]
-        self.tiers.is_awaited = bool(prefetching or self._writing or self._ended or self._asked)
+        is_ended = bool(self._ended or self._to_free)
+        self.tiers.is_awaited = bool(prefetching or self._writing or is_ended or self._asked)
         self.tiers.deadline_s = min(held, default=inf)
