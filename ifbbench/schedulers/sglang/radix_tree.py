@@ -209,10 +209,10 @@ class RadixTree:
             parent = node.parent
             if parent is None or not node.is_evictable or entry[:-2] != self._rank(node):
                 continue
-            if host is not None and host.writes_back and node.host_pages is None:
-                if not self._store(node) and not is_forced and _is_locked_below(node):
-                    kept.append(entry)
-                    continue
+            is_due = host is not None and host.writes_back and node.host_pages is None
+            if is_due and not self._store(node) and not is_forced and _is_locked_below(node):
+                kept.append(entry)
+                continue
             self._free(node.pages)
             evicted += node.length
             self.evictable -= node.length
