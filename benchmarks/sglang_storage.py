@@ -148,7 +148,8 @@ def draw_storage_operations(seed: int, count: int) -> dict[str, Any]:
         while len(tokens) < longest and draw.random() < 0.6:
             tokens = tokens + [draw.randrange(3)] * draw.choice([1, page, 4 * page, longest // 2])
         tokens = tokens[:longest]
-        given, found = None, None
+        given: Any = None
+        found: Any = None
         if name == "look_up":
             if len(tokens) < 2:
                 continue
