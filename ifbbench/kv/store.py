@@ -100,7 +100,7 @@ class KvStore:
         self._writing: set[Hashable] = set()
         # By replica, its writes that have not ended: the first of them is on its way.
         self._writes: dict[int, deque[Transfer]] = {}
-        # Those of its reads that go in turn: the first of them is on its way.
+        # By replica, its reads that go in turn: the first of them is on its way.
         self._reads: dict[int, deque[Transfer]] = {}
         self._arriving: deque[tuple[float, Transfer]] = deque()
 
@@ -167,7 +167,7 @@ class KvStore:
         return transfers
 
     def drop(self, transfers: Sequence[Transfer]) -> None:
-        """Of these reads in turn, those that have not begun never do."""
+        """Reads in turn that have not begun never do."""
         for transfer in transfers:
             transfer.is_dropped = transfer.arrived_s == inf and transfer.end == inf
 

@@ -94,11 +94,6 @@ class ActiveRequests:
         longer[:index], longer[index], longer[index + 1 :] = rows[:index], request.slot, rows[index:]
         self.generation_rows = longer
 
-    def add_to_context(self, request: Request) -> None:
-        """What stores have of the prompt of `request` has come."""
-        self.num_changes += 1
-        self.context.insert(self._find(self.context, request), request)
-
     def move_to_context(self, request: Request) -> None:
         """`request` was paused. Does nothing if it was paused in its context phase."""
         self.num_changes += 1

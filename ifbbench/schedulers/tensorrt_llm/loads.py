@@ -1,8 +1,10 @@
 """Prompts of which stores have blocks: TensorRT-LLM's KV cache connector (`KvCacheConnectorManager`), one that loads
 asynchronously and saves blocks once they are filled."""
 
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from ifbbench.engine.plan import ContextChunk, Plan
 from ifbbench.engine.request import Request
@@ -66,7 +68,17 @@ class Loads:
             active.table.num_transferring -= 1
             request.position, request.remote_len = request.remote_len, 0
             active.table.started[request.slot] = request
-            active.add_to_context(request)
+            active.num_changes += 1
+            insort(active.context, request, key=attrgetter("order"))
+
+    def decided_again(self, plan: Plan, decide: Callable[[], Plan], start: Callable[[Plan], None]) -> Plan:
+        """The plan of this iteration: where all that would run waits for stores now, the next one begins at once."""
+        num_receiving = 0
+        while plan.does_nothing and len(receiving := plan.receiving) > num_receiving:
+            num_receiving, plan = len(receiving), decide()
+            start(plan)
+            plan.receiving = [*receiving, *plan.receiving]
+        return plan
 
     def submitted(self, chunks: Sequence[ContextChunk], count: int = 1) -> None:
         """`count` iterations are in flight, the first with these chunks."""

@@ -36,6 +36,7 @@ from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
 from ifbbench.schedulers.tensorrt_llm.loads import Loads
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityPolicy
+from ifbbench.schedulers.tensorrt_llm.releases import findable_tokens, is_pause_in_flight, store_generated
 from ifbbench.schedulers.tensorrt_llm.transfers import Transfers
 from ifbbench.schedulers.tensorrt_llm.v1_batch import V1Batch
 from ifbbench.settings.modes import BatchingType
@@ -135,10 +136,7 @@ class TensorRtLlmScheduler(SingleIterations):
         self._transfers.keep(request)
 
     def receive(self, requests: Sequence[Request]) -> None:
-        if self._loads is not None:
-            self._loads.receive(requests)
-        else:
-            self._transfers.receive(requests)
+        (self._loads or self._transfers).receive(requests)
 
     def use_tiers(self, tiers: KvTiers) -> None:
         """Load blocks from stores, and write them there. Called once, before the first request."""
@@ -153,7 +151,7 @@ class TensorRtLlmScheduler(SingleIterations):
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
         """Raises PolicyFailed if a user's policy raises."""
-        self._iteration, self._now_s, num_receiving = iteration, now_s, 0
+        self._iteration, self._now_s = iteration, now_s
         if self._dynamic_limits is not None and self._dynamic_limits.update(self.active):
             self._latest = None
         if self.num_micro_batches > 1:
@@ -161,20 +159,16 @@ class TensorRtLlmScheduler(SingleIterations):
         if self.config.drafts.max_len:
             self._drafts.propose()
         plan = self._decide()
-        while plan.paused and self._is_pause_in_flight(plan, in_flight):
+        while plan.paused and is_pause_in_flight(plan, in_flight, self.table, self._is_async):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
-            while self._is_pause_in_flight(plan, in_flight):
+            while is_pause_in_flight(plan, in_flight, self.table, self._is_async):
                 collect()
             plan = self._decide()
         for pause in plan.paused:
             self._pause(pause.victim)
         self._start_prompts(plan, now_s)
         if self._loads is not None:
-            # Where all that would run waits for stores now, the next iteration begins at once.
-            while plan.does_nothing and len(receiving := plan.receiving) > num_receiving:
-                num_receiving, plan = len(receiving), self._decide()
-                self._start_prompts(plan, now_s)
-                plan.receiving = [*receiving, *plan.receiving]
+            plan = self._loads.decided_again(plan, self._decide, lambda again: self._start_prompts(again, now_s))
         if self._transfers.joined:
             self._transfers.enter(plan)
         if self._any_retention:
@@ -248,13 +242,6 @@ class TensorRtLlmScheduler(SingleIterations):
             rows = rows[~np.isin(rows, [request.slot for request in held])]
         return rows
 
-    def _is_pause_in_flight(self, plan: Plan, in_flight: Sequence[InFlightIteration]) -> bool:
-        """Whether a request that `plan` pauses is in one of the iterations in flight."""
-        if self._is_async:
-            return len(in_flight) > 0
-        micro_batches = {iteration.record.micro_batch for iteration in in_flight}
-        return any(int(self.table.micro_batch[pause.victim.slot]) in micro_batches for pause in plan.paused)
-
     def _pause(self, request: Request) -> None:
         """Release the blocks of `request`. It starts again from its prompt, which its generated tokens have joined."""
         self.active.settle()
@@ -324,7 +311,7 @@ class TensorRtLlmScheduler(SingleIterations):
             if reuses_blocks:
                 self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
         if reuses_blocks:
-            self._store_generated(rows)
+            store_generated(table, self.kv_cache, rows)
         if self._loads is not None:
             self._loads.submitted(plan.chunks)
         if self._is_async:
@@ -364,25 +351,9 @@ class TensorRtLlmScheduler(SingleIterations):
         of_context = [request.lora_task_id for request in plan.context if request.lora_task_id is not None]
         return AdapterUse(tasks, cache.use(distinct_tasks(tasks, of_context), iterations))
 
-    def _store_generated(self, rows: Rows) -> None:
-        """Make the blocks that the generation requests in `rows` had filled before this step findable.
-
-        The block that iteration i fills is stored when iteration i + 1 is submitted: after its scheduling and after its
-        new sequences have looked for blocks, and without the token of iteration i + 1. That step is counted in
-        `generated` already."""
-        table = self.table
-        computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - 2
-        # With drafts a step may have filled a block and begun the next one; storing a block again changes nothing.
-        filled = np.flatnonzero(computed % self.layout.tokens_per_block <= table.max_draft_tokens)
-        for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
-            self.kv_cache.store_known(table.requests[row], num_tokens)
-
     def _release_blocks(self, request: Request) -> None:
         """Release the blocks. With reuse, what they hold stays findable as far as it was computed and is known."""
-        store = None
-        if self._reuses_blocks:
-            computed = request.position if request.in_context else request.original_prompt_len + request.num_outputs - 1
-            store = min(computed, request.num_known_tokens)
+        store = findable_tokens(request) if self._reuses_blocks else None
         self.kv_cache.remove_sequence(request.slot, store, self._clock.now())
 
     def _does_not_fit(self, error: Exception) -> SchedulerStalled:
