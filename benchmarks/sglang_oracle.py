@@ -397,15 +397,19 @@ def publish_settings() -> None:
     runtime_context.publish(arguments, role="scheduler")
 
 
-def compare_parts(num_operations: int, num_host_operations: int, num_passes: int, seed: int) -> int:
-    """Radix cache, with and without host memory, and admission alone; prints one JSON object, and returns the exit
-    status."""
+def compare_parts(
+    num_operations: int, num_host_operations: int, num_storage: int, num_passes: int, seed: int, file: Path | None
+) -> int:
+    """Radix cache, with and without host memory and storage, and admission alone; prints one JSON object, and returns
+    the exit status."""
     from benchmarks.sglang_host import draw_host_operations
     from benchmarks.sglang_parts import draw_operations, draw_pass
+    from benchmarks.sglang_storage import draw_storage_operations
 
-    differences = dict[str, str]()
-    drawn = {"operations": 0, "host_operations": 0, "passes": 0, "decisions": 0}
+    differences, cases = dict[str, str](), list[dict[str, Any]]()
+    drawn = {"operations": 0, "host_operations": 0, "storage_operations": 0, "passes": 0, "decisions": 0}
     asked = {"operations": num_operations, "host_operations": num_host_operations, "passes": num_passes}
+    asked["storage_operations"] = num_storage
     while missing := [name for name, number in asked.items() if drawn[name] < number]:
         count = min(asked[missing[0]] - drawn[missing[0]], 250)
         if missing[0] == "operations":
@@ -414,15 +418,22 @@ def compare_parts(num_operations: int, num_host_operations: int, num_passes: int
         elif missing[0] == "host_operations":
             case = draw_host_operations(seed, count)
             drawn["host_operations"] += len(case["operations"])
+        elif missing[0] == "storage_operations":
+            case = draw_storage_operations(seed, count)
+            drawn["storage_operations"] += len(case["operations"])
         else:
             case = draw_pass(seed)
             drawn["passes"] += 1
             drawn["decisions"] += len(case["waiting"]) + (case["continuing"] is not None)
         try:
             replay_decisions(case)
+            cases.append({"name": f"{case['kind']}-{seed}", **case})
         except Mismatch as mismatch:
             differences[f"{case['kind']}-{seed}"] = str(mismatch)
         seed += 1
+    if file is not None:
+        content = json.dumps({"schema": "sglang-golden/parts/1", "engine": "sglang 0.5.23", "cases": cases})
+        file.write_bytes(gzip.compress(content.encode(), mtime=0))
     print(json.dumps({**drawn, "differences": differences}, indent=2))
     return 1 if differences else 0
 
@@ -432,15 +443,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=200, help="workloads (default 200)")
     parser.add_argument("--workloads", choices=tuple(WORKLOADS), default="mixed", help="of which kind (default mixed)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one (default 0)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="keep the workloads and SGLang's answers")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="keep the cases without a difference")
     parser.add_argument("--operations", type=int, metavar="N", help="operations on the radix cache instead")
     parser.add_argument("--host-operations", type=int, metavar="N", help="those with host memory instead")
+    parser.add_argument("--storage-operations", type=int, metavar="N", help="those with storage behind it instead")
     parser.add_argument("--passes", type=int, metavar="N", help="admission passes instead")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     publish_settings()
-    if options.operations or options.passes or options.host_operations:
-        return compare_parts(options.operations or 0, options.host_operations or 0, options.passes or 0, options.seed)
+    parts = options.operations, options.host_operations, options.storage_operations, options.passes
+    if any(parts):
+        return compare_parts(*[count or 0 for count in parts], seed=options.seed, file=options.write)
     cases, differences = list[dict[str, Any]](), dict[str, str]()
     totals = dict.fromkeys(("batches", "requests", "retractions"), 0)
     for seed in range(options.seed, options.seed + options.count):

@@ -7,7 +7,19 @@ from ifbbench.kv.store import KvStore
 from ifbbench.kv.tiers import KvTiers
 from ifbbench.models.config import ModelConfig
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.settings.config import BY_ITERATION, TIER_WRITE_POLICIES, VLLM, RunConfig
+from ifbbench.settings.config import (
+    BEST_EFFORT,
+    BY_ITERATION,
+    BY_TIMEOUT,
+    ENGINES,
+    NO_PREFETCH,
+    POLICIES,
+    SGLANG,
+    TIER_WRITE_POLICIES,
+    VLLM,
+    WAIT_COMPLETE,
+    RunConfig,
+)
 
 DISK, REMOTE = "disk", "remote"
 
@@ -22,16 +34,14 @@ def check_tiers(config: RunConfig, limits: BatchingConfig) -> None:
             raise InputError(f"--{own[0]}: there is no such store; add --kv_{kind}_bytes, or leave this out.")
     if not has_tiers(config):
         raise InputError(f"--{given[0]}: there is no store; add --kv_disk_bytes or --kv_remote_bytes.")
-    if config.engine != VLLM:
-        own_host = {"trtllm": "--kv_host_cache_bytes", "sglang": "--enable_hierarchical_cache"}.get(config.engine)
-        beside = f"; {own_host} is its host memory" if own_host else ""
-        raise InputError(f"--{given[0]}: disk and remote store are built for --engine vllm only{beside}. Leave it out.")
+    if config.engine not in ENGINES:
+        raise InputError(f"--{given[0]}: stores are built for --engine {', '.join(ENGINES)}; leave it out.")
     if config.hardware is None:
         raise InputError(
             f"--{given[0]}: --device {config.device} loads no blocks; disk and remote store need a simulated device "
             "(--device sim:PROFILE)."
         )
-    refused = {
+    refused = _refused_by_engine(config, limits) | {
         "without --enable_kv_cache_reuse nothing is looked for": not config.enable_kv_cache_reuse,
         "attention windows are not built with it": limits.vllm is not None and limits.vllm.windows != (None,),
         "draft tokens are not built with it": config.has_drafts,
@@ -40,6 +50,43 @@ def check_tiers(config: RunConfig, limits: BatchingConfig) -> None:
     for reason, is_so in refused.items():
         if is_so:
             raise InputError(f"--{given[0]}: {reason}; leave out one of the two.")
+
+
+def _refused_by_engine(config: RunConfig, limits: BatchingConfig) -> dict[str, bool]:
+    """What the engine has no rules for, and whether it is asked for."""
+    prefetch = config.kv_tier_prefetch
+    if config.engine == SGLANG:
+        return {
+            "SGLang's storage is behind its host memory; add --enable_hierarchical_cache": limits.num_host_blocks == 0,
+            "SGLang has one storage backend; --kv_disk_bytes and --kv_remote_bytes together are not built": (
+                config.kv_disk_bytes > 0 and config.kv_remote_bytes > 0
+            ),
+            "SGLang writes what was copied to the host, by --hicache_write_policy (--kv_tier_write_policy)": (
+                config.kv_tier_write_policy != TIER_WRITE_POLICIES[0]
+            ),
+            "SGLang always prefetches (--kv_tier_prefetch none)": prefetch == NO_PREFETCH,
+        }
+    threshold = config.kv_tier_prefetch_threshold != RunConfig.kv_tier_prefetch_threshold
+    refused = {"it is a setting of SGLang (--kv_tier_prefetch_threshold)": threshold}
+    if config.engine == VLLM:
+        return refused | {
+            f"vLLM's connectors have no {prefetch} (--kv_tier_prefetch)": prefetch in (BEST_EFFORT, BY_TIMEOUT),
+            "blocks are prefetched from the remote store to the disk; --kv_tier_prefetch needs both": (
+                prefetch == WAIT_COMPLETE and not (config.kv_disk_bytes and config.kv_remote_bytes)
+            ),
+        }
+    return refused | {
+        "TensorRT-LLM's KV cache connector loads once a prompt is scheduled (--kv_tier_prefetch)": (
+            prefetch not in (None, NO_PREFETCH)
+        ),
+        f"TensorRT-LLM's KV cache connector needs --policy {POLICIES[0]}": config.policy != POLICIES[0],
+        "TensorRT-LLM's KV cache connector writes what is computed, not what is evicted (--kv_tier_write_policy)": (
+            config.kv_tier_write_policy != TIER_WRITE_POLICIES[0]
+        ),
+        "several micro batches are not built with it": limits.num_micro_batches > 1,
+        "static batches and contiguous caches are not built with it": limits.is_contiguous,
+        "beams are not built with it": limits.max_beam_width > 1,
+    }
 
 
 def has_tiers(config: RunConfig) -> bool:
@@ -60,7 +107,11 @@ def make_tiers(
     stores = [_store(DISK, config, model)] if config.kv_disk_bytes else []
     stores += [] if remote is None else [remote]
     writes_back = config.kv_tier_write_policy == TIER_WRITE_POLICIES[1]
-    return KvTiers(stores, config.tokens_per_block, clock, writes_back, owner) if stores else None
+    if not stores:
+        return None
+    tiers = KvTiers(stores, config.tokens_per_block, clock, writes_back, owner)
+    tiers.prefetches = config.kv_tier_prefetch == WAIT_COMPLETE and config.engine == VLLM
+    return tiers
 
 
 def _store(kind: str, config: RunConfig, model: ModelConfig) -> KvStore:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ifbbench.build.missing_settings import refuse_missing
 from ifbbench.errors import InputError
 from ifbbench.schedulers.sglang.rules import SglangRules
-from ifbbench.settings.config import RETRACTION_POLICIES, RunConfig
+from ifbbench.settings.config import BY_TIMEOUT, RETRACTION_POLICIES, RunConfig
 from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting
 
@@ -161,6 +161,8 @@ def sglang_rules(config: RunConfig) -> SglangRules:
         mixes_chunks=config.enable_mixed_chunk and bool(config.enable_chunked_context) and not config.has_drafts,
         eviction_policy=config.radix_eviction_policy,
         write_policy=config.hicache_write_policy,
+        prefetch_policy=config.kv_tier_prefetch or BY_TIMEOUT,
+        prefetch_threshold=config.kv_tier_prefetch_threshold,
         retracts_by_priority=config.retraction_policy == RETRACTION_POLICIES[1],
         is_priority=config.enable_priority_scheduling,
         preempts=config.enable_priority_scheduling and not config.disable_priority_preemption,

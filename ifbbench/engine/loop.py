@@ -100,9 +100,9 @@ class TokenGenerationLoop:
     def step(self) -> bool:
         """Run one iteration; False, with nothing done, if no request is active.
 
-        False, too, while all active requests wait for keys and values of other engines. With overlap or pipeline
-        stages, the iteration that this call submits is collected by a later one. Raises ExecutorFailed after the
-        requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
+        False, too, while all active requests wait for keys and values of other engines, or of stores. With overlap or
+        pipeline stages, the iteration that this call submits is collected by a later one. Raises ExecutorFailed after
+        the requests of the failed batch were answered, SchedulerStalled, and PolicyFailed."""
         in_flight, table = self._in_flight, self._table
         start_s = self._clock.now()
         if start_s >= self._quiet_until_s:
@@ -125,8 +125,8 @@ class TokenGenerationLoop:
             # All but the oldest of a full set of iterations stay in flight. After an error none is built upon another.
             if submitted.error is None:
                 stay_in_flight = self._max_in_flight - 1
-        elif not in_flight and table.requests and self._failure is None:
-            if table.num_transferring:
+        elif not in_flight and (table.requests or plan.awaits_stores) and self._failure is None:
+            if table.num_transferring or plan.awaits_stores:
                 return False
             blocked = ", ".join(f"request {item.request.request_id} by {item.limit}" for item in plan.blocked)
             raise SchedulerStalled(

@@ -78,9 +78,9 @@ class Plan:
     in flight change the KV cache once the first one of this plan was submitted. receiving: requests that got blocks for
     the keys and values that another engine sends. continued: requests that generate from now on without a chunk: what
     they have came; and how many outputs they have. loaded_tokens: tokens of which keys and values are copied from host
-    memory for the chunks. valid_until_s: iterations that start from then on may find other blocks free first.
-    queue_head: what holds all requests in the queue, of an engine that holds its queue and its running requests apart:
-    one of `blocked`; None if nothing does.
+    memory for the chunks. awaits_stores: requests in the queue wait for what a store sends. valid_until_s: iterations
+    that start from then on may find other blocks free first. queue_head: what holds all requests in the queue, of an
+    engine that holds its queue and its running requests apart: one of `blocked`; None if nothing does.
     """
 
     context: list[Request]
@@ -98,6 +98,7 @@ class Plan:
     receiving: Sequence[Request] = ()
     continued: Sequence[tuple[Request, int]] = ()
     loaded_tokens: int = 0
+    awaits_stores: bool = False
     valid_until_s: float = inf
     queue_head: LeftOut | None = None
 

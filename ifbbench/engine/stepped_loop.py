@@ -17,11 +17,13 @@ class SteppedLoop(TransferringLoop):
     _held: Callable[[], None] | None = None
     _held_together: RanTogether | None = None
     _did_nothing: bool = False
+    _idle_since_s: float = -math.inf
     _known_refused: int = 0
 
     def step(self) -> bool:
         """See TokenGenerationLoop."""
         self._did_nothing = not super().step()
+        self._idle_since_s = self._clock.now()
         return not self._did_nothing
 
     @property
@@ -36,6 +38,11 @@ class SteppedLoop(TransferringLoop):
         """Whether its latest step did nothing because all that it has taken waits for keys and values. Requests that
         have arrived may wait until those leave."""
         return self._did_nothing and self._has_work
+
+    @property
+    def seen_s(self) -> float:
+        """If it waits so, the time of its latest step: it has left what had arrived by then."""
+        return self._idle_since_s if self.waits_for_transfers else -math.inf
 
     @property
     def is_held(self) -> bool:

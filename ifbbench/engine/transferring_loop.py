@@ -32,7 +32,7 @@ class TransferringLoop(PredictedLoop):
 
     def _schedule(self, start_s: float) -> Plan:
         plan = super()._schedule(start_s)
-        if self.transfers is not None and plan.receiving:
+        if self.transfers is not None and (plan.receiving or plan.awaits_stores):
             self.transfers.reserved(plan.receiving, start_s)
             self._quiet_until_s = -math.inf  # they may come earlier than a request
         return plan

@@ -13,11 +13,14 @@ class Transfer:
     """Bytes on their way to a store or from it.
 
     owner: the number of the replica. writes: keys of the blocks that the store has once it has arrived; none of a load.
-    chain: blocks of the same prompt before these. end: how many bytes every transfer of its link has moved, in all,
-    when its last byte has left; infinite before it begins. arrived_s: infinite before it has arrived."""
+    chain: blocks of the same prompt before these. is_write: whether it is one of
+    the writes of its replica, which go in turn. is_dropped: it does not begin any more. end: how many bytes every
+    transfer of its link has moved, in all, when its last byte has left; infinite before it begins. arrived_s: infinite
+    before it has arrived."""
 
     def __init__(self, owner: int, size: float, writes: Sequence[Hashable], chain: Sequence[Hashable]) -> None:
         self.owner, self.size, self.writes, self.chain = owner, size, writes, chain
+        self.is_write = self.is_dropped = False
         self.end = self.arrived_s = inf
 
 
@@ -97,6 +100,8 @@ class KvStore:
         self._writing: set[Hashable] = set()
         # By replica, its writes that have not ended: the first of them is on its way.
         self._writes: dict[int, deque[Transfer]] = {}
+        # By replica, its reads that go in turn: the first of them is on its way.
+        self._reads: dict[int, deque[Transfer]] = {}
         self._arriving: deque[tuple[float, Transfer]] = deque()
 
     def __len__(self) -> int:
@@ -109,19 +114,36 @@ class KvStore:
 
     def advance(self, now_s: float) -> None:
         """Take in what has happened by now."""
-        while (end_s := self._link.next_s) <= now_s:
+        while True:
+            end_s, arrival_s = self._link.next_s, self._arriving[0][0] if self._arriving else inf
+            if min(end_s, arrival_s) > now_s:
+                return
+            if end_s > arrival_s:
+                self._arrive(*self._arriving.popleft())
+                continue
             transfer = self._link.take()
             self._arriving.append((to_seconds(tick(end_s + self._latency_s)), transfer))
-            if transfer.writes:
+            if transfer.is_write:
                 writes = self._writes[transfer.owner]
                 writes.popleft()
                 if writes:
                     self._link.begin(writes[0], end_s)
-        while self._arriving and self._arriving[0][0] <= now_s:
-            transfer = self._arriving[0][1]
-            transfer.arrived_s = self._arriving.popleft()[0]
-            if transfer.writes:
-                self._keep(transfer)
+
+    def _arrive(self, arrival_s: float, transfer: Transfer) -> None:
+        transfer.arrived_s = arrival_s
+        if transfer.writes:
+            self._keep(transfer)
+        elif (reads := self._reads.get(transfer.owner)) and reads[0] is transfer:
+            reads.popleft()
+            self._begin_reads(reads, arrival_s)
+
+    def _begin_reads(self, reads: deque[Transfer], now_s: float) -> None:
+        """Begin the first of these reads that was not dropped; those before it count as arrived."""
+        while reads and reads[0].is_dropped:
+            reads.popleft().arrived_s = now_s
+        if reads:
+            self.counters.loaded += round(reads[0].size / self.block_bytes)
+            self._link.begin(reads[0], now_s)
 
     def load(self, owner: int, keys: Sequence[Hashable], now_s: float) -> Transfer:
         """Begin to read blocks that it has."""
@@ -131,19 +153,46 @@ class KvStore:
         self._use(keys)
         return transfer
 
-    def write(self, owner: int, keys: Sequence[Hashable], chain: Sequence[Hashable], now_s: float) -> None:
-        """Write those of these blocks that it neither has nor is about to get. chain: the blocks of the same prompt
-        before them."""
+    def load_in_turn(self, owner: int, batches: Sequence[Sequence[Hashable]], now_s: float) -> list[Transfer]:
+        """Read blocks that it has, a batch once the one before has arrived, and behind all that this replica reads so.
+        Of a batch that has not begun, `is_dropped` may be set."""
+        reads = self._reads.setdefault(owner, deque())
+        is_idle = not reads
+        transfers = [Transfer(owner, len(keys) * self.block_bytes, (), ()) for keys in batches]
+        for keys in batches:
+            self._use([key for key in keys if key in self._blocks])
+        reads += transfers
+        if is_idle:
+            self._begin_reads(reads, now_s)
+        return transfers
+
+    def drop(self, transfers: Sequence[Transfer]) -> None:
+        """Reads in turn that have not begun never do."""
+        for transfer in transfers:
+            transfer.is_dropped = transfer.arrived_s == inf and transfer.end == inf
+
+    def write(
+        self,
+        owner: int,
+        keys: Sequence[Hashable],
+        chain: Sequence[Hashable],
+        now_s: float,
+        is_confirmed: bool = False,
+    ) -> Transfer | None:
+        """Write those of these blocks that it neither has nor is about to get. Returns None if there are none, unless
+        the answer that there are none `is_confirmed`. chain: the blocks of the same prompt before them."""
         new = [key for key in dict.fromkeys(keys) if key not in self._blocks and key not in self._writing]
-        if not new:
-            return
+        if not new and not is_confirmed:
+            return None
         transfer = Transfer(owner, len(new) * self.block_bytes, new, chain)
+        transfer.is_write = True
         self._writing.update(new)
         writes = self._writes.setdefault(owner, deque())
         writes.append(transfer)
         if len(writes) == 1:
             self._link.begin(transfer, now_s)
         self.counters.max_behind = max(self.counters.max_behind, len(writes) - 1)
+        return transfer
 
     def lose_writes(self, owner: int, now_s: float) -> None:
         """A replica has failed: what it has not written by now never comes. Bytes on their way keep their share of the
@@ -152,7 +201,7 @@ class KvStore:
         arriving = [transfer for _, transfer in self._arriving if transfer.owner == owner]
         for transfer in [*self._writes.pop(owner, ()), *arriving]:
             self._writing.difference_update(transfer.writes)
-            transfer.writes = ()
+            transfer.writes, transfer.is_write = (), False
 
     def arrival_of(self, transfer: Transfer) -> float:
         """When a load arrives if no other transfer begins before; it is not earlier."""

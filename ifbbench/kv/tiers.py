@@ -6,6 +6,7 @@ from typing import Any
 
 from ifbbench.clock import Clock
 from ifbbench.engine.request import KvLoad, Request
+from ifbbench.kv.block_names import BlockNames
 from ifbbench.kv.store import KvStore, Transfer
 
 
@@ -34,7 +35,9 @@ class KvTiers:
     ones, once the engine takes it in. writes_back: blocks are written
     when they are evicted from the device, else once they are computed. num_unnamed: blocks that hold what no other
     request can look for, so far: each is a block of its own. has_queue: requests wait that may look for
-    blocks. others_s: no other engine writes to the stores before."""
+    blocks. is_awaited: the engine waits for transfers other than loads of requests. deadline_s: when it does something
+    whatever has come. prefetches: what only slower stores have is copied to the first one before a
+    request gets blocks. others_s: no other engine writes to the stores before."""
 
     def __init__(
         self, stores: Sequence[KvStore], tokens_per_block: int, clock: Clock, writes_back: bool, owner: int = 0
@@ -43,6 +46,9 @@ class KvTiers:
         self._size, self._clock = tokens_per_block, clock
         self._loading: list[_Loading] = []
         self._num_unnamed, self.has_queue, self.others_s = 0, False, inf
+        self.is_awaited, self.deadline_s, self.prefetches = False, inf, False
+        self._prefetching: dict[Request, _Loading] = {}
+        self._prefetched: set[Request] = set()
 
     # Asked by the scheduler.
 
@@ -70,6 +76,38 @@ class KvTiers:
                 loading.transfers.append((store, store.load(self.owner, of_store, now_s)))
         self._loading.append(loading)
 
+    def waits_for_prefetch(self, request: Request, keys: Sequence[Hashable]) -> bool:
+        """Whether blocks of `keys`, the first that the device has not, are on their way to the first store for a
+        request that may start. It is looked for once."""
+        if request in self._prefetched:
+            return request in self._prefetching
+        self._prefetched.add(request)
+        found, now_s = self.find(keys), self._clock.now()
+        of_stores = [
+            [key for key, other in zip(keys, found, strict=False) if other == number and number]
+            for number in range(len(self.stores))
+        ]
+        if not any(of_stores):
+            return False
+        loading = self._prefetching[request] = _Loading(request, now_s, of_stores)
+        for store, of_store in zip(self.stores, of_stores, strict=True):
+            if of_store:
+                loading.transfers.append((store, store.load(self.owner, of_store, now_s)))
+        return True
+
+    def _take_prefetched(self, now_s: float) -> None:
+        """Write to the first store what has come for it; what is there, requests no longer wait for."""
+        for one in [one for one in self._prefetching.values() if one.arrived_s < inf]:
+            keys = [key for of_store in one.keys for key in of_store]
+            if keys:
+                transfer = self.stores[0].write(self.owner, keys, (), now_s, is_confirmed=True)
+                assert transfer is not None
+                one.keys, one.transfers = [], [(self.stores[0], transfer)]
+            else:
+                del self._prefetching[one.request]
+                load = KvLoad(one.begin_s, one.arrived_s, {}, one.request.pauses > 0)
+                one.request.loads = (*one.request.loads, load)
+
     def write(self, keys: Sequence[int | None], chain: Sequence[Hashable] = ()) -> None:
         """Write blocks, None for one that holds what no other request can look for. chain: blocks of the same prompt
         before them."""
@@ -81,9 +119,19 @@ class KvTiers:
         for store in self.stores:
             store.write(self.owner, named, chain, self._clock.now())
 
+    def write_filled(self, names: BlockNames, request: Request, start: int, end: int) -> None:
+        """Tokens `start` to `end` - 1 of a request are computed: write the blocks that they fill."""
+        first, last = start // self._size, end // self._size
+        if last > first:
+            keys = names.shared(request, 0, last)
+            new: list[int | None] = [*keys[first:]]
+            self.write(new + [None] * (last - first - len(new)), keys[:first])
+
     def forget(self, request: Request) -> None:
         """`request` has ended: it waits for nothing."""
         self._loading = [one for one in self._loading if one.request is not request]
+        self._prefetching.pop(request, None)
+        self._prefetched.discard(request)
 
     def lose(self, now_s: float) -> None:
         """The engine has failed: what it has not written is lost."""
@@ -96,8 +144,8 @@ class KvTiers:
     def next_s(self) -> float:
         """Before this time nothing arrives that a request waits for, or that changes what the queue finds; infinite if
         nothing does."""
-        next_s = min([one.arrival_s for one in self._loading], default=inf)
-        if not self.has_queue:
+        next_s = min([self.deadline_s, *[one.arrival_s for one in self._loading]])
+        if not (self.has_queue or self.is_awaited or self._prefetching):
             return next_s
         return min([next_s, *[store.next_arrival_s for store in self.stores]])
 
@@ -116,6 +164,8 @@ class KvTiers:
 
     def take_received(self) -> Sequence[Request]:
         self._advance()
+        if self._prefetching:
+            self._take_prefetched(self._clock.now())
         arrived = [one for one in self._loading if one.arrived_s < inf]
         if not arrived:
             return ()
@@ -134,6 +184,11 @@ class KvTiers:
         """What `summary.json` has of the stores, by name."""
         self._advance()
         return {store.name: figures_of(store, self._size) for store in self.stores}
+
+    def now(self) -> float:
+        """The time, up to which all has happened."""
+        self._advance()
+        return self._clock.now()
 
     def _advance(self) -> None:
         now_s = self._clock.now()

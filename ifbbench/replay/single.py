@@ -45,6 +45,8 @@ from ifbbench.workload.trace import Trace, columns_of
 
 if TYPE_CHECKING:
     from ifbbench.build.ranks import RankLoop
+    from ifbbench.schedulers.sglang.scheduler import SglangScheduler
+    from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
     from ifbbench.schedulers.vllm.scheduler import VllmScheduler
 
 PROGRESS_INTERVAL_S = 0.1
@@ -342,7 +344,7 @@ def loop_of(engine: Engine, client: ReplayClient, recorder: Observer, **more: An
 def use_tiers(loop: TransferringLoop, tiers: KvTiers) -> None:
     """Let an engine load from stores and write there. Called once, before the first step of its loop, which is no open
     one, so that what is written, and when, does not depend on how many iterations run together."""
-    cast("VllmScheduler", loop.scheduler).use_tiers(tiers)
+    cast("VllmScheduler | SglangScheduler | TensorRtLlmScheduler", loop.scheduler).use_tiers(tiers)
     loop.transfers, loop.sees_first_tokens = tiers, True
 
 
@@ -357,17 +359,20 @@ def next_change(tiers: KvTiers, client: ReplayClient, now_s: float) -> float | N
     return next_s if arrival_s is None else min(arrival_s, next_s)
 
 
-def next_event_s(engine: Engine, client: ReplayClient) -> float | None:
-    """When an engine that does nothing may have something to do again: see ReplayClient."""
+def next_event_s(engine: Engine, client: ReplayClient, seen_s: float) -> float | None:
+    """When an engine that does nothing may have something to do again: see ReplayClient. seen_s: what had arrived by
+    then it has left, because what it has waits for its stores."""
     event_s, next_s = client.next_event_s, inf if engine.tiers is None else engine.tiers.next_s
     if next_s == inf:
         return event_s
-    return next_s if event_s is None else min(event_s, next_s)
+    if event_s is None or event_s <= seen_s:
+        return next_s
+    return min(event_s, next_s)
 
 
 def wait(engine: Engine, client: ReplayClient) -> bool:
     """Wait until then; for when nothing is active. False, at once, if that is now or takes a response."""
-    event_s = next_event_s(engine, client)
+    event_s = next_event_s(engine, client, engine.clock.now())
     if event_s is None or event_s == client.next_event_s:
         return client.wait()
     engine.clock.wait_until(event_s)

@@ -87,7 +87,7 @@ class SteppedReplica:
         """Before this time it answers nothing, unless a request is offered."""
         if not self.loop.is_idle:
             return self.clock.now()
-        event_s = next_event_s(self.engine, self.client)
+        event_s = next_event_s(self.engine, self.client, self.loop.seen_s)
         return inf if event_s is None else max(event_s, self.clock.now())
 
     def offer(
@@ -97,6 +97,8 @@ class SteppedReplica:
         append(self._columns, columns, index, arrival_s)
         self.members.append(index)
         self.client.offer(arrival_s, earlier)
+        if self.loop.waits_for_transfers:
+            self.loop.wake()
 
     def run_until(self, time_s: float) -> None:
         """Run everything before `time_s`: iterations that start before it, and of those the ends before it. All
@@ -119,7 +121,8 @@ class SteppedReplica:
         if not is_late and loop.step():
             self._idle_at = None
             return True
-        event_s, counts = next_event_s(self.engine, client), (client.handed_out, client.answered)
+        event_s = next_event_s(self.engine, client, loop.seen_s)
+        counts = client.handed_out, client.answered
         if event_s is None or event_s >= client.horizon_s:
             return False
         if not wait(self.engine, client):

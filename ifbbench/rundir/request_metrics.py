@@ -92,8 +92,9 @@ class RequestMetrics:
             line.draft_tokens, line.accepted_draft_tokens = request.num_drafted, request.accepted_drafts
         if request.host_reused_tokens:
             line.host_reused_tokens = request.host_reused_tokens
-        if request.loads and not request.loads[0].is_again:
-            _add_load(line, request.loads[0])
+        load = next((load for load in request.loads if load.tokens), None)
+        if load is not None and not load.is_again:
+            _add_load(line, load)
         return self._with_group(line, name, request)
 
     def add_line(self, line: RequestLine) -> None:

@@ -146,8 +146,16 @@ TIER_SETTINGS = (
     "kv_remote_bandwidth",
     "kv_remote_latency",
     "kv_tier_write_policy",
+    "kv_tier_prefetch",
+    "kv_tier_prefetch_threshold",
 )
 TIER_WRITE_POLICIES = ("write_through", "write_back")
+TIER_PREFETCHES = NO_PREFETCH, BEST_EFFORT, WAIT_COMPLETE, BY_TIMEOUT = (
+    "none",
+    "best_effort",
+    "wait_complete",
+    "timeout",
+)
 DEFAULT_MAX_NUM_TOKENS = 8192
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_KV_FRACTION = 0.9
@@ -1024,6 +1032,21 @@ class RunConfig:
         "When blocks are written to disk and remote store: when they are computed, or when they are evicted from the "
         "device.",
         choices=TIER_WRITE_POLICIES,
+    )
+    kv_tier_prefetch: str | None = _cache(
+        None,
+        "Whether blocks are fetched to quicker memory while a request waits in the queue, and how long this keeps it "
+        "there: not at all, until all have come, or for a time. Default: timeout with SGLang, else none.",
+        choices=TIER_PREFETCHES,
+        elsewhere="hicache_storage_prefetch_policy enable_async_loading",
+    )
+    kv_tier_prefetch_threshold: int = _cache(
+        256,
+        "SGLang: fewer tokens are not prefetched.",
+        minimum=1,
+        maximum=2**30,
+        unit="tokens",
+        elsewhere="prefetch_threshold",
     )
     kv_cache_dtype: str | None = _cache(
         None,

@@ -185,6 +185,8 @@ OTHER_VALUES: dict[str, Any] = {
     "kv_remote_bandwidth": 3e9,
     "kv_remote_latency": 0.002,
     "kv_tier_write_policy": "write_back",
+    "kv_tier_prefetch": "wait_complete",
+    "kv_tier_prefetch_threshold": 1024,
     "kv_cache_dtype": "fp8",
     "kv_cache_type": "contiguous",
     "num_loras": 3,
@@ -286,6 +288,10 @@ NEEDS: dict[str, dict[str, Any]] = {
     "decode_replicas": {"engine": "vllm", "prefill_replicas": 1},
     **{name: {**TIERED, "kv_disk_bytes": 2**31} for name in TIER_SETTINGS if not name.startswith("kv_remote")},
     **{name: {**TIERED, "kv_remote_bytes": 2**31} for name in TIER_SETTINGS if name.startswith("kv_remote")},
+    **{
+        name: {**TIERED, "engine": "sglang", "enable_hierarchical_cache": True, "kv_disk_bytes": 2**31}
+        for name in ("kv_tier_prefetch", "kv_tier_prefetch_threshold")
+    },
     "kv_retention_priority": {"enable_kv_cache_reuse": True},
     "kv_retention_s": {"enable_kv_cache_reuse": True, "kv_retention_priority": 90},
     "stream_interval": {"engine_overhead": "vllm"},

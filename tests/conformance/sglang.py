@@ -14,15 +14,19 @@ from ifbbench.engine.responses import Response
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.engine.tokens import KnownTokens, SymbolicTokens, TokenIds
 from ifbbench.kv.sequence import ReuseRules
+from ifbbench.kv.store import KvStore
+from ifbbench.kv.tiers import KvTiers
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.sglang.admission import Need, PrefillPass, Running, Verdict
+from ifbbench.schedulers.sglang.cache import SglangCache
 from ifbbench.schedulers.sglang.free_pages import FreePages
 from ifbbench.schedulers.sglang.host_pages import HostPages
 from ifbbench.schedulers.sglang.prefill import MIN_LOADED
 from ifbbench.schedulers.sglang.radix_tree import Match, RadixTree
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.sglang.scheduler import SglangScheduler
+from ifbbench.schedulers.sglang.storage import Storage
 from ifbbench.settings.modes import Overlap
 from ifbbench.virtual_clock import VirtualClock
 from tests.conformance.outcome import Case, Mismatch, expect_equal
@@ -43,7 +47,12 @@ def decisions(golden: Mapping[str, Any]) -> Iterator[Case]:
 
 def replay_decisions(case: Case) -> None:
     """Replay an admission pass, or operations on a tree."""
-    kinds = {"admission": _replay_admission, "radix_cache": _replay_tree, "host_cache": _replay_host}
+    kinds = {
+        "admission": _replay_admission,
+        "radix_cache": _replay_tree,
+        "host_cache": _replay_host,
+        "storage": _replay_storage,
+    }
     kinds[case["kind"]](case)
 
 
@@ -172,6 +181,61 @@ def _load(tree: RadixTree, match: Match, take: Callable[[int], IntArray | None])
         tree.load(match, pages)
     tree.unlock(match.host_node)
     return 0 if pages is None else match.host_length
+
+
+def _replay_storage(case: Case) -> None:
+    """A cache with host memory and storage behind it, of which each transfer takes a second. Each operation says what
+    it found, how many tokens could be evicted from the device, how many were free in both memories, and how many
+    prefetches hold, after it."""
+    size, longest = case["page_size"], max(len(tokens) for tokens in _prompts(case))
+    host = HostPages(case["num_host_pages"], size, case["write_policy"], keeps_copies=False)
+    cache = SglangCache(case["num_pages"], size, 1, longest, True, case["eviction_policy"], host)
+    clock = VirtualClock()
+    tiers = KvTiers([KvStore("remote", 10**9, 1.0, 1e18, 1.0)], size, clock, False)
+    policy, threshold = case["prefetch_policy"], case["prefetch_threshold"]
+    storage = Storage(tiers, cache, SglangRules(prefetch_policy=policy, prefetch_threshold=threshold))
+    cache.held_by_storage = storage.held_pages
+    requests, tree = dict[int, Request](), cache.tree
+    assert tree is not None
+    for index, (operation, given, *expected) in enumerate(case["operations"]):
+        found: Any = None
+        if operation == "look_up":
+            request = requests[index] = Request(index, len(given), 1, prompt_tokens=np.array(given, np.int32))
+            storage.look_up(request)
+            found = storage.waiting[request].matched
+        elif operation == "insert":
+            prompt = Request(index, len(given["tokens"]), 1, prompt_tokens=np.array(given["tokens"], np.int32))
+            known, count = prompt.known_tokens(), len(given["tokens"]) // size
+            assert known is not None
+            assert cache.make_room(count * size)
+            pages = cache.free.take(count).copy()
+            before = tree.insert(known, pages).length
+            cache.free.give_up(pages[: before // size])
+        elif operation == "evict":
+            found = tree.evict(given)
+        elif operation == "evict_host":
+            found = tree.evict_host(given)
+        elif operation == "io":
+            clock.wait_until(clock.now() + 1.0)
+        elif operation == "check":
+            storage.check()
+        elif operation == "leave":
+            storage.leave(requests.pop(given))
+        else:
+            request = requests[given]
+            found = [storage.may_try(request), 0]
+            if found[0]:
+                first, end = storage.waiting.pop(requests.pop(given)).span
+                found[1] = end - first
+        answers = [found, tree.evictable, cache.free.count * size, host.free.count * size, storage.occupied]
+        expect_equal(f"operation {index}, {operation}", answers, expected)
+        cache.check_consistency()
+
+
+def _prompts(case: Case) -> Iterator[list[int]]:
+    for operation, given, *_more in case["operations"]:
+        if operation in ("look_up", "insert"):
+            yield given if operation == "look_up" else given["tokens"]
 
 
 def limits_of(settings: Mapping[str, Any]) -> BatchingConfig:

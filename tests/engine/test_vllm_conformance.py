@@ -188,8 +188,8 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "cache",
-            "hashes = self._hashes_of(request, full)[first:full]\n",
-            "hashes = self._hashes_of(request, full)[first:full]\n"
+            "hashes = self.names.of(request, full)[first:full]\n",
+            "hashes = self.names.of(request, full)[first:full]\n"
             "        hashes += [hash((request, index)) for index in range(first + len(hashes), full)]\n",
         ),
     ],

@@ -35,6 +35,7 @@ class Flow:
     keys: list[Key]
     chain: list[Key]
     request: int | None = None
+    prefetch: int | None = None  # of which request
 
 
 class LiteralStore:
@@ -53,8 +54,8 @@ class LiteralStore:
         ends = [self.now + flow.left / rate for flow in self.flows]
         return min([*ends, *[time for time, _ in self.arriving]], default=inf)
 
-    def advance(self, now: float) -> list[int]:
-        """Move to `now`, which is not after `next_s`; returns the requests of which a load has arrived."""
+    def advance(self, now: float) -> list[Flow]:
+        """Move to `now`, which is not after `next_s`; returns the loads and prefetches that have arrived."""
         rate = self.bandwidth / max(1, len(self.flows))
         for flow in self.flows:
             flow.left -= rate * (now - self.now)
@@ -72,8 +73,9 @@ class LiteralStore:
             if time > now + 2e-9:
                 continue
             self.arriving.remove((time, flow))
+            if flow.request is not None or flow.prefetch is not None:
+                loaded.append(flow)
             if flow.request is not None:
-                loaded.append(flow.request)
                 continue
             self.blocks += reversed(flow.keys)
             self.use(flow.chain)
@@ -86,17 +88,17 @@ class LiteralStore:
                 self.blocks.remove(key)
                 self.blocks.append(key)
 
-    def load(self, owner: int, keys: list[Key], request: int) -> None:
+    def load(self, owner: int, keys: list[Key], request: int, prefetch: int | None = None) -> None:
         self.use(keys)
-        self.flows.append(Flow(owner, len(keys) * self.block_bytes, [], [], request))
+        self.flows.append(Flow(owner, len(keys) * self.block_bytes, [], [], request, prefetch))
 
-    def write(self, owner: int, keys: Sequence[Key], chain: Sequence[Key]) -> None:
+    def write(self, owner: int, keys: Sequence[Key], chain: Sequence[Key], prefetch: int | None = None) -> None:
         on_the_way = [
             key for flow in (*self.flows, *self.behind, *[one for _, one in self.arriving]) for key in flow.keys
         ]
         new = [key for key in dict.fromkeys(keys) if key not in self.blocks and key not in on_the_way]
-        if new:
-            flow = Flow(owner, len(new) * self.block_bytes, new, list(chain))
+        if new or prefetch is not None:
+            flow = Flow(owner, len(new) * self.block_bytes, new, list(chain), None, prefetch)
             is_busy = any(one.owner == owner and one.request is None for one in self.flows)
             (self.behind if is_busy else self.flows).append(flow)
 
@@ -142,6 +144,8 @@ class _Replica:
         self.evicted: list[Key] = []
         self.received: list[int] = []  # requests of which a load has come, and which are not taken in
         self.num_loads = 0
+        # Of requests: 0 before a prefetch, 1 while it reads, 2 once that has come, 3 while it is written, 4 afterwards.
+        self.prefetches: dict[int, int] = {}
         self.order: dict[int, int] = {}
 
     def take(self, count: int) -> list[_Block]:
@@ -176,9 +180,11 @@ class LiteralTiers:
         sizes: tuple[int, int, int],
         stores: Sequence[Sequence[LiteralStore]],
         writes_back: bool,
+        prefetches: bool = False,
     ) -> None:
         """sizes: blocks of a replica, tokens of an iteration, and requests that run."""
         self.jobs, self.iteration_s, self.stores, self.writes_back = jobs, iteration_s, stores, writes_back
+        self.prefetches = prefetches
         self.num_blocks, self.tokens, self.requests = sizes
         self.replicas = [_Replica(self.num_blocks) for _ in stores]
         self.times = [Times() for _ in jobs]
@@ -190,8 +196,11 @@ class LiteralTiers:
         arrived, now = 0, 0.0
         while self.ended < len(self.jobs):
             for store in self.all_stores:
-                for number in store.advance(now):
-                    self._loaded(number, now)
+                for flow in store.advance(now):
+                    if flow.prefetch is not None:
+                        self.replicas[flow.owner].prefetches[flow.prefetch] += 1
+                    elif flow.request is not None:
+                        self._loaded(flow.request, now)
             for owner, one in enumerate(self.replicas):
                 if one.busy_until is not None and one.busy_until <= now + 1e-12:
                     self._end(owner, one, now)
@@ -227,6 +236,9 @@ class LiteralTiers:
     def _begin(self, owner: int, one: _Replica, now: float) -> None:
         left = self.tokens
         one.chunks, one.generating = [], []
+        for number in [number for number, phase in one.prefetches.items() if phase == 2]:
+            one.prefetches[number] = 3
+            self.stores[owner][0].write(owner, self.sources[number][1], (), number)
         for number in one.received:
             for slower, keys in enumerate(self.sources[number]):
                 for store in self.stores[owner][:slower]:
@@ -241,8 +253,12 @@ class LiteralTiers:
                 self._compute(one, request, tokens)
             else:
                 one.generating.append(request)
+        skipped = list[_Request]()
         while left and (one.ready or one.queue) and len(one.running) < self.requests:
             request = one.ready[0][1] if one.ready else one.queue[0]
+            if self.prefetches and not one.ready and self._prefetches(owner, one, request):
+                skipped.append(one.queue.pop(0))
+                continue
             hits = list[_Block]()
             if not one.ready:
                 hits = self._hits(one, request)
@@ -262,12 +278,23 @@ class LiteralTiers:
             one.running.append(request)
             self._compute(one, request, tokens)
             left -= tokens
+        one.queue = skipped + one.queue
         if self.writes_back and one.evicted:
             for store in self.stores[owner]:
                 store.write(owner, one.evicted[::-1], ())
         one.evicted = []
         if one.chunks or one.generating:
             one.busy_until = round(now + self.iteration_s, 9)
+
+    def _prefetches(self, owner: int, one: _Replica, request: _Request) -> bool:
+        """Whether blocks of a request are on their way from the second store to the first."""
+        if request.number not in one.prefetches:
+            first, one.prefetches[request.number] = len(self._hits(one, request)), 4
+            found = self._found(owner, request, first)
+            if keys := [request.job.key(request.number, first + index) for index, at in enumerate(found) if at]:
+                one.prefetches[request.number], self.sources[request.number] = 1, [[], keys]
+                self.stores[owner][1].load(owner, keys, request.number, request.number)
+        return one.prefetches[request.number] < 4
 
     def _hits(self, one: _Replica, request: _Request) -> list[_Block]:
         hits = list[_Block]()
@@ -359,3 +386,83 @@ class LiteralTiers:
         named = [key for key in keys[:first] if key[0] != "own"]
         for store in self.stores[owner]:
             store.write(owner, keys[first:], named)
+
+
+class LiteralConnector(LiteralTiers):
+    """The same with TensorRT-LLM's rules, for device memory that forgets nothing. sizes: the second is not read."""
+
+    def _loaded(self, number: int, now: float) -> None:
+        one = self.replicas[number % len(self.replicas)]
+        request = next(request for request in one.loading if request.number == number)
+        request.missing -= 1
+        if not request.missing:
+            one.loading.remove(request)
+            one.running.append(request)
+            begin, end = request.loading
+            request.position = end * BLOCK
+            self.times[number].loads.append((begin, now))
+            one.received.append(number)
+
+    def _begin(self, owner: int, one: _Replica, now: float) -> None:
+        for number in one.received:
+            for slower, keys in enumerate(self.sources[number]):
+                for store in self.stores[owner][:slower]:
+                    store.write(owner, keys, ())
+        one.received = []
+        # `running` are all active requests but those that load: `max_batch_size` of both.
+        while one.queue and len(one.running) + len(one.loading) < self.requests:
+            one.running.append(one.queue.pop(0))
+        one.running.sort(key=lambda request: request.number)
+        one.generating = [request for request in one.running if request.position == request.job.prompt_len]
+        while self._decide(owner, one, now) and not (one.chunks or one.generating):
+            pass  # all that would run waits for stores: the next iteration begins at once
+        for request, _, _ in one.chunks:
+            request.position = request.job.prompt_len
+            request.blocks = one.take(ceil(request.job.prompt_len / BLOCK))
+            for index in range((request.job.prompt_len - 1) // BLOCK):
+                one.found.setdefault(request.job.key(request.number, index), []).append(_Block())
+        if one.chunks or one.generating:
+            one.busy_until = round(now + self.iteration_s, 9)
+
+    def _decide(self, owner: int, one: _Replica, now: float) -> bool:
+        """Find the prompts that run; whether any begins to load instead."""
+        prompts = [request for request in one.running if request.position < request.job.prompt_len]
+        expected = [self._missing(one, request) for request in prompts if request.position]
+        chunks = list[_Request]()
+        for request in prompts:
+            if not request.position:
+                missing = self._missing(one, request)
+                if missing is not None and missing in expected:
+                    continue
+                expected.append(missing)
+            chunks.append(request)
+        one.chunks, num_loading = [], len(one.loading)
+        for request in chunks:
+            if not request.position:
+                hits = self._hits(one, request)
+                if found := self._found(owner, request, len(hits)):
+                    self._begin_load(owner, one, request, len(hits), found, now)
+                    continue
+                request.position = len(hits) * BLOCK
+            one.chunks.append((request, request.position, request.job.prompt_len))
+        return len(one.loading) > num_loading
+
+    def _missing(self, one: _Replica, request: _Request) -> Key | None:
+        """The first full block of a prompt that the device has not."""
+        keys = [request.job.key(request.number, index) for index in range(request.job.prompt_len // BLOCK)]
+        return next((key for key in keys if key not in one.found), None)
+
+    def _begin_load(
+        self, owner: int, one: _Replica, request: _Request, first: int, found: list[int], now: float
+    ) -> None:
+        keys = [request.job.key(request.number, first + index) for index in range(len(found))]
+        sources = [[key for key, at in zip(keys, found, strict=True) if at == number] for number in (0, 1)]
+        self.sources[request.number] = sources
+        for store, of_store in zip(self.stores[owner], sources, strict=False):
+            if of_store:
+                store.load(owner, of_store, request.number)
+                request.missing += 1
+        request.loading = (now, first + len(found))
+        one.running.remove(request)
+        one.loading.append(request)
+        self.times[request.number].from_stores = [len(of_store) * BLOCK for of_store in sources]

@@ -54,10 +54,20 @@ def of_engine(draw: Random, engine: str) -> dict[str, Any]:
     return {"async_scheduling": draw.choice((True, False)), "scheduling_policy": draw.choice(("fcfs", "priority"))}
 
 
-def stores(draw: Random) -> dict[str, Any]:
+def stores(draw: Random, given: dict[str, Any]) -> dict[str, Any]:
     """Stores beneath the cache of an engine, small or ample, quick or slow."""
-    asked: dict[str, Any] = {"kv_tier_write_policy": draw.choice(TIER_WRITE_POLICIES)}
-    for kind in draw.choice((("disk",), ("remote",), ("disk", "remote"))):
+    kinds = draw.choice((("disk",), ("remote",), ("disk", "remote")))
+    asked: dict[str, Any] = {"kv_tier_write_policy": "write_through"}
+    if given["engine"] == "vllm":
+        asked["kv_tier_write_policy"] = draw.choice(TIER_WRITE_POLICIES)
+        asked["kv_tier_prefetch"] = "wait_complete" if len(kinds) > 1 and draw.random() < 0.5 else None
+    elif given["engine"] == "sglang":
+        kinds = kinds[-1:]
+        prefetch = draw.choice((None, "best_effort", "wait_complete"))
+        asked |= {"enable_hierarchical_cache": True, "kv_tier_prefetch": prefetch, "tokens_per_block": 16}
+    else:
+        asked |= {"policy": POLICIES[0], "overlap": draw.choice((None, "async"))}
+    for kind in kinds:
         asked[f"kv_{kind}_bytes"] = draw.choice((2_000, 500_000)) * TOKEN_BYTES
         asked[f"kv_{kind}_bandwidth"] = draw.choice((2e9, 2.5e10))
         asked[f"kv_{kind}_latency"] = draw.choice((0.0, 1e-3))
@@ -91,8 +101,8 @@ def draw_fleet(draw: Random, path: Path) -> dict[str, Any]:
     asked["max_tokens_in_paged_kvcache"] = draw.choice((3_200, 6_400, 64_000))
     if router == "least_kv":
         asked["router_state_age"] = draw.choice((0.0, 0.02, 1.0))
-    if engine == "vllm" and draw.random() < 0.6:
-        asked |= stores(draw)
+    if draw.random() < 0.6:
+        asked |= stores(draw, asked)
     elif draw.random() < 0.2:
         asked["device"] = "null"
     if draw.random() < 0.5:
@@ -107,13 +117,14 @@ def draw_fleet(draw: Random, path: Path) -> dict[str, Any]:
     return asked
 
 
-def check_stores(fleet: Path, has_failures: bool) -> None:
-    """Stores have what was written and not given up; what was loaded from them was used."""
+def check_stores(fleet: Path, loads_more: bool, engine: str) -> None:
+    """Stores have what was written and not given up; what was loaded from them was used. loads_more: or lost, or
+    prefetched."""
     rows = lines(fleet / "requests.jsonl")
     for name, store in summary_of(fleet).get("kv_tiers", {}).items():
         assert store["used_tokens"] == store["stored_tokens"] - store["evicted_tokens"]
         loaded = sum(row.get(f"{name}_reused_tokens", 0) for row in rows)
-        if has_failures or any(row["pauses"] for row in rows):  # what is lost, or paused, is loaded again
+        if loads_more or engine == "sglang" or any(row["pauses"] for row in rows):  # what was paused is loaded again
             assert loaded <= store["loaded_tokens"]
         else:
             assert loaded == store["loaded_tokens"]
@@ -140,7 +151,7 @@ def check_fleet(seed: int, path: Path) -> None:
             assert min(row["attribution_s"].values()) >= 0
     for directory in replica_directories(fleet):
         check_times_and_blocks(directory, is_prefill=False)
-    check_stores(fleet, "replica_events" in asked)
+    check_stores(fleet, "replica_events" in asked or asked.get("kv_tier_prefetch") is not None, asked["engine"])
 
 
 @pytest.mark.parametrize("seed", range(FEW))

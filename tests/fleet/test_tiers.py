@@ -15,12 +15,13 @@ from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.replay.single import client_of, engine_for, next_change, recorder_of, use_tiers, wait
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.workload.load import load_trace
-from tests.fleet.literal_tiers import BLOCK, Job, LiteralStore, LiteralTiers
+from tests.fleet.literal_tiers import BLOCK, Job, LiteralConnector, LiteralStore, LiteralTiers
 from tests.fleet.test_disaggregated import ITERATION_S, KV_BYTES, constant_device
 from tests.fleet.test_fleet import FILES, assert_equal_runs, config_of, lines, write_rows
 
 BLOCK_BYTES = KV_BYTES * BLOCK
 DISK, REMOTE = "disk", "remote"
+HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "tokens_per_block": 16, "kv_remote_bytes": 0}
 
 
 def draw_jobs(draw: Random, count: int) -> list[Job]:
@@ -45,17 +46,27 @@ def write_jobs(path: Path, jobs: list[Job]) -> str:
     return str(path)
 
 
-def check_against_literal(seed: int, path: Path) -> int:
+def check_against_literal(seed: int, path: Path, engine: str = "vllm") -> int:
     """Returns how many requests loaded something."""
+    path.mkdir()
     draw = Random(seed)
     jobs = draw_jobs(draw, 60)
     largest = max(-(-job.prompt_len // BLOCK) for job in jobs)
-    is_tight = draw.random() < 0.75
+    is_tight = draw.random() < 0.75 and engine == "vllm"
     blocks = largest + draw.choice((1, 20, 60)) if is_tight else 40 * largest
-    tokens = 100_000 if is_tight else draw.choice((256, 1000))
+    tokens = 100_000 if is_tight or engine == "trtllm" else draw.choice((256, 1000))
     requests, replicas = draw.choice((1, 3, 64)), draw.randint(1, 3)
     kinds = draw.choice(((DISK,), (REMOTE,), (DISK, REMOTE)))
+    if engine == "trtllm" and REMOTE not in kinds:  # its device forgets nothing: what is found came from others
+        kinds, replicas = (REMOTE,), 3
     values: dict[str, Any] = {"kv_tier_write_policy": draw.choice(("write_through", "write_back"))}
+    literal_of: type[LiteralTiers] = LiteralTiers
+    prefetches = engine == "vllm" and len(kinds) == 2 and draw.random() < 0.5
+    if prefetches:
+        values["kv_tier_prefetch"] = "wait_complete"
+    if engine == "trtllm":
+        values = {"kv_tier_write_policy": "write_through", "enable_partial_reuse": False, "tokens_per_block": BLOCK}
+        blocks, literal_of = len(jobs) * largest, LiteralConnector
     made: dict[str, tuple[int, float, float, float]] = {}
     for kind in kinds:
         capacity, bandwidth = draw.choice((30, 120, 100_000)), draw.choice((2.03e9, 1.07e10, 1.01e12))
@@ -66,10 +77,11 @@ def check_against_literal(seed: int, path: Path) -> int:
             f"kv_{kind}_latency": made[kind][-1],
         }
     config = config_of(
-        engine="vllm",
+        engine=engine,
+        enable_kv_cache_reuse=True,
         device=constant_device(path),
         engine_overhead="none",
-        async_scheduling=False,
+        async_scheduling=None if engine == "trtllm" else False,
         router="round_robin",
         replicas=replicas,
         max_tokens_in_paged_kvcache=blocks * BLOCK,
@@ -83,8 +95,13 @@ def check_against_literal(seed: int, path: Path) -> int:
     stores = [
         ([LiteralStore(*made[DISK])] if DISK in made else []) + ([remote] if remote else []) for _ in range(replicas)
     ]
-    literal = LiteralTiers(
-        jobs, ITERATION_S, (blocks, tokens, requests), stores, values["kv_tier_write_policy"] == "write_back"
+    literal = literal_of(
+        jobs,
+        ITERATION_S,
+        (blocks, tokens, requests),
+        stores,
+        values["kv_tier_write_policy"] == "write_back",
+        prefetches,
     )
     expected = literal.run()
     num_loads = 0
@@ -95,7 +112,8 @@ def check_against_literal(seed: int, path: Path) -> int:
         assert len(loads) == len(times.loads), row
         for found, load in zip(loads, times.loads, strict=True):
             assert found == pytest.approx(load, abs=1e-6), row
-            assert row["attribution_s"]["transfer"] == pytest.approx(load[1] - load[0], abs=1e-6)
+            if not prefetches:  # else it waited for that, too
+                assert row["attribution_s"]["transfer"] == pytest.approx(load[1] - load[0], abs=1e-6)
             from_stores = [row[f"{kind}_reused_tokens"] for kind in kinds]
             assert from_stores == times.from_stores[: len(kinds)], row
             num_loads += 1
@@ -103,23 +121,21 @@ def check_against_literal(seed: int, path: Path) -> int:
     return num_loads
 
 
-def test_requests_load_what_a_literal_simulation_loads(tmp_path: Path) -> None:
-    loads = 0
-    for seed in range(12):
-        (path := tmp_path / str(seed)).mkdir()
-        loads += check_against_literal(seed, path)
-    assert loads > 40
+@pytest.mark.parametrize("engine", ["vllm", "trtllm"])
+def test_requests_load_what_a_literal_simulation_loads(engine: str, tmp_path: Path) -> None:
+    assert sum([check_against_literal(seed, tmp_path / str(seed), engine) for seed in range(12)]) > 30
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vllm", "trtllm"])
 @pytest.mark.parametrize("seed", range(12, 300))
-def test_more_requests_load_what_a_literal_simulation_loads(seed: int, tmp_path: Path) -> None:
-    check_against_literal(seed, tmp_path)
+def test_more_requests_load_what_a_literal_simulation_loads(engine: str, seed: int, tmp_path: Path) -> None:
+    check_against_literal(seed, tmp_path / "run", engine)
 
 
 def replay(trace: Path, directory: Path, together: bool, **values: Any) -> dict[str, str]:
     """The files of a run on one engine, with fast-forward if `together`."""
-    config = config_of(engine="vllm", output=str(directory), **values)
+    config = config_of(enable_kv_cache_reuse=True, output=str(directory), **values)
     loaded = load_trace(str(trace), config)
     directory.mkdir()
     with engine_for(loaded, config) as engine:
@@ -148,15 +164,27 @@ def replay(trace: Path, directory: Path, together: bool, **values: Any) -> dict[
     return {name: (directory / name).read_text() for name in FILES} | {"figures": figures}
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_iterations_together_write_and_load_what_single_ones_do(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"engine": "vllm"},
+        {"engine": "vllm", "kv_tier_write_policy": "write_back"},
+        {"engine": "sglang", **HOST},
+        {"engine": "sglang", **HOST, "kv_tier_prefetch": "wait_complete", "kv_disk_bandwidth": 2e8},
+        {"engine": "sglang", **HOST, "kv_tier_prefetch": "best_effort", "hicache_write_policy": "write_back"},
+        {"engine": "trtllm"},
+        {"engine": "trtllm", "overlap": "async", "enable_chunked_context": True, "max_num_tokens": 256},
+    ],
+    ids=str,
+)
+def test_iterations_together_write_and_load_what_single_ones_do(asked: dict[str, Any], tmp_path: Path) -> None:
     trace = write_rows(tmp_path / "trace.jsonl", Random(5), 90, sessions=True)
     values = {
         "kv_disk_bytes": 4_000 * BLOCK_BYTES,
         "kv_remote_bytes": 40_000 * BLOCK_BYTES,
-        "kv_tier_write_policy": policy,
         "max_tokens_in_paged_kvcache": 4096,
         "max_batch_size": 12,
+        **asked,
     }
     together, single = (replay(trace, tmp_path / str(one), one, **values) for one in (True, False))
     loaded = json.loads(together["figures"])
@@ -202,8 +230,24 @@ def test_an_infinitely_quick_store_is_a_larger_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"engine": "trtllm", "kv_disk_bytes": 10**9}, "--kv_disk_bytes: disk and remote store are built for --engine"),
-        ({"engine": "sglang", "kv_remote_bytes": 10**9}, "--enable_hierarchical_cache is its host memory"),
+        (
+            {"engine": "trtllm", "kv_disk_bytes": 10**9, "policy": "max_utilization"},
+            "needs --policy guaranteed_no_evict",
+        ),
+        ({"engine": "trtllm", "kv_disk_bytes": 10**9, "overlap": "partitioned"}, "several micro batches are not built"),
+        (
+            {"engine": "trtllm", "kv_disk_bytes": 10**9, "kv_tier_write_policy": "write_back"},
+            "writes what is computed, not what is evicted",
+        ),
+        ({"engine": "sglang", "kv_remote_bytes": 10**9}, "behind its host memory; add --enable_hierarchical_cache"),
+        ({"engine": "sglang", **HOST, "kv_remote_bytes": 10**9, "kv_disk_bytes": 10**9}, "has one storage backend"),
+        ({"engine": "sglang", **HOST, "kv_disk_bytes": 10**9, "kv_tier_prefetch": "none"}, "SGLang always prefetches"),
+        ({"kv_disk_bytes": 10**9, "kv_tier_prefetch": "timeout"}, "vLLM's connectors have no timeout"),
+        ({"kv_disk_bytes": 10**9, "kv_tier_prefetch": "wait_complete"}, "--kv_tier_prefetch needs both"),
+        (
+            {"engine": "trtllm", "kv_disk_bytes": 10**9, "kv_tier_prefetch": "wait_complete"},
+            "loads once a prompt is scheduled",
+        ),
         ({"kv_disk_bytes": 10**9, "enable_kv_cache_reuse": False}, "without --enable_kv_cache_reuse"),
         ({"kv_disk_bytes": 10**9, "max_attention_window": "64"}, "attention windows are not built with it"),
         ({"kv_disk_bytes": 10**9, "draft_ngram": 2, "acceptance_rate": "0.5"}, "draft tokens are not built with it"),
@@ -222,7 +266,7 @@ def test_what_is_not_built_is_refused(
     (tmp_path / "tp.yaml").write_text("- {}\n- {tokens_per_block: 32}\n")
     trace = str(write_rows(tmp_path / "trace.jsonl", Random(1), 5))
     with pytest.raises(InputError) as refusal:
-        summarise_run(trace, config_of(**{"engine": "vllm"} | values))
+        summarise_run(trace, config_of(**{"engine": "vllm", "enable_kv_cache_reuse": True} | values))
     assert expected in str(refusal.value)
 
 

@@ -1,6 +1,8 @@
 """SGLang's KV cache: the pages of each request, and the radix tree in which other requests find them
 (`alloc_for_extend`, `alloc_for_decode`, `checkpoint` and `release_kv_cache` of SGLang 0.5.23)."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ifbbench.engine.arrays import IntArray, Rows
@@ -51,6 +53,7 @@ class SglangCache:
         self.counters = BlockCounters()
         self.filled_tokens = self._num_evicted = 0
         self._in_tree: dict[int, _Held] = {}
+        self.held_by_storage: Callable[[], list[int]] = list  # pages of the host, for `check_consistency`
 
     @property
     def free_tokens(self) -> int:
@@ -124,6 +127,8 @@ class SglangCache:
         """Evict what no request uses until `tokens` tokens fit into free pages; whether they do."""
         if self.tree is not None and tokens > self.free_tokens:
             self.tree.evict(tokens - self.free_tokens)
+            if tokens > self.free_tokens:
+                self.tree.evict(tokens - self.free_tokens, is_forced=True)
         return tokens <= self.free_tokens
 
     def missing(self, row: int, tokens: int) -> int:
@@ -232,7 +237,11 @@ class SglangCache:
             evictable = sum(node.length for node in nodes if not node.locks and node.is_on_device)
             if self.host is not None:
                 kept = [node.host_pages for node in nodes if node.host_pages is not None]
-                own = self.host.free.ids() + [page for of_node in kept for page in of_node.tolist()]
+                own = (
+                    self.host.free.ids()
+                    + self.held_by_storage()
+                    + [page for of_node in kept for page in of_node.tolist()]
+                )
                 assert sorted(own) == list(range(self.host.num_pages)), "a page of the host has no owner, or two"
             assert self.tree.evictable == evictable, f"evictable tokens are {self.tree.evictable}, expected {evictable}"
         for row, held in self._in_tree.items():

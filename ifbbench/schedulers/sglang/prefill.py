@@ -27,7 +27,7 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
         state.is_full = False
     if (state.is_full or not state.queue) and state.chunked is None:
         return False
-    state.limit_of_head = None
+    state.limit_of_head = state.left_out = None
     if _num_allocatable(state) <= 0 and state.chunked is None and not state.rules.preempts:
         state.is_full, state.limit_of_head = True, Limit.BATCH_SIZE
         return False
@@ -89,6 +89,7 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
     """Try the waiting requests in order, up to the first that does not fit."""
     preempts = state.rules.preempts
     for request in state.queue:
+        state.left_out = request if decision.awaits else None
         if batch.state() is Verdict.OTHER:
             state.limit_of_head = Limit.NUM_TOKENS
             return
@@ -97,6 +98,9 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
         if state.is_full and not (preempts and preempt_for(state, decision, request, batch)):
             state.limit_of_head = Limit.BATCH_SIZE
             return
+        if state.storage is not None and not state.storage.may_try(request):
+            decision.awaits = True
+            continue
         verdict = _try(state, decision, request, batch)
         if verdict is not Verdict.CONTINUE:
             if verdict is Verdict.NO_TOKEN:
@@ -108,6 +112,9 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
 def _try(state: SglangState, decision: Decision, request: Request, batch: PrefillPass) -> Verdict:
     """Judge a waiting request, and start it if it is taken. What it reuses is locked while it is judged."""
     match = state.kv_cache.match(request, request.prompt_len - 1)
+    if state.storage is not None and state.storage.has_lost(request, match):
+        decision.has_lost = True
+        return Verdict.CONTINUE
     if match is not None and 0 < match.host_length < MIN_LOADED:
         match = match._replace(host_length=0, host_node=match.node)
     state.kv_cache.lock(match)
@@ -129,6 +136,8 @@ def _start(state: SglangState, decision: Decision, request: Request, match: Matc
     if match is not None and from_host:
         match = state.kv_cache.load(match)
     reused = 0 if match is None else match.length
+    if state.storage is not None:
+        state.storage.started(request, reused)
     decision.chosen.append(request)
     if request.table is None:
         order = request.order

@@ -13,6 +13,7 @@ import numpy as np
 
 from ifbbench.engine.arrays import IntArray
 from ifbbench.engine.tokens import BlockKey, BlockTokens, KnownTokens
+from ifbbench.kv.block_names import block_names
 from ifbbench.schedulers.sglang.host_pages import HostPages
 
 Rank: TypeAlias = tuple[float, ...]
@@ -24,11 +25,13 @@ class Node:
     parent: None of the root. key: the tokens of the edge, `length` of them, in `pages` of the device if `is_on_device`,
     and in `host_pages` unless None. children: by `first_page`, the tokens of their first pages; of the root with what
     requests must have in common to share. num_on_device: children that are on the device. locks: running requests that
-    use it. hits: insertions of other requests that reached it. used, created: times."""
+    use it. hits: insertions of other requests that reached it. used, created: times. host_locks:
+    what keeps its `host_pages`. segment: a number, of a node that `lock_host` has locked, which the uppermost part
+    keeps when it is split. names: of its pages in storage, if nodes have them."""
 
     __slots__ = (
-        "children", "created", "first_page", "hits", "host_pages", "is_on_device", "key", "length", "locks",
-        "num_on_device", "pages", "parent", "priority", "used",
+        "children", "created", "first_page", "hits", "host_locks", "host_pages", "is_on_device", "key", "length",
+        "locks", "names", "num_on_device", "pages", "parent", "priority", "segment", "used",
     )  # fmt: skip
 
     def __init__(
@@ -43,7 +46,8 @@ class Node:
     ) -> None:
         self.parent, self.first_page, self.key, self.length, self.pages = parent, first_page, key, length, pages
         self.children: dict[Hashable, Node] = {}
-        self.locks = self.hits = self.num_on_device = 0
+        self.locks = self.hits = self.num_on_device = self.host_locks = self.segment = 0
+        self.names: list[int] = []
         self.is_on_device = True
         self.host_pages: IntArray | None = None
         self.used = self.created = now
@@ -57,7 +61,8 @@ class Node:
     @property
     def is_host_leaf(self) -> bool:
         """Whether only the host has it, as a leaf that nothing uses."""
-        return self.parent is not None and not self.is_on_device and not self.locks and not self.children
+        is_used = self.locks or self.host_locks or self.children
+        return self.parent is not None and not self.is_on_device and not is_used
 
     def path(self) -> Iterator["Node"]:
         """The node and those above it, without the root."""
@@ -92,11 +97,17 @@ class Match(NamedTuple):
     host_node: Node
 
 
+def _is_locked_below(node: Node) -> bool:
+    """Whether something keeps what the host has below a node."""
+    return any(one.locks or one.host_locks or _is_locked_below(one) for one in node.children.values())
+
+
 class RadixTree:
     """Pages by their tokens and those before them. free: takes the pages that the tree gives up. host: None without
     host memory.
 
-    evictable, protected: tokens on the device, in nodes that nothing uses, and in the others.
+    evictable, protected: tokens on the device, in nodes that nothing uses, and in the others. keeps_names: whether
+    nodes know what storage calls their pages. copied: called with each node that was copied to the host.
     """
 
     def __init__(
@@ -114,6 +125,9 @@ class RadixTree:
         # Leaves that could be evicted when they were added: rank, number, node; entries may be out of date.
         self._leaves: list[tuple[Any, ...]] = []
         self._num_offers, self._max_leaves = 0, MIN_LEAVES
+        self.keeps_names = False
+        self.copied: Callable[[Node], None] | None = None
+        self._num_segments = 0
         # Nodes that the present insertion copies to the host.
         self._to_store: list[Node] = []
         # Nodes in both memories, those first that were so first; entries may be out of date.
@@ -139,6 +153,7 @@ class RadixTree:
             key, first_page = known.tokens.key(begin, end), self._first_page(node, known, begin)
             rest = pages[begin // self.page_size : end // self.page_size]
             parent, node = node, Node(node, first_page, key, end - begin, rest, self._tick(), priority)
+            self._name(node, known, begin, end)
             parent.children[first_page] = node
             parent.num_on_device += 1
             self.evictable += node.length
@@ -182,9 +197,11 @@ class RadixTree:
                 self.protected -= one.length
                 self._offer(one)
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int, is_forced: bool = False) -> int:
         """Give up leaves of the device until they had `num_tokens` tokens or more, or none is left; returns how many
-        they had. What the host has of them stays in the tree."""
+        they had. What the host has of them stays in the tree. A leaf that the host has no room for, with parts below it
+        that something keeps there, stays, unless `is_forced` (SGLang fails then)."""
+        kept = list[tuple[Any, ...]]()
         evicted, host = 0, self.host
         while evicted < num_tokens and self._leaves:
             entry = heappop(self._leaves)
@@ -192,8 +209,10 @@ class RadixTree:
             parent = node.parent
             if parent is None or not node.is_evictable or entry[:-2] != self._rank(node):
                 continue
-            if host is not None and host.writes_back and node.host_pages is None:
-                self._store(node)
+            is_due = host is not None and host.writes_back and node.host_pages is None
+            if is_due and not self._store(node) and not is_forced and _is_locked_below(node):
+                kept.append(entry)
+                continue
             self._free(node.pages)
             evicted += node.length
             self.evictable -= node.length
@@ -203,6 +222,8 @@ class RadixTree:
             else:
                 node.is_on_device, node.pages = False, NO_PAGES
             self._offer(parent)
+        for entry in kept:
+            heappush(self._leaves, entry)
         return evicted
 
     def evict_host(self, num_tokens: int) -> int:
@@ -232,7 +253,7 @@ class RadixTree:
                     return given_up
                 if not node.is_on_device or node.host_pages is None or node.parent is None:
                     del self._in_both[node]
-                elif not (spares_evictable and node.is_evictable):
+                elif not (node.host_locks or (spares_evictable and node.is_evictable)):
                     given_up += node.length
                     host.release(node.host_pages)
                     node.host_pages = None
@@ -319,7 +340,76 @@ class RadixTree:
             return False
         node.host_pages = host.store(node.pages)
         self._note_copy(node)
+        if self.copied is not None:
+            self.copied(node)
         return True
+
+    # Storage behind the host.
+
+    def _name(self, node: Node, known: KnownTokens, begin: int, end: int) -> None:
+        """`node` holds these tokens: what storage calls its pages."""
+        if self.keeps_names and node.parent is not None:
+            size, before = self.page_size, node.parent.names[-1] if node.parent.names else None
+            node.names = block_names(known, begin // size, end // size, size, before)
+
+    def lock_host(self, node: Node) -> tuple[Node, int]:
+        """What the host has of a node stays there; returns what `unlock_host` needs. Parts of it stay, too, once it is
+        split."""
+        if node.host_pages is None:
+            return node, 0
+        if not node.segment:
+            self._num_segments += 1
+            node.segment = self._num_segments
+        node.host_locks += 1
+        return node, node.segment
+
+    def unlock_host(self, locked: tuple[Node, int]) -> None:
+        node, segment = locked
+        while segment and node.host_pages is not None and node.parent is not None:
+            node.host_locks -= 1
+            if node.segment == segment:
+                return
+            node = node.parent
+
+    def insert_host(self, node: Node, known: KnownTokens, begin: int, own: IntArray) -> int:
+        """Add the tokens from `begin` on, those that fill the pages `own` of the host, below `node`; returns how many
+        of them came to be. Pages that the tree does not take become free (`insert_host` of SGLang's
+        `UnifiedTreeCore`)."""
+        host, size, tokens, length = self.host, self.page_size, known.tokens, begin
+        assert host is not None
+        if node.parent is None and node is not self.root:  # given up for lack of host memory
+            host.free.give_up(own)
+            return 0
+        end, added = begin + len(own) * size, 0
+        node.used = self._tick()
+        self._offer(node)
+        while length < end and (child := node.children.get(self._first_page(node, known, length))) is not None:
+            child.used = self._tick()
+            until = min(length + child.length, end)
+            common = self._aligned(tokens.num_common_tokens(child.key, tokens.key(length, until)))
+            node = child if common == child.length else self._split(child, tokens, common)
+            part = own[(length - begin) // size : (length - begin + common) // size]
+            length += common
+            if node.host_pages is None and not host.writes_back:
+                node.host_pages = part.copy()
+                added += common
+            else:
+                host.free.give_up(part)
+            self._offer(child)
+            if node is not child:
+                self._offer(node)
+        rest = own[(length - begin) // size :]
+        if not len(rest):
+            return added
+        if node.parent is not None and node.host_pages is None and not host.writes_back:
+            host.free.give_up(rest)
+            return added
+        first_page = self._first_page(node, known, length)
+        new = Node(node, first_page, tokens.key(length, end), end - length, NO_PAGES, self._tick(), node.priority)
+        new.is_on_device, new.host_pages = False, rest.copy()
+        self._name(new, known, length, end)
+        node.children[first_page] = new
+        return added + end - length
 
     def _remove(self, node: Node) -> None:
         """Take a node that is not on the device out of the tree, and what the host has below it."""
@@ -341,6 +431,8 @@ class RadixTree:
         pages = length // self.page_size
         node = Node(parent, child.first_page, first, length, child.pages[:pages], self._tick(), child.priority)
         node.created, node.hits, node.locks = child.created, child.hits, child.locks
+        node.host_locks, node.segment, child.segment = child.host_locks, child.segment, 0
+        node.names, child.names = child.names[:pages], child.names[pages:]
         node.is_on_device, node.num_on_device = child.is_on_device, int(child.is_on_device)
         if child.host_pages is not None:
             node.host_pages, child.host_pages = child.host_pages[:pages], child.host_pages[pages:]

@@ -15,6 +15,9 @@ class SglangRules:
     mixes_chunks: decode tokens ride in prefill batches.
     eviction_policy: which leaf of the tree is evicted first. write_policy: when it is copied to the host, if that has
         memory for it.
+    prefetch_policy: how long a request waits for what storage has of its prompt. prefetch_threshold: fewer tokens are
+    not
+        prefetched.
     retracts_by_priority: the lowest priority is retracted first; else the request with the fewest outputs.
     is_priority: the queue is ordered by priority. preempts: a waiting request may take the place of running ones whose
         priority is lower by more than `preemption_threshold`.
@@ -33,6 +36,8 @@ class SglangRules:
     mixes_chunks: bool = False
     eviction_policy: str = "lru"
     write_policy: str = "write_through"
+    prefetch_policy: str = "timeout"
+    prefetch_threshold: int = 256
     retracts_by_priority: bool = False
     is_priority: bool = False
     preempts: bool = False

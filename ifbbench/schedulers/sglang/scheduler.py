@@ -17,6 +17,7 @@ from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
 from ifbbench.engine.request import Request
 from ifbbench.engine.stretch import Growth, Positions
+from ifbbench.kv.tiers import KvTiers
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.queueing import QueueingScheduler, Submitted
 from ifbbench.schedulers.sglang.admission import MAX_EXPECTED, NONE_RUNNING, Need, PrefillPass, Verdict
@@ -28,6 +29,7 @@ from ifbbench.schedulers.sglang.prefill import decide_prefill
 from ifbbench.schedulers.sglang.remote import RemoteRequests
 from ifbbench.schedulers.sglang.repetition import certain_steps, repeat
 from ifbbench.schedulers.sglang.state import Decision, SglangState
+from ifbbench.schedulers.sglang.storage import Storage
 
 
 class SglangScheduler(QueueingScheduler):
@@ -109,6 +111,8 @@ class SglangScheduler(QueueingScheduler):
             self.table.num_transferring -= 1
         if request in state.queue:
             state.queue.remove(request)
+            if state.storage is not None:
+                state.storage.leave(request)
         if request in state.arrived.requests:
             state.arrived.requests.remove(request)
         if request.table is not None:
@@ -134,6 +138,11 @@ class SglangScheduler(QueueingScheduler):
         for request in requests:
             self.remote.receive(request)
 
+    def use_tiers(self, tiers: KvTiers) -> None:
+        """Prefetch from a store, and write there. Called once, before the first request."""
+        self.state.storage = storage = Storage(tiers, self.kv_cache, self.rules)
+        self.kv_cache.held_by_storage = storage.held_pages
+
     def take_copies(self) -> tuple[BlockCopy, ...]:
         return () if self.kv_cache.host is None else self.kv_cache.host.take_copies()
 
@@ -142,13 +151,15 @@ class SglangScheduler(QueueingScheduler):
     def schedule(
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
-        self._join()
         state, decision = self.state, Decision(in_flight)
         for request in state.arrived.received():
             if request.remote_len:
                 self.remote.waiting.append(request)
             else:
                 state.enqueue(request)
+        if state.storage is not None:
+            state.storage.check()
+        self._join()
         self._decide(decision)
         while (aborted := decision.aborted) is not None:
             decision.aborted = None
@@ -202,7 +213,9 @@ class SglangScheduler(QueueingScheduler):
         if held:
             blocked.append(LeftOut(held[0], Limit.PREFILL))
         if state.queue and state.limit_of_head is not None:
-            blocked.append(queue_head := LeftOut(state.queue[0], state.limit_of_head))
+            is_behind = state.left_out is not None and state.left_out in state.queue
+            head = state.left_out if is_behind and state.left_out is not None else state.queue[0]
+            blocked.append(queue_head := LeftOut(head, state.limit_of_head))
         if cut is not None and (queue_head is None or queue_head.limit is Limit.NUM_TOKENS):
             queue_head = cut  # it has the tokens that the queue lacks
         if self.remote.waiting and self.remote.limit is not None:
@@ -220,6 +233,7 @@ class SglangScheduler(QueueingScheduler):
             continued=tuple(self._joined),
             loaded_tokens=0 if self.kv_cache.host is None else self.kv_cache.host.take_loaded(),
             queue_head=queue_head,
+            awaits_stores=decision.awaits and not decision.has_lost,
         )
 
     # One iteration.
@@ -343,6 +357,8 @@ class SglangScheduler(QueueingScheduler):
         state = self.state
         if not self._is_predicted or self._num_reading or plan.does_nothing:
             return 0
+        if state.storage is not None and self.kv_cache.host is not None and self.kv_cache.host.writes_back:
+            return 1  # what is evicted is written when it is
         is_tried = bool(state.queue) and (not state.is_full or self.rules.preempts)
         if plan.chunks or plan.paused or state.chunked is not None or is_tried:
             return 1
@@ -377,8 +393,9 @@ class SglangScheduler(QueueingScheduler):
         return self.kv_cache.state()
 
     def figures(self) -> dict[str, Any]:
-        host = self.kv_cache.host
-        return {} if host is None else {"host_cache": host.figures()}
+        host, storage = self.kv_cache.host, self.state.storage
+        found = {} if host is None else {"host_cache": host.figures()}
+        return found if storage is None else found | {"kv_tiers": storage.tiers.figures()}
 
     def computed_by(self, request: Request) -> int:
         """Tokens of a running request that were computed or are in flight."""

@@ -18,6 +18,7 @@ from ifbbench.schedulers.sglang.ratio import NewTokenRatio
 from ifbbench.schedulers.sglang.receiving import Receiver
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.sglang.running import RunningRequests
+from ifbbench.schedulers.sglang.storage import Storage
 
 
 class SglangState:
@@ -25,11 +26,12 @@ class SglangState:
 
     arrived: requests that it has not received yet. queue: waiting requests. running: those that decode. last: those of
     the latest prefill batch, which have not joined `running`. chunked: the one whose prompt is computed in chunks.
+    storage: behind the host memory, None without any.
     is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest
     decision. has_finishing: the last output of some running request may be in flight. limit_of_head: why the head of
-    the queue waits. judged: tokens that waiting requests lacked when they were last judged, or ran. kept: requests
-    that are complete, and whose pages are being sent to another engine. in_host: those that were retracted to host
-    memory.
+    the queue waits; or `left_out`, which stands behind requests that wait for storage. judged: tokens that waiting
+    requests lacked when they were last judged, or ran. kept: requests that are complete, and whose pages are being sent
+    to another engine. in_host: those that were retracted to host memory.
     """
 
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
@@ -57,11 +59,13 @@ class SglangState:
         self.in_flight: deque[Scheduled] = deque()
         self.is_full = self.has_left = self.has_finishing = False
         self.limit_of_head: Limit | None = None
+        self.left_out: Request | None = None
         self.ratio = NewTokenRatio(rules.conservativeness)
         self.order = QueueOrder(rules, self.kv_cache)
         self.judged: dict[Request, int] = {}
         self.kept: set[Request] = set()
         self.in_host: list[Request] = []
+        self.storage: Storage | None = None
         self._num_queued = self._num_joined = 0
 
     def join(self, is_joint: bool) -> None:
@@ -112,6 +116,8 @@ class SglangState:
         """Add a request that has arrived or was retracted to the end of the queue."""
         self._num_queued += 1
         request.order = (-request.priority if self.rules.is_priority else 0.0, self._num_queued)
+        if self.storage is not None:
+            self.storage.look_up(request)
         self.queue.append(request)
         self.order.arrived(request)
 
@@ -164,7 +170,8 @@ class Decision:
 
     in_flight: the iterations in flight. chosen: requests with chunks of their prompts. rows: of the generation
     requests. paused, entered, num_ending, receiving: as in a Plan. continued: requests that join the running ones
-    without a prefill. aborted: the only running request, if it does not fit.
+    without a prefill. awaits: requests wait for storage, and those behind them are tried. has_lost: one matches less
+    than before, and is tried in the next iteration. aborted: the only running request, if it does not fit.
     """
 
     def __init__(self, in_flight: Sequence[InFlightIteration]) -> None:
@@ -175,5 +182,7 @@ class Decision:
         self.entered: list[Request] = []
         self.receiving: list[Request] = []
         self.continued: list[Request] = []
+        self.awaits = False
+        self.has_lost = False
         self.aborted: Request | None = None
         self.num_ending = 0

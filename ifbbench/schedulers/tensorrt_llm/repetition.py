@@ -495,7 +495,7 @@ class RepeatingScheduler(TensorRtLlmScheduler):
 
     def receive(self, requests: Sequence[Request]) -> None:
         super().receive(requests)
-        for request in requests:  # iterations in flight do not count for it
+        for request in requests if self._loads is None else ():  # iterations in flight do not count for it
             self.table.confirmed[request.slot] -= self._repetition.num_in_flight
 
     def schedule(
@@ -532,7 +532,8 @@ class RepeatingScheduler(TensorRtLlmScheduler):
 
     def horizon(self, plan: Plan) -> int:
         steps = self._repetition.horizon(plan, self._admits, self._iteration, self._in_flight)
-        return min(steps, 1) if self._has_collected else steps
+        is_alone = self._has_collected or (self._loads is not None and len(plan.context) > 0)
+        return min(steps, 1) if is_alone else steps
 
     def cycle(self, plan: Plan) -> Sequence[Plan]:
         return [plan] if self.num_micro_batches == 1 else self._repetition.cycle(plan)
@@ -550,12 +551,16 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         if self.adapters is not None and self.active.num_with_lora and count > 1:
             self._use_adapters(self.adapters, plan, count - 1)
         growth = self._repetition.repeat(plan, count)
+        if self._loads is not None:
+            self._loads.submitted(plan.chunks, count)
         if self._any_retention:
             self.kv_cache.refresh(self._now_s)
         return growth
 
     def confirm(self, count: int) -> list[Request]:
         done = self._repetition.confirm(count)
+        if self._loads is not None:
+            self._loads.collected(count)
         return done if self._v1_batch is None else self._v1_batch.add_complete(done)
 
 

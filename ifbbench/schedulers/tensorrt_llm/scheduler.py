@@ -22,6 +22,7 @@ from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
 from ifbbench.engine.retention import NO_RETENTION
 from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.blocks import OutOfBlocks
+from ifbbench.kv.tiers import KvTiers
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.schedulers.single_iterations import SingleIterations
@@ -32,8 +33,10 @@ from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
 from ifbbench.schedulers.tensorrt_llm.decision_log import log, log_decisions
 from ifbbench.schedulers.tensorrt_llm.drafts import Drafts
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
+from ifbbench.schedulers.tensorrt_llm.loads import Loads
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityPolicy
+from ifbbench.schedulers.tensorrt_llm.releases import findable_tokens, is_pause_in_flight, store_generated
 from ifbbench.schedulers.tensorrt_llm.transfers import Transfers
 from ifbbench.schedulers.tensorrt_llm.v1_batch import V1Batch
 from ifbbench.settings.modes import BatchingType
@@ -96,6 +99,7 @@ class TensorRtLlmScheduler(SingleIterations):
         # Whether a request had retention priorities of its own, which may expire.
         self._any_retention = False
         self._transfers = Transfers(self.active, cache)
+        self._loads: Loads | None = None
         self._is_logged = log.isEnabledFor(logging.DEBUG)
 
     # The queue.
@@ -116,6 +120,8 @@ class TensorRtLlmScheduler(SingleIterations):
             return
         if self._v1_batch is not None:
             self._v1_batch.forget(request)
+        if self._loads is not None:
+            self._loads.end(request)
         if self.kv_cache.holds(request.slot):
             self._release_blocks(request)
         if self.table.num_transferring:
@@ -130,7 +136,11 @@ class TensorRtLlmScheduler(SingleIterations):
         self._transfers.keep(request)
 
     def receive(self, requests: Sequence[Request]) -> None:
-        self._transfers.receive(requests)
+        (self._loads or self._transfers).receive(requests)
+
+    def use_tiers(self, tiers: KvTiers) -> None:
+        """Load blocks from stores, and write them there. Called once, before the first request."""
+        self._loads = Loads(tiers, self.active, self.kv_cache)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         return self.kv_cache.take_copies() if self._reuses_blocks else ()
@@ -149,14 +159,16 @@ class TensorRtLlmScheduler(SingleIterations):
         if self.config.drafts.max_len:
             self._drafts.propose()
         plan = self._decide()
-        while plan.paused and self._is_pause_in_flight(plan, in_flight):
+        while plan.paused and is_pause_in_flight(plan, in_flight, self.table, self._is_async):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
-            while self._is_pause_in_flight(plan, in_flight):
+            while is_pause_in_flight(plan, in_flight, self.table, self._is_async):
                 collect()
             plan = self._decide()
         for pause in plan.paused:
             self._pause(pause.victim)
         self._start_prompts(plan, now_s)
+        if self._loads is not None:
+            plan = self._loads.decided_again(plan, self._decide, lambda again: self._start_prompts(again, now_s))
         if self._transfers.joined:
             self._transfers.enter(plan)
         if self._any_retention:
@@ -230,13 +242,6 @@ class TensorRtLlmScheduler(SingleIterations):
             rows = rows[~np.isin(rows, [request.slot for request in held])]
         return rows
 
-    def _is_pause_in_flight(self, plan: Plan, in_flight: Sequence[InFlightIteration]) -> bool:
-        """Whether a request that `plan` pauses is in one of the iterations in flight."""
-        if self._is_async:
-            return len(in_flight) > 0
-        micro_batches = {iteration.record.micro_batch for iteration in in_flight}
-        return any(int(self.table.micro_batch[pause.victim.slot]) in micro_batches for pause in plan.paused)
-
     def _pause(self, request: Request) -> None:
         """Release the blocks of `request`. It starts again from its prompt, which its generated tokens have joined."""
         self.active.settle()
@@ -247,19 +252,20 @@ class TensorRtLlmScheduler(SingleIterations):
 
     def _start_prompts(self, plan: Plan, now_s: float) -> None:
         """Take the blocks of the prompts that `plan` starts. Context begins after what they hold already."""
-        cache = self.kv_cache
+        cache, new = self.kv_cache, [request for request in plan.context if request.is_first_chunk]
         try:
             for request in plan.receiving:
                 self._transfers.take_blocks(request, now_s)
-            for request in plan.context:
-                if request.is_first_chunk:
-                    self._any_retention |= request.retention is not NO_RETENTION
-                    reused = cache.add_request(request, now_s)
-                    request.set_prepopulated(reused, cache.attention_window.tokens_per_block)
-                    if request.num_draft_tokens:
-                        cache.add_draft_tokens(np.array([request.slot]), np.array([request.num_draft_tokens]))
+            for request in new:
+                self._any_retention |= request.retention is not NO_RETENTION
+                reused = cache.add_request(request, now_s)
+                request.set_prepopulated(reused, cache.attention_window.tokens_per_block)
+                if request.num_draft_tokens:
+                    cache.add_draft_tokens(np.array([request.slot]), np.array([request.num_draft_tokens]))
         except OutOfBlocks as error:
             raise self._does_not_fit(error) from error
+        if self._loads is not None:
+            self._loads.begin(plan, new)
         plan.chunks = tuple([ContextChunk(request, request.position, request.chunk) for request in plan.context])
 
     # One iteration with a batch.
@@ -305,7 +311,9 @@ class TensorRtLlmScheduler(SingleIterations):
             if reuses_blocks:
                 self.kv_cache.store_generated(request.slot, request.prompt_len - 1)
         if reuses_blocks:
-            self._store_generated(rows)
+            store_generated(table, self.kv_cache, rows)
+        if self._loads is not None:
+            self._loads.submitted(plan.chunks)
         if self._is_async:
             rows = self.active.generation_rows
             for row in rows[table.generated[rows] == table.reserved[rows]].tolist():
@@ -322,6 +330,8 @@ class TensorRtLlmScheduler(SingleIterations):
 
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
         done = confirm(iteration, outputs, self.table, self._drafts)
+        if self._loads is not None:
+            self._loads.collected()
         return done if self._v1_batch is None else self._v1_batch.add_complete(done)
 
     def lose(self, iteration: InFlightIteration) -> list[Request]:
@@ -341,25 +351,9 @@ class TensorRtLlmScheduler(SingleIterations):
         of_context = [request.lora_task_id for request in plan.context if request.lora_task_id is not None]
         return AdapterUse(tasks, cache.use(distinct_tasks(tasks, of_context), iterations))
 
-    def _store_generated(self, rows: Rows) -> None:
-        """Make the blocks that the generation requests in `rows` had filled before this step findable.
-
-        The block that iteration i fills is stored when iteration i + 1 is submitted: after its scheduling and after its
-        new sequences have looked for blocks, and without the token of iteration i + 1. That step is counted in
-        `generated` already."""
-        table = self.table
-        computed = table.original_prompt_len[rows] + table.joined[rows] + table.generated[rows] - 2
-        # With drafts a step may have filled a block and begun the next one; storing a block again changes nothing.
-        filled = np.flatnonzero(computed % self.layout.tokens_per_block <= table.max_draft_tokens)
-        for row, num_tokens in zip(rows[filled].tolist(), computed[filled].tolist(), strict=True):
-            self.kv_cache.store_known(table.requests[row], num_tokens)
-
     def _release_blocks(self, request: Request) -> None:
         """Release the blocks. With reuse, what they hold stays findable as far as it was computed and is known."""
-        store = None
-        if self._reuses_blocks:
-            computed = request.position if request.in_context else request.original_prompt_len + request.num_outputs - 1
-            store = min(computed, request.num_known_tokens)
+        store = findable_tokens(request) if self._reuses_blocks else None
         self.kv_cache.remove_sequence(request.slot, store, self._clock.now())
 
     def _does_not_fit(self, error: Exception) -> SchedulerStalled:
@@ -369,6 +363,8 @@ class TensorRtLlmScheduler(SingleIterations):
 
     def figures(self) -> dict[str, Any]:
         found: dict[str, Any] = {} if self.adapters is None else {"lora": self.adapters.figures()}
+        if self._loads is not None:
+            found["kv_tiers"] = self._loads.tiers.figures()
         return found | {"kv_retention": self.kv_cache.retention_figures()} if self._any_retention else found
 
     def truncate(self, conversation: Request, num_tokens: int) -> None:

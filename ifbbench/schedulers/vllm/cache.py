@@ -11,6 +11,7 @@ from ifbbench.engine.plan import Limit
 from ifbbench.engine.records import CacheState
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import ceil_div
+from ifbbench.kv.block_names import BlockNames
 from ifbbench.schedulers.vllm.blocks import BlockPool, Blocks
 from ifbbench.schedulers.vllm.groups import LayerGroup, by_window, longest_hit
 from ifbbench.schedulers.vllm.rules import VllmRules
@@ -70,7 +71,7 @@ class VllmCache:
         self._rules, self._max_seq_len, self._reuses = rules, max_seq_len, reuses
         self._released_tokens = 0  # in blocks that windows have left behind, of running requests
         # Hashes of the first blocks of requests, each that of the block, its predecessors and their identity.
-        self._hashes: dict[Request, list[int]] = {}
+        self.names = BlockNames(tokens_per_block)
         # Blocks that some groups had at the latest lookup, where others had fewer.
         self._shared: dict[Request, int] = {}
         self.settle: Callable[[], None] = _nothing
@@ -99,7 +100,7 @@ class VllmCache:
         count, longest, hashes = 0, 0, list[int]()
         if self._reuses and not request.options.return_context_logits:
             most = self._num_shared(request, (request.prompt_len - 1) // self.tokens_per_block)
-            hashes = self._hashes_of(request, most)[:most]
+            hashes = self.names.of(request, most)[:most]
             count, longest = longest_hit(self._kinds, self.pool, hashes)
         if not self.is_plain:
             self._shared[request] = longest if longest > count else 0
@@ -109,12 +110,6 @@ class VllmCache:
             found = [self.pool.find(group.key(block_hash)) for block_hash in hashes[first:count]]
             blocks.append(np.array(found, np.int64))
         return Hits(count, tuple(blocks))
-
-    def content(self, request: Request, first: int, end: int) -> list[int]:
-        """Hashes of the full blocks `first` to `end` - 1 of a request, as far as other requests can look for them."""
-        shared = request.reuse.num_shared
-        end = end if shared is None else min(end, shared // self.tokens_per_block)
-        return self._hashes_of(request, end)[first:end] if end > first else []
 
     def _give_ids(self) -> None:
         """From now on requests look for blocks."""
@@ -267,7 +262,7 @@ class VllmCache:
         row = request.slot
         if not self.pool.has_ids:
             self._give_ids()
-        hashes = self._hashes_of(request, full)[first:full]
+        hashes = self.names.of(request, full)[first:full]
         full = first + len(hashes)
         boundaries = () if self.is_plain else self._boundaries(request)
         for group in self.groups:
@@ -302,7 +297,7 @@ class VllmCache:
 
     def forget(self, request: Request) -> None:
         """`request` has left."""
-        self._hashes.pop(request, None)
+        self.names.forget(request)
         self._shared.pop(request, None)
 
     def state(self) -> CacheState:
@@ -338,20 +333,3 @@ class VllmCache:
         """Tokens after which another request may go on: the same prompt, of which the last token is computed again, and
         what other groups had at the lookup."""
         return {request.original_prompt_len - 1, self._shared.get(request, 0) * self.tokens_per_block}
-
-    def _hashes_of(self, request: Request, count: int) -> list[int]:
-        """Hashes of the first full blocks: of `count` or more of them, or fewer where tokens are not known.
-
-        A block that goes on with the next symbols of the block before has the next number."""
-        hashes = self._hashes.get(request)
-        if hashes is None:
-            hashes = self._hashes[request] = []
-        if len(hashes) < count and (known := request.known_tokens()) is not None:
-            size, first = self.tokens_per_block, max(len(hashes) - 1, 0)
-            runs = known.tokens.block_runs(first, min(count, len(known.tokens) // size), size)
-            if hashes:  # the run of the block before may go on
-                hashes += range(hashes[-1] + 1, hashes[-1] + runs.pop(0)[1])
-            for key, length in runs:
-                following = hash((hashes[-1] if hashes else hash(known.identity), key))
-                hashes += range(following, following + length)
-        return hashes

@@ -194,6 +194,10 @@ class Planner:
                 step.repeats = False
                 skipped.append(self._queue.pop())  # outputs from before its pre-emption are still in flight
                 continue
+            if self._state.tiers is not None and self._waits_for_prefetch(self._state.tiers, request):
+                step.repeats, step.awaits_stores = False, True
+                skipped.append(self._queue.pop())
+                continue
             if (limit := self._start(request, step)) is not None:
                 break
         if limit is not None:
@@ -255,7 +259,16 @@ class Planner:
         if request.options.return_context_logits:
             return []
         most = (request.prompt_len - 1) // self._limits.tokens_per_block
-        return tiers.find(self._kv_cache.content(request, hits.num_blocks, most))
+        return tiers.find(self._kv_cache.names.shared(request, hits.num_blocks, most))
+
+    def _waits_for_prefetch(self, tiers: KvTiers, request: Request) -> bool:
+        """Whether the head of the queue is to be asked for later, because blocks of it are on their way to a quicker
+        store (`get_num_new_matched_tokens` of a connector returns None)."""
+        if not tiers.prefetches or request.table is not None or request.options.return_context_logits:
+            return False
+        first = self._kv_cache.lookup(request).num_blocks
+        most = (request.prompt_len - 1) // self._limits.tokens_per_block
+        return tiers.waits_for_prefetch(request, self._kv_cache.names.shared(request, first, most))
 
     def _load(self, tiers: KvTiers, request: Request, hits: Hits, found: list[int], step: Step) -> Limit | None:
         """Take blocks for what stores have of the head of the queue, and begin to load it (Connectors); or the limit
@@ -268,7 +281,7 @@ class Planner:
             request.remote_len = end
             if is_new:
                 request.reused_tokens = end
-            tiers.load(request, self._kv_cache.content(request, hits.num_blocks, last), found)
+            tiers.load(request, self._kv_cache.names.shared(request, hits.num_blocks, last), found)
         return limit
 
     def _reserved(self) -> int:

@@ -80,6 +80,8 @@ class VllmScheduler(QueueingScheduler):
                 self.state.tiers.forget(request)
         else:
             self.queue.remove(request)
+            if self.state.tiers is not None:
+                self.state.tiers.forget(request)
             self.state.num_with_rows -= request.table is not None
             if request.table is not None and self.kv_cache.held[row]:
                 self.state.release(request)
@@ -127,18 +129,11 @@ class VllmScheduler(QueueingScheduler):
             if not self.kv_cache.pool.has_ids:
                 self.kv_cache.pool.give_ids([], [])
 
-    def _write(self, tiers: KvTiers, request: Request, start: int, end: int) -> None:
-        """Tokens `start` to `end` - 1 of a request are computed: write the blocks that they fill."""
-        first, last = start // self.limits.tokens_per_block, end // self.limits.tokens_per_block
-        if last > first:
-            keys = self.kv_cache.content(request, 0, last)
-            new: list[int | None] = [*keys[first:]]
-            tiers.write(new + [None] * (last - first - len(new)), keys[:first])
-
     def _write_outputs(self, request: Request) -> None:
         """A request ends: write the blocks that its outputs fill. Its last token was not computed."""
         if (tiers := self.state.tiers) is not None and not tiers.writes_back and not request.in_context:
-            self._write(tiers, request, request.prompt_len, self.state.known_of(request) - 1)
+            known = self.state.known_of(request)
+            tiers.write_filled(self.kv_cache.names, request, request.prompt_len, known - 1)
 
     def _write_evicted(self, tiers: KvTiers) -> None:
         """Write the blocks that were evicted from the device: of a prompt, the last ones first."""
@@ -176,6 +171,7 @@ class VllmScheduler(QueueingScheduler):
             entered=step.entered,
             num_ending=self.running.num_ending,
             receiving=step.receiving,
+            awaits_stores=step.awaits_stores,
         )
 
     def _join(self) -> None:
@@ -270,7 +266,7 @@ class VllmScheduler(QueueingScheduler):
         if tiers is not None and not tiers.writes_back:
             for chunk in self.state.in_flight.oldest.chunks:
                 if not chunk.request.has_left:
-                    self._write(tiers, chunk.request, chunk.start, chunk.start + chunk.length)
+                    tiers.write_filled(self.kv_cache.names, chunk.request, chunk.start, chunk.start + chunk.length)
         self.state.in_flight.collected(times)
         return in_order
 

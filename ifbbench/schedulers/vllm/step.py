@@ -13,7 +13,7 @@ class Step:
     """What one iteration runs, and what is left of its budgets.
 
     tokens, inputs: what is left of the token budget and of the input budget. cap: maximum number of tokens of a
-    request, 0 for none. num_tokens: tokens that it runs. receiving: as in a Plan.
+    request, 0 for none. num_tokens: tokens that it runs. receiving, awaits_stores: as in a Plan.
     chunks: prompt tokens of each request, in order. entered, paused, blocked: as in a Plan. has_ended: the walk over
     the running requests ended before the last of them. has_running, has_running_chunks: requests that ran before are
     scheduled, and some of them with a chunk of their prompts.
@@ -31,6 +31,7 @@ class Step:
         self.blocked: list[LeftOut] = []
         self.has_ended = self.has_running = self.has_running_chunks = False
         self.repeats, self.slack = True, NO_MAXIMUM
+        self.awaits_stores = False
         # Generation requests, and all requests, in the order of scheduling.
         self._rows: list[Rows] = []
         self._order: list[Rows] = []
