@@ -20,7 +20,7 @@ MODEL, QUANTIZATION, CONFIG, KV_DTYPE = "model", "quantization", "config", "kv_c
 OTHER_OPTIONS = Path(__file__).with_name("server_options.toml")
 DTYPES_READ = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "float32"}
 DTYPES_WRITTEN = {"bf16": "bfloat16", "fp16": "float16"}
-# Of 4-bit integers there are several formats: the checkpoint says which.
+# 4-bit integers have several formats, which the checkpoint names.
 QUANTIZATIONS_WRITTEN = {"fp8": "fp8", "fp8_block": "fp8", "mxfp4": "mxfp4", "nvfp4": "modelopt_fp4", "int4": None}
 # Formats of weights by the names that servers have for them. The others say nothing beside the checkpoint.
 QUANTIZATIONS = {
