@@ -228,8 +228,8 @@ class ScheduleDigest:
         if leaving or self._held or record.paused or record.held:
             paused = {pause.victim.index for pause in record.paused}
             held = {request.index for request in record.held}
-            left = (leaving | paused | held) & self._generating
-            joined = (entering | (self._held - held)) - leaving - paused - held
+            stopping = leaving | paused | held if leaving or paused else held
+            left, joined = stopping & self._generating, (entering | self._held) - stopping
             self._generating -= left
             if paused and record.num_micro_batches > 1:
                 for others in self._entering:

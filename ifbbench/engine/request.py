@@ -371,13 +371,13 @@ class Request:
         known = self._known = self._known or self._known_prompt()
         if known is None or self.table is None or self.beam_width > 1:
             return known
-        appended = len(known.tokens) - self.original_prompt_len
-        if self.num_outputs <= appended:
+        appended, num_outputs = len(known.tokens) - self.original_prompt_len, self.num_outputs
+        if num_outputs <= appended:
             return known
         if isinstance(known.tokens, SymbolicTokens):
-            self._append_symbols(known.tokens, appended, self.num_outputs)
+            self._append_symbols(known.tokens, appended, num_outputs)
         elif self.table.makes_tokens:
-            known.tokens.append(self.table.outputs(self.slot, appended, self.num_outputs))
+            known.tokens.append(self.table.outputs(self.slot, appended, num_outputs))
         return known
 
     def _append_symbols(self, tokens: SymbolicTokens, start: int, stop: int) -> None:

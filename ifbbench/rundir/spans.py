@@ -28,26 +28,17 @@ _IN_LINE: Final = frozenset((_IN_QUEUE, _BEHIND_NAMED_HEAD, f"{WAITING_FOR}{HEAD
 
 
 class Span:
-    """Consecutive iterations of a micro batch, from `first` on, in which one request does one thing.
+    """Consecutive iterations of a micro batch, from `first` on, in which one request does one thing. Requests that
+    stand aside together, or go on together, have one span in common.
 
-    cause, first_output: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these
-    phases, 1 (with draft tokens, or more) once they have yielded output tokens that were not there before. extra: of
-    generation with draft tokens: iterations that yielded several tokens, and how many beyond one. is_queued: whether
-    the request waited in a queue of which the scheduler names the head.
+    cause: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these phases, 1 (with
+    draft tokens, or more) once they have yielded output tokens that were not there before. is_queued: whether the
+    request waited in a queue of which the scheduler names the head.
     """
 
-    def __init__(
-        self,
-        phase: str,
-        first: int,
-        cause: str | int | None = None,
-        first_output: int = 0,
-        chunks: list[int] | None = None,
-    ) -> None:
-        self.phase, self.first, self.cause = phase, first, cause
-        self.first_output, self.chunks, self.produced = first_output, chunks, 0
-        self.extra: list[tuple[int, int]] | None = None
-        self.is_queued = False
+    def __init__(self, phase: str, first: int, cause: str | int | None = None, chunks: list[int] | None = None) -> None:
+        self.phase, self.first, self.cause, self.chunks = phase, first, cause, chunks
+        self.produced, self.is_queued = 0, False
 
     @property
     def name(self) -> str:
@@ -57,18 +48,13 @@ class Span:
         return _BEHIND_NAMED_HEAD if self.is_queued else f"{WAITING_FOR}{self.cause}"
 
 
-def tokens_of(span: Span, last: int, every: int) -> int:
-    """Output tokens of a generation span up to iteration `last`, with a step in each so many iterations."""
-    tokens = (last - span.first) // every + 1
-    return tokens if span.extra is None else tokens + sum(more for _, more in span.extra)
-
-
 class RequestTimeline:
     """One request from its arrival to its end, in iterations.
 
-    closed_names, closed_from: of each closed span, its name in the attribution and its first iteration (two lists: a
-    request that often stands aside has hundreds of spans). last_iteration: of the latest closed span.
+    closed: spans, a request that often stands aside has hundreds. last_iteration: of the latest closed span.
     first_run: the first iteration in which it ran, -1 before.
+    first_output: the position of the first output token of the generation that is open, or that goes on next. extra: of
+    the open generation, with draft tokens: iterations that yielded several tokens, and how many beyond one.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
     produced: the number of these tokens, and of the first one where another engine computed it (`has_first_token`).
     every: the number of micro batches. While the request runs, it runs in each so many iterations. head: of the line,
@@ -77,9 +63,10 @@ class RequestTimeline:
 
     __slots__ = (
         "arrival_s",
-        "closed_from",
-        "closed_names",
+        "closed",
         "every",
+        "extra",
+        "first_output",
         "first_run",
         "has_first_token",
         "head",
@@ -106,9 +93,10 @@ class RequestTimeline:
         self.head, self.queue_head = head, queue_head
         self.arrival_s = arrival_s
         self.open: Span | None = None
-        self.closed_names: list[str] = []
-        self.closed_from: list[int] = []
+        self.closed: list[Span] = []
         self.first_run = self.last_iteration = -1
+        self.first_output = 0
+        self.extra: list[tuple[int, int]] | None = None
         self.token_iterations: list[tuple[int, int]] = []
         self.produced, self.has_first_token = 0, False
 
@@ -131,16 +119,19 @@ class RequestTimeline:
         produced = self._produced_in(span, last)
         if max_produced is not None:
             produced = max(0, min(produced, max_produced))
-        if phase == Phase.GENERATION and produced:
-            if span.extra is None:
-                self.token_iterations.append((last - (produced - 1) * self.every, last))
-            else:
-                self.token_iterations += stretches_of(span.first, steps_of(span.first, last, span.extra), produced)
-            self.produced += produced
-        self.closed_names.append(span.name)
-        self.closed_from.append(span.first)
+        line = self._line(span, last, produced) if self.is_written else None
+        if phase == Phase.GENERATION:
+            if produced:
+                if self.extra is None:
+                    self.token_iterations.append((last - (produced - 1) * self.every, last))
+                else:
+                    self.token_iterations += stretches_of(span.first, steps_of(span.first, last, self.extra), produced)
+                self.produced += produced
+            self.first_output += self._tokens_of(span, last)
+            self.extra = None
+        self.closed.append(span)
         self.last_iteration = last
-        return self._line(span, last, produced) if self.is_written else None
+        return line
 
     def open_line(self, last: int) -> SpanLine | None:
         """The line of the open span as if iteration `last` were its last; None if it is empty."""
@@ -162,8 +153,8 @@ class RequestTimeline:
     def add_extra(self, iteration: int, count: int) -> None:
         """Generation yielded `count` tokens beyond one in `iteration`: draft tokens that were accepted."""
         if self.open is not None and self.open.phase is Phase.GENERATION:
-            self.open.extra = self.open.extra or []
-            self.open.extra.append((iteration, count))
+            self.extra = self.extra or []
+            self.extra.append((iteration, count))
 
     def attribution(self, starts: Sequence[float], end_s: float) -> dict[str, float]:
         """Seconds by what the request did or waited for; they add up to its end-to-end latency.
@@ -175,8 +166,8 @@ class RequestTimeline:
         seconds: dict[str, float] = {}
         name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
         loads = self.request.loads
-        for index, next_name in enumerate(self.closed_names):
-            until_s = starts[self.closed_from[index]]
+        for span in self.closed:
+            until_s = starts[span.first]
             if until_s < arrival_s:
                 until_s = arrival_s
             for load in loads:
@@ -188,7 +179,7 @@ class RequestTimeline:
                     seconds[TRANSFER] = seconds.get(TRANSFER, 0.0) + arrived_s - begin_s
                     begin_s = arrived_s
             self._attribute(seconds, name, begin_s, until_s)
-            name, begin_s = next_name, until_s
+            name, begin_s = span.name, until_s
         # The last span is one in which the request ran.
         seconds[name] = seconds.get(name, 0.0) + end_s - begin_s
         return seconds
@@ -212,20 +203,26 @@ class RequestTimeline:
             return last
         return last - (last - span.first) % self.every
 
+    def _tokens_of(self, span: Span, last: int) -> int:
+        """Output tokens of the open generation up to iteration `last`."""
+        tokens = (last - span.first) // self.every + 1
+        return tokens if self.extra is None else tokens + sum([more for _, more in self.extra])
+
     def _produced_in(self, span: Span, last: int) -> int:
-        """Output tokens that the span produced for the first time: those that a pause dropped do not count again."""
+        """Output tokens that the open span produced for the first time: those that a pause dropped do not count
+        again."""
         if span.phase != Phase.GENERATION:
             return span.produced
-        again = max(0, self.produced - span.first_output)
-        return max(0, tokens_of(span, last, self.every) - again)
+        again = max(0, self.produced - self.first_output)
+        return max(0, self._tokens_of(span, last) - again)
 
     def _line(self, span: Span, last: int, produced: int) -> SpanLine:
         request_id, phase, first, cause = self.request.request_id, span.phase, span.first, span.cause
         if phase == Phase.GENERATION:
-            tokens = tokens_of(span, last, self.every)
-            line = SpanLine(request_id, phase, first, last, tokens, cause, span.first_output, UNSET, produced)
-            if span.extra is not None:
-                line.steps = steps_of(first, last, span.extra)
+            tokens = self._tokens_of(span, last)
+            line = SpanLine(request_id, phase, first, last, tokens, cause, self.first_output, UNSET, produced)
+            if self.extra is not None:
+                line.steps = steps_of(first, last, self.extra)
         elif span.chunks:
             line = SpanLine(request_id, phase, first, last, sum(span.chunks), cause, UNSET, span.chunks, produced)
         else:
@@ -366,23 +363,18 @@ class SpanTracker:
             timeline = self._timelines[request.request_id]
             if timeline.first_run < 0:
                 timeline.first_run, timeline.produced, timeline.has_first_token = record.iteration, 1, True
-            self._begin(timeline, Span(Phase.GENERATION, record.iteration, first_output=num_outputs))
+            self._begin(timeline, Span(Phase.GENERATION, record.iteration))
+            timeline.first_output = num_outputs
 
     def _hold(self, record: IterationRecord) -> None:
         """Generation requests that do not run are skipped until they run again."""
-        held, timelines, lines = dict[int, RequestTimeline](), self._timelines, list[SpanLine | None]()
+        held, before, timelines = dict[int, RequestTimeline](), self._held, self._timelines
         for request in record.held:
             if not request.has_left:
                 held[request.request_id] = timelines[request.request_id]
-        for request_id, timeline in self._held.items():
-            if request_id not in held:
-                assert timeline.open is not None
-                first_output = timeline.open.first_output
-                lines.append(timeline.begin(Span(Phase.GENERATION, record.iteration, first_output=first_output)))
-        for request_id, timeline in held.items():
-            if request_id not in self._held:
-                first_output = timeline.request.num_outputs  # of the generation that follows
-                lines.append(timeline.begin(Span(Phase.SKIPPED, record.iteration, first_output=first_output)))
+        again, aside = Span(Phase.GENERATION, record.iteration), Span(Phase.SKIPPED, record.iteration)
+        lines = [timeline.begin(again) for request_id, timeline in before.items() if request_id not in held]
+        lines += [timeline.begin(aside) for request_id, timeline in held.items() if request_id not in before]
         self._held = held
         if self.writer is not None:
             self.writer.add_each(lines)
@@ -411,7 +403,8 @@ class SpanTracker:
             timeline.prompt_complete(record.iteration, num_outputs := request.num_outputs)
             if request not in record.finished:
                 next_step = record.iteration + record.num_micro_batches
-                self._begin(timeline, Span(Phase.GENERATION, next_step, first_output=num_outputs))
+                self._begin(timeline, Span(Phase.GENERATION, next_step))
+                timeline.first_output = num_outputs
         for timeline in partial_before.values():
             self._begin(timeline, Span(Phase.WAITING, record.iteration, HEAD_OF_LINE))
 

@@ -98,7 +98,7 @@ def symbolic_runs(request: TraceRequest, index: int) -> list[tuple[int, int]]:
         raise ValueError(f"request {request.request_id} has token ids; use them as they are")
     named = request.prefix_runs()
     runs = [(prefix_id * PREFIX_BLOCK, length) for prefix_id, length in named]
-    own = request.prompt_len - sum(length for _, length in named)
+    own = request.prompt_len - sum([length for _, length in named])
     if own > 0:
         runs.append((-(index + 1) * _SYMBOLS_PER_REQUEST, own))
     return runs

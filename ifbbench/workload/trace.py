@@ -91,7 +91,9 @@ class TraceRequest(Struct, frozen=True, gc=False):
 
     def prefix_runs(self) -> list[PrefixRun]:
         """The named tokens of the prompt, from its first token; empty if the trace names none."""
-        ids, lens = self.prefix_ids or (), self.prefix_lens
+        if self.prefix_ids is None:
+            return []
+        ids, lens = self.prefix_ids, self.prefix_lens
         if lens is not None:
             ends = accumulate(lens)
             kept = [length - max(end - self.prompt_len, 0) for length, end in zip(lens, ends, strict=True)]
@@ -104,8 +106,10 @@ class TraceRequest(Struct, frozen=True, gc=False):
 
     def output_runs(self) -> list[tuple[int, int, int]]:
         """The named tokens of the output, from its first token: (prefix id, first token of it, number of tokens)."""
+        if self.prefix_ids is None or self.prefix_lens is None:
+            return []
         runs, start = list[tuple[int, int, int]](), -self.prompt_len
-        for prefix_id, length in zip(self.prefix_ids or (), self.prefix_lens or (), strict=False):
+        for prefix_id, length in zip(self.prefix_ids, self.prefix_lens, strict=False):
             offset = min(max(-start, 0), length)
             if offset < length:
                 runs.append((prefix_id, offset, length - offset))

@@ -32,9 +32,10 @@ class FreePages:
 
     def give_up(self, pages: IntArray) -> None:
         """These pages hold nothing any more."""
-        first = self.count + self.num_reserved
-        self._stack[first : first + len(pages)] = pages
-        self.count += len(pages)
+        if count := len(pages):
+            first = self.count + self.num_reserved
+            self._stack[first : first + count] = pages
+            self.count += count
 
     def give_up_reserved(self, count: int) -> None:
         """So many reserved pages hold nothing any more."""

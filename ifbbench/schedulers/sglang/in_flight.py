@@ -15,4 +15,5 @@ class Scheduled(Submitted):
     def drop(self, row: int) -> None:
         """The request in `row` has ended or was retracted: its outputs are ignored."""
         self.chunks = tuple([chunk for chunk in self.chunks if chunk.request.slot != row])
-        self.outputs = self.outputs[self.outputs != row]
+        if row in self.outputs.tolist():
+            self.outputs = self.outputs[self.outputs != row]

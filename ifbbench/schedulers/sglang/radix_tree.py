@@ -122,7 +122,9 @@ class RadixTree:
         self._free, self._rank = free, RANKS[eviction_policy]
         self.root = Node(None, None, b"", 0, np.zeros(0, np.int32), 0, 0.0)
         self._now = 0
-        # Leaves that could be evicted when they were added: rank, number, node; entries may be out of date.
+        # Nodes that may have become evictable since the latest eviction, and those that were then: rank, number, node;
+        # entries may be out of date.
+        self._offered: dict[Node, None] = {}
         self._leaves: list[tuple[Any, ...]] = []
         self._num_offers, self._max_leaves = 0, MIN_LEAVES
         self.keeps_names = False
@@ -203,9 +205,12 @@ class RadixTree:
         that something keeps there, stays, unless `is_forced` (SGLang fails then)."""
         kept = list[tuple[Any, ...]]()
         evicted, host = 0, self.host
+        for node in self._offered:
+            self._rank_leaf(node)
+        self._offered.clear()
         while evicted < num_tokens and self._leaves:
             entry = heappop(self._leaves)
-            node: Node = entry[-1]
+            node = entry[-1]
             parent = node.parent
             if parent is None or not node.is_evictable or entry[:-2] != self._rank(node):
                 continue
@@ -221,7 +226,7 @@ class RadixTree:
                 self._remove(node)
             else:
                 node.is_on_device, node.pages = False, NO_PAGES
-            self._offer(parent)
+            self._rank_leaf(parent)
         for entry in kept:
             heappush(self._leaves, entry)
         return evicted
@@ -450,6 +455,10 @@ class RadixTree:
         return page if node.parent is not None else (known.identity, page)
 
     def _offer(self, node: Node) -> None:
+        """Note what may be evicted from now on. Most of it is used again before the next eviction."""
+        self._offered[node] = None
+
+    def _rank_leaf(self, node: Node) -> None:
         """Note what may be evicted, as it ranks now."""
         if not node.is_evictable:
             return

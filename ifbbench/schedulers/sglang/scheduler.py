@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.clock import Clock
+from ifbbench.engine.arrays import NO_ROWS
 from ifbbench.engine.batch import AdapterUse, BatchLayout, BlockCopy, StepInputs, StepOutputs
 from ifbbench.engine.interfaces import RequestSource
 from ifbbench.engine.passes import confirm
@@ -30,6 +31,8 @@ from ifbbench.schedulers.sglang.remote import RemoteRequests
 from ifbbench.schedulers.sglang.repetition import certain_steps, repeat
 from ifbbench.schedulers.sglang.state import Decision, SglangState
 from ifbbench.schedulers.sglang.storage import Storage
+
+NO_POSITIONS = Positions(0, 0, lambda: NO_ROWS)
 
 
 class SglangScheduler(QueueingScheduler):
@@ -262,7 +265,7 @@ class SglangScheduler(QueueingScheduler):
         is_joint = self.state.generation.is_active and not plan.chunks
         if is_joint:
             self.state.generation.advance(1)
-        else:
+        elif len(plan.rows):
             self.table.generated[plan.rows] += 1
         self._submitted(Scheduled(plan.chunks, plan.output_rows(), is_joint=is_joint))
         if plan.chunks:
@@ -370,7 +373,9 @@ class SglangScheduler(QueueingScheduler):
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
         rows, joint = plan.rows, self.state.generation
-        if joint.is_active and len(rows):
+        if not len(rows):
+            return NO_POSITIONS, None
+        if joint.is_active:
             return Positions(len(rows), joint.num_tokens, lambda: joint.computed_of(rows), slots=rows), None
         computed = self.state.computed(rows)
         return Positions(len(rows), int(np.add.reduce(computed)), lambda: computed, slots=rows), None
