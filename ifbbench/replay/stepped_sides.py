@@ -38,7 +38,7 @@ from ifbbench.rundir.disaggregated import Passage
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
 from ifbbench.settings.config import VLLM, RunConfig
-from ifbbench.virtual_clock import VirtualClock
+from ifbbench.virtual_clock import VirtualClock, tick
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import RequestColumns, Trace, columns_of
 
@@ -171,7 +171,7 @@ class _ReceivingServedClient(_Receiving, RoutedServedClient):
 
 class SideReplica(SteppedReplica):
     """A replica that computes prompts, or one that generates. lines: of its requests that have ended, by index in its
-    trace. reserves_first: see SteppedSides."""
+    trace. known_s: until then nothing comes; what does later interrupts its loop. reserves_first: see SteppedSides."""
 
     def __init__(
         self,
@@ -182,12 +182,12 @@ class SideReplica(SteppedReplica):
         is_prefill: bool,
         reserves_first: bool,
     ) -> None:
-        self.is_prefill, self.mail = is_prefill, KvMailbox()
+        self.is_prefill, self.mail, self.known_s = is_prefill, KvMailbox(), inf
         clients: tuple[type[RoutedClient], type[RoutedServedClient]] = _ReceivingClient, _ReceivingServedClient
         if is_prefill:
             clients = _SendingClient, _AcceptedClient if reserves_first else _SendingServedClient
         super().__init__(number, engine, trace, make_recorder, clients=clients)
-        self.loop.transfers = self.mail
+        self.loop.transfers, self.loop.may_be_interrupted = self.mail, True
         self.lines: dict[int, RequestLine] = {}
         self.recorder.on_request = self._keep_line
 
@@ -197,6 +197,10 @@ class SideReplica(SteppedReplica):
     @property
     def is_busy(self) -> bool:
         return super().is_busy or self.mail.has_news
+
+    @property
+    def waits_until_s(self) -> float:
+        return self.known_s
 
     @property
     def next_time_s(self) -> float:
@@ -278,6 +282,8 @@ class SteppedSides:
         self._sessions = session_numbers(self._columns)
         self._beginnings: dict[object, int] = {}
         self._routed = [0, 0]  # by each router
+        # The time of the latest event or step, and the last one of the replicas that have begun what begins then.
+        self._now_ns, self._begun = -1, -1
         self._passages: dict[int, Passage] = {}
         self._offers: dict[int, dict[str, list[float | None]]] = {}
         self.lines: list[RequestLine] = []
@@ -292,24 +298,38 @@ class SteppedSides:
                 [(one.client.answers[0][0], at) for at, one in enumerate(self.replicas) if one.client.answers],
                 default=(inf, -1),
             )
-            times = sorted([(one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy])[:2]
-            next_s = times[0][0] if times else inf
+            busy = [(one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy]
+            next_s, at = min(busy, default=(inf, -1))
             known_s = min(self._read_s(event_s), answered_s, self._links.next_s)
             if known_s < inf and known_s <= next_s:
+                self._come_to(known_s)
                 self._take_event(known_s, event_s, answered_s, answering)
             elif next_s < inf:
-                self._step(self.replicas[times[0][1]], min(known_s, times[1][0] if len(times) > 1 else inf), known_s)
+                self._come_to(next_s, at)
+                self._step(self.replicas[at], known_s)
             elif not self.front.done:
                 raise RunFailed("no progress: no replica is busy, and no request arrives.")
             if self.front.answered >= shown + SHOWN_EVERY:
                 shown = self.front.answered
                 self._progress.update(shown, total, f"{len(self.prefill)} + {len(self.decode)} replicas")
         for one in self.replicas:
-            one.client.horizon_s = inf
             while one.loop.is_held or one.loop.step():  # iterations in flight of no outstanding request
                 one.loop.take_in()
 
     # Events, in order of time.
+
+    def _come_to(self, now_s: float, at: int = -1) -> None:
+        """It is `now_s`, and the replica at this position goes on: those before it have begun what begins now."""
+        now_ns = tick(now_s)
+        if now_ns > self._now_ns:
+            self._now_ns, self._begun = now_ns, at
+        else:
+            self._begun = max(self._begun, at)
+
+    def _interrupt(self, one: SideReplica) -> SideReplica:
+        """Something comes to this replica now that changes what it runs."""
+        one.loop.interrupt(self._now_ns + (one.view.number <= self._begun))
+        return one
 
     def _read_s(self, event_s: float) -> float:
         """When states are read for an arrival at `event_s`; or then, if they need not be read before."""
@@ -340,14 +360,12 @@ class SteppedSides:
             return False
         self._read_ns = read_ns
         for one in self.replicas:
-            one.view.state = one.state()
+            one.view.state = self._interrupt(one).state()
         return True
 
-    def _step(self, one: SideReplica, horizon_s: float, known_s: float) -> None:
-        one.client.horizon_s = horizon_s
-        if not one.advance():  # a request of its own comes when another replica may have news
-            one.client.horizon_s = known_s
-            one.advance()
+    def _step(self, one: SideReplica, known_s: float) -> None:
+        one.known_s = known_s
+        one.advance()
         mail = one.mail
         reservations, mail.reservations = mail.reservations, []
         for now_s, request in reservations:
@@ -386,7 +404,7 @@ class SteppedSides:
         passage.of_prefill = len(prefill.members)
         if passage.decode is not None:
             prefill.client.to_send.add(passage.of_prefill)  # type: ignore[union-attr]
-        prefill.offer(self._columns, passage.index, arrival_s)
+        self._interrupt(prefill).offer(self._columns, passage.index, arrival_s)
         prefill.shorten_latest()
 
     def _request_for(self, side: int, index: int, arrival_s: float, pieces: Pieces) -> RoutedRequest:
@@ -439,7 +457,8 @@ class SteppedSides:
         if one.is_prefill and passage.decode is not None:
             if passage.reserved_s >= 0:
                 if passage.prefilled_s < 0:  # it failed
-                    self._decode_of(passage).stop(passage.of_decode, one.lines[own].error or "its prefill failed")
+                    decode = self._interrupt(self._decode_of(passage))
+                    decode.stop(passage.of_decode, one.lines[own].error or "its prefill failed")
             elif (held := one.mail.held.get(own)) is not None and not _has_ended(held):
                 passage.prefilled_s = answered_s
                 self._offer_to_decode(passage, answered_s)
@@ -468,7 +487,7 @@ class SteppedSides:
         passage.of_decode = len(decode.members)
         if passage.prefill is not None:
             decode.client.remote.add(passage.of_decode)  # type: ignore[union-attr]
-        decode.offer(self._columns, passage.index, arrival_s)
+        self._interrupt(decode).offer(self._columns, passage.index, arrival_s)
 
     def _reserve(self, passage: Passage, request: Request, now_s: float) -> None:
         """The decode replica has blocks for the prompt."""
@@ -531,14 +550,14 @@ class SteppedSides:
         """Keys and values have arrived."""
         passage.received_s = now_s
         self._release(passage, now_s)
-        decode = self._decode_of(passage)
+        decode = self._interrupt(self._decode_of(passage))
         decode.client.received_s[passage.of_decode] = now_s  # type: ignore[union-attr]
         decode.mail.received(passage.of_decode)
         decode.wake(now_s)
 
     def _release(self, passage: Passage, now_s: float) -> None:
         """What the prefill replica has kept is no longer needed."""
-        prefill = self._prefill_of(passage)
+        prefill = self._interrupt(self._prefill_of(passage))
         prefill.mail.sent(passage.of_prefill)
         prefill.wake(now_s)
 

@@ -243,9 +243,8 @@ OF_ENGINE: dict[str, Callable[[Random], dict[str, Any]]] = {
 }
 
 
-def check_random_fleet(seed: int, path: Path, engine: str = "vllm") -> None:
-    draw = Random(f"sides {seed}")
-    trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
+def draw_sides(draw: Random, engine: str) -> dict[str, Any]:
+    """Settings of a fleet with prefill and decode apart."""
     values: dict[str, Any] = {
         "prefill_replicas": draw.randint(1, 3),
         "decode_replicas": draw.randint(1, 3),
@@ -263,6 +262,13 @@ def check_random_fleet(seed: int, path: Path, engine: str = "vllm") -> None:
     for side in ("prefill", "decode"):
         tokens = draw.choice((3_200, 6_400, 64_000))
         values[side] = f"max_batch_size={draw.choice((1, 3, 64))},max_tokens_in_paged_kvcache={tokens}"
+    return values
+
+
+def check_random_fleet(seed: int, path: Path, engine: str = "vllm") -> None:
+    draw = Random(f"sides {seed}")
+    trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
+    values = draw_sides(draw, engine)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(disaggregated, "SteppedSides", CheckedSides)
         fleet_of(path / "fleet", trace, engine=engine, **values)
