@@ -28,7 +28,7 @@ class SteppedLoop(TransferringLoop):
     _did_nothing: bool = False
     _known_refused: int = 0
     _device_before: Any = None  # before the latest iterations that ran together
-    _max_together: int = MAX_ITERATIONS_AT_ONCE
+    _max_together: int = 1024  # as MAX_ITERATIONS_AT_ONCE
     may_be_interrupted: bool = False
 
     def step(self) -> bool:
