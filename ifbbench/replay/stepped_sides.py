@@ -306,7 +306,7 @@ class SteppedSides:
                 self._take_event(known_s, event_s, answered_s, answering)
             elif next_s < inf:
                 self._come_to(next_s, at)
-                self._step(self.replicas[at], known_s)
+                self._step(self.replicas[at], next_s, known_s)
             elif not self.front.done:
                 raise RunFailed("no progress: no replica is busy, and no request arrives.")
             if self.front.answered >= shown + SHOWN_EVERY:
@@ -363,9 +363,11 @@ class SteppedSides:
             one.view.state = self._interrupt(one).state()
         return True
 
-    def _step(self, one: SideReplica, known_s: float) -> None:
-        one.known_s = known_s
-        one.advance()
+    def _step(self, one: SideReplica, now_s: float, known_s: float) -> None:
+        one.known_s = now_s
+        if not one.advance():  # once a request has got blocks, another one may at once
+            one.known_s = known_s
+            one.advance()
         mail = one.mail
         reservations, mail.reservations = mail.reservations, []
         for now_s, request in reservations:

@@ -296,9 +296,9 @@ class CountingSides(SteppedSides):
 
     steps = 0
 
-    def _step(self, one: SideReplica, known_s: float) -> None:
+    def _step(self, one: SideReplica, now_s: float, known_s: float) -> None:
         CountingSides.steps += 1
-        super()._step(one, known_s)
+        super()._step(one, now_s, known_s)
 
 
 def check_iterations_at_once(seed: int, path: Path, engine: str) -> None:
