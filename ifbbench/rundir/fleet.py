@@ -137,9 +137,7 @@ def tier_figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
             if so_far is None or name == SHARED_STORE:
                 found[name] = dict(figures)
                 continue
-            for figure, value in figures.items():
-                is_most = figure == "max_waiting_writes"
-                so_far[figure] = max(so_far[figure], value) if is_most else so_far[figure] + value
+            _add_to(so_far, figures)
     return found
 
 
@@ -147,9 +145,15 @@ def retention_figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """The entry `kv_retention` of a fleet's summary, of all replicas together; empty where none has one."""
     found: dict[str, int] = {}
     for one in summaries:
-        for name, value in (one.get("kv_retention") or {}).items():
-            found[name] = found.get(name, 0) + value
+        _add_to(found, one.get("kv_retention") or {})
     return found
+
+
+def _add_to(so_far: dict[str, int], figures: Mapping[str, int]) -> None:
+    """Take in the figures of one more replica."""
+    for name, value in figures.items():
+        before = so_far.get(name, 0)
+        so_far[name] = max(before, value) if name == "max_waiting_writes" else before + value
 
 
 def imbalance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
