@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +63,20 @@ def write_requests(
     members: of each replica, the index in the whole trace of each of its requests. offers_of(index): see RequestLine;
     None if the router looked at nothing. ended_in(index, number): whether the request ended in this replica; else it
     was sent to another one. lost: the lines of requests that no replica took, which end with the last ones."""
-    lines: list[tuple[float, int, bytes, int]] = []
-    for number, indices in enumerate(members):
+
+    def ended(number: int, indices: Sequence[int]) -> Iterator[tuple[float, int, bytes, int]]:
+        """When the requests of a replica ended, in order, with their lines."""
         ended_s = 0.0
         for one, line in _lines(replica_directory(directory, number)):
             ended_s = max(ended_s, one.arrival_s if one.end_s is None else one.end_s)
             index = indices[one.index]
-            if not ended_in(index, number):
-                continue
-            whole = line.replace(b'"index":%d' % one.index, b'"index":%d' % index, 1)
-            lines.append((ended_s, number, whole, index))
-    lines.sort(key=lambda one: one[:2])  # stable: those of a replica stay in their order
+            if ended_in(index, number):
+                yield ended_s, number, line.replace(b'"index":%d' % one.index, b'"index":%d' % index, 1), index
+
+    # Merged while they are read: memory holds a line of each replica.
+    merged = merge(*[ended(number, indices) for number, indices in enumerate(members)], key=lambda one: one[:2])
     with closing(JsonLinesWriter(directory / f"requests.{recording_format}")) as writer:
-        for _, number, line, index in lines:
+        for _, number, line, index in merged:
             offers = offers_of(index)
             more = b"" if offers is None else b',"offers":' + encode(offers)
             writer.write([line[:-1] + b',"replica":%d' % number + more + b"}"])
