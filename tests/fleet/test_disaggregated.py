@@ -320,8 +320,8 @@ def check_iterations_at_once(seed: int, path: Path, engine: str) -> None:
         steps.append(CountingSides.steps)
     assert files[0].keys() == files[1].keys()
     assert [name for name, content in files[0].items() if content != files[1][name]] == []
-    if values.get("pp_size", 1) == 1:  # else a plan of micro batches rarely repeats
-        assert steps[0] < steps[1]
+    # Plans of TensorRT-LLM may never repeat, with its micro batches and dropped blocks.
+    assert steps[0] < steps[1] or (engine == "trtllm" and steps[0] == steps[1])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
