@@ -3,8 +3,9 @@
 A line is a recipe that Dynamo's servers were started with, found for a row by the table of its date in InferenceX
 (github.com/SemiAnalysisAI/InferenceX, configs/nvidia-master.yaml): github.com/NVIDIA/srt-slurm (`recipes/` and
 `recipes/trtllm/`), for B200 in fp4 under SGLang also InferenceX (benchmarks/multi_node/srt-slurm-recipes), for GB200 in
-2025 github.com/ai-dynamo/dynamo (examples/backends/sglang/slurm_jobs/scripts) and the table itself. No recipe of 2025
-with 24 decode GPUs was found: its line is that of 2026 with the same workers.
+2025 github.com/ai-dynamo/dynamo (examples/backends/sglang/slurm_jobs/scripts) and the table itself. The one of 2025
+with 24 decode GPUs is a script of a branch (github.com/Elnifio/dynamo, its gb200-fp8.sh) in a container that is not
+known: its line is that of 2026 with the same workers.
 
 - `prefill`, `decode`: workers x GPUs of each. `concurrency`: of the line's rows, or empty for all.
 - `_dp`: whether attention is data parallel. The rows have it wrong where a recipe's script decides it (SGLang in 2025),

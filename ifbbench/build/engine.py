@@ -126,7 +126,7 @@ def build_engine(
     if config.stop_at_end_token and not model.eos_token_ids:
         raise InputError(f"--stop_at_end_token: model {config.model} has no end token (eos_token_id); leave it out.")
     if config.makes_no_tokens:
-        return _engine_without_model(config, model, beam_width, make_simulated_clock)
+        return _engine_without_model(config, model, beam_width, make_simulated_clock, sends)
 
     if communicator is None and config.num_ranks > 1:
         raise InputError(
@@ -172,8 +172,7 @@ def _engine_with_model(
     layout = cache_layout(resolved, model, memory_bytes, loaded.part)
     if communicator is not None:
         layout = _smallest(layout, communicator)
-    limits = batching_config(resolved, layout, model.vocab_size, model.hidden_size, lora)
-    limits = limits.with_slots_to_send() if sends else limits
+    limits = batching_config(resolved, layout, model.vocab_size, model.hidden_size, lora, sends=sends)
     if resolved.tier_settings:
         check_tiers(resolved, limits)
     steps, profile = None, None
@@ -257,8 +256,8 @@ def engine_elsewhere(
     if sizes.adapter_pages is not None and sizes.adapter_bytes is not None:
         known = lora_config(resolved, model, None, sizes.adapter_bytes[1])
         lora = LoraConfig(adapters_of(known.source), *sizes.adapter_pages, *sizes.adapter_bytes)
-    limits = batching_config(resolved, replace(layout, windows=windows), model.vocab_size, model.hidden_size, lora)
-    limits = limits.with_slots_to_send() if sends else limits
+    layout = replace(layout, windows=windows)
+    limits = batching_config(resolved, layout, model.vocab_size, model.hidden_size, lora, sends=sends)
     resolved = _with_cache_size(resolved, limits)
     return Engine(executor, clock, resolved, limits, model, sizes.device, makes_tokens=True)
 
@@ -317,7 +316,7 @@ def _smallest(layout: CacheLayout, communicator: "Communicator") -> CacheLayout:
 
 
 def _engine_without_model(
-    config: RunConfig, model: ModelConfig, beam_width: int, make_clock: Callable[[], VirtualClock]
+    config: RunConfig, model: ModelConfig, beam_width: int, make_clock: Callable[[], VirtualClock], sends: bool
 ) -> Engine:
     """Device null, or simulated hardware with a clock of `make_clock`. InputError if the hardware is unknown or the
     model does not fit."""
@@ -334,7 +333,7 @@ def _engine_without_model(
         shard = Shard.of_config(model, resolved)
         free_bytes = None if hardware is None else plan_memory(shard, hardware, resolved).beside_weights
         lora = lora_config(resolved, model, free_bytes, int(shard.compute_bytes))
-    limits = batching_config(resolved, layout, vocab_size=None, lora=lora, reads_block_tables=False)
+    limits = batching_config(resolved, layout, vocab_size=None, lora=lora, reads_block_tables=False, sends=sends)
     if resolved.tier_settings:
         check_tiers(resolved, limits)
     executor: Executor = NullExecutor()

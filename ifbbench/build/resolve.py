@@ -342,11 +342,12 @@ def batching_config(
     hidden_size: int | None = None,
     lora: LoraConfig | None = None,
     reads_block_tables: bool = True,
+    sends: bool = False,
 ) -> BatchingConfig:
     """The engine's limits of a resolved `config`.
 
     layout: the KV cache. vocab_size, hidden_size: the model's; None for an executor that makes no tokens.
-    reads_block_tables: whether the executor does."""
+    reads_block_tables: whether the executor does. sends: keys and values are sent to another engine."""
     for name in ("eos_id", "pad_id"):
         token = getattr(config, name)
         if vocab_size is not None and token is not None and token >= vocab_size:
@@ -391,6 +392,7 @@ def batching_config(
         attention_dp_time_out_iters=config.attention_dp_time_out_iters,
         attention_dp_batching_wait_iters=config.attention_dp_batching_wait_iters,
     )
+    limits = limits.with_slots_to_send() if sends else limits
     if limits.table_bytes > LARGE_BYTES and limits.table_bytes > (free := available_host_bytes()):
         raise InputError(
             f"--max_batch_size: the block tables of {limits.num_slots:,} requests of at most "

@@ -251,6 +251,14 @@ class PredictableExecutor(Protocol):
         each iteration waits for the oldest of so many, itself included; fewer than that stay in flight."""
         ...
 
+    def state(self) -> Any:
+        """What `restore` takes: the device and the clock as they are now."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Be as when `state` was taken: what was run since then did not run."""
+        ...
+
 
 @runtime_checkable
 class WarmingExecutor(Protocol):

@@ -22,10 +22,11 @@ MAX_ITERATIONS_AT_ONCE = 1024
 
 class RanTogether(NamedTuple):
     """Iterations of `plan` from `number` on, which began at `start_s` and ran at `times`: `turns` are the first records
-    of them."""
+    of them, and `works` what these ran."""
 
     plan: Plan
     turns: list[IterationRecord]
+    works: list[IterationWork]
     times: PredictedTimes
     number: int
     start_s: float
@@ -60,17 +61,24 @@ class PredictedLoop(TokenGenerationLoop):
         works = [IterationWork(one.chunks, *scheduler.positions(one), one.loaded_tokens) for one in plans]
         if (adapters := works[0].adapters) is not None:
             turns[0].loads = adapters.loads
-        times = device.run(
-            works,
-            min(count, MAX_ITERATIONS_AT_ONCE),
-            number,
-            len(self._in_flight),
-            self._max_in_flight,
-            None if change_s is None else tick(change_s),
-        )
-        self.iteration += len(times.start_ns)
-        self._take_together(RanTogether(plan, turns, times, number, start_s))
+        times = self._run_device(device, works, count, number, None if change_s is None else tick(change_s))
+        self._take_together(RanTogether(plan, turns, works, times, number, start_s))
         return True
+
+    def _run_device(
+        self,
+        device: PredictableExecutor,
+        works: list[IterationWork],
+        count: int,
+        number: int,
+        change_ns: int | None = None,
+    ) -> PredictedTimes:
+        """Run at most `count` iterations, which are the next ones from `number` on, up to that which starts at
+        `change_ns` or later."""
+        steps = min(count, MAX_ITERATIONS_AT_ONCE)
+        times = device.run(works, steps, number, len(self._in_flight), self._max_in_flight, change_ns)
+        self.iteration = number + len(times.start_ns)
+        return times
 
     def _num_together(self, plan: Plan) -> int:
         """The maximum number of iterations of `plan` to run at once; 0 if the next one needs a batch."""
@@ -86,7 +94,7 @@ class PredictedLoop(TokenGenerationLoop):
         self._complete_together(ran)
 
     def _complete_together(self, ran: RanTogether) -> None:
-        plan, turns, times, number, start_s = ran
+        plan, turns, _, times, number, start_s = ran
         scheduler, in_flight = self.scheduler, self._in_flight
         starts = [to_seconds(time_ns) for time_ns in times.start_ns]
         starts[0] = start_s  # before what the decision had to wait for

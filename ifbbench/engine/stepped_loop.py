@@ -1,24 +1,36 @@
 """The loops of a fleet: several on one clock, each of which takes in its outputs when the others are as far."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
+from typing import Any
 
-from ifbbench.engine.interfaces import EngineLost
-from ifbbench.engine.predicted_loop import RanTogether
+from ifbbench.engine.interfaces import EngineLost, IterationWork, PredictableExecutor, PredictedTimes
+from ifbbench.engine.plan import Plan
+from ifbbench.engine.predicted_loop import MAX_ITERATIONS_AT_ONCE, RanTogether
 from ifbbench.engine.transferring_loop import TransferringLoop
 from ifbbench.virtual_clock import tick
+
+# After an interruption so many iterations run together, at least, and twice as many in each step without another one.
+FEWEST_TOGETHER = 8
 
 
 class SteppedLoop(TransferringLoop):
     """A loop whose `step` leaves the clock at the end of its iterations and holds their outputs; `take_in` takes them
     in before the next step. In between, the caller of several loops learns what arrives until then. For the same
-    reason, a step that refuses requests runs no iteration."""
+    reason, a step that refuses requests runs no iteration.
+
+    may_be_interrupted: a step may run iterations that start later than something comes which is not known yet;
+    `interrupt` undoes them. Set before the first step."""
 
     _held: Callable[[], None] | None = None
     _held_together: RanTogether | None = None
     _did_nothing: bool = False
     _idle_since_s: float = -math.inf
     _known_refused: int = 0
+    _device_before: Any = None  # before the latest iterations that ran together
+    _max_together: int = 1024  # as MAX_ITERATIONS_AT_ONCE
+    may_be_interrupted: bool = False
 
     def step(self) -> bool:
         """See TokenGenerationLoop."""
@@ -58,6 +70,26 @@ class SteppedLoop(TransferringLoop):
     def wake(self) -> None:
         """Something has come that it was not asked for: a request, or keys and values."""
         self._did_nothing, self._quiet_until_s = False, -math.inf
+
+    def interrupt(self, time_ns: int) -> None:
+        """Something comes that the latest step did not know of: its iterations that start at `time_ns` or later are
+        undone, but for the first one. The loop is then as if it ran one iteration at a time: the last one that is left
+        is held, and those before it are taken in."""
+        ran, device = self._held_together, self._device
+        if ran is None or device is None or len(ran.times.start_ns) == 1:
+            return
+        count = max(bisect_left(ran.times.start_ns, time_ns), 1)
+        device.restore(self._device_before)
+        before = max(count - 1, 1)
+        ran = ran._replace(times=super()._run_device(device, ran.works[:before], before, ran.number))
+        if count == 1:
+            self._take_together(ran)
+        else:
+            self._held = self._held_together = None
+            self._complete_together(ran)
+            self._max_together = 1
+            self.step()
+        self._max_together = max(2 * count, FEWEST_TOGETHER)
 
     def lose_engine(self, time_s: float) -> None:
         """The engine is lost at `time_s`: iterations that have not ended by then never do. The loop is of no use
@@ -104,6 +136,22 @@ class SteppedLoop(TransferringLoop):
             self._complete_all_but(count)
 
         self._held = complete
+
+    def _num_together(self, plan: Plan) -> int:
+        return min(super()._num_together(plan), self._max_together)
+
+    def _run_device(
+        self,
+        device: PredictableExecutor,
+        works: list[IterationWork],
+        count: int,
+        number: int,
+        change_ns: int | None = None,
+    ) -> PredictedTimes:
+        if self.may_be_interrupted and count > 1:
+            self._device_before = device.state()
+            self._max_together = min(2 * self._max_together, MAX_ITERATIONS_AT_ONCE)
+        return super()._run_device(device, works, count, number, change_ns)
 
     def _take_together(self, ran: RanTogether) -> None:
         self._held, self._held_together = lambda: self._complete_together(ran), ran

@@ -198,11 +198,10 @@ def _engines(
         for number in range(count):
             if number:
                 with unlogged():
-                    engine = stack.enter_context(engine_for(trace, side))
+                    engine = stack.enter_context(engine_for(trace, side, sends=True))
             else:
-                engine = stack.enter_context(engine_for(trace, side, progress))
+                engine = stack.enter_context(engine_for(trace, side, progress, sends=True))
             # The null device takes no time on the one clock of a fleet.
-            engine = replace(engine, limits=engine.limits.with_slots_to_send())
             is_real_time = not isinstance(engine.clock, VirtualClock)
             engines.append(replace(engine, clock=VirtualClock()) if is_real_time else engine)
     kinds = {engine.config.kv_cache_dtype or engine.config.weight_dtype for engine in engines}

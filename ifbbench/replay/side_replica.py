@@ -198,7 +198,8 @@ class _ReceivingServedClient(_Receiving, RoutedServedClient):
 
 class SideReplica(SteppedReplica):
     """A replica that computes prompts, or one that generates. lines: of its requests that have ended, by index in its
-    trace. held: of one that is lost, the requests whose blocks it kept then. reserves_first: see SteppedSides."""
+    trace. held: of one that is lost, the requests whose blocks it kept then. known_s: until then nothing comes; what
+    does later interrupts its loop. reserves_first: see SteppedSides."""
 
     def __init__(
         self,
@@ -209,13 +210,13 @@ class SideReplica(SteppedReplica):
         is_prefill: bool,
         reserves_first: bool,
     ) -> None:
-        self.is_prefill, self.mail = is_prefill, KvMailbox()
+        self.is_prefill, self.mail, self.known_s = is_prefill, KvMailbox(), inf
         clients: tuple[type[RoutedClient], type[RoutedServedClient]] = _ReceivingClient, _ReceivingServedClient
         if is_prefill:
             clients = _SendingClient, _AcceptedClient if reserves_first else _SendingServedClient
         super().__init__(number, engine, trace, make_recorder, clients=clients)
         self.client.leave = self._leave  # type: ignore[union-attr]
-        self.loop.transfers = self.mail
+        self.loop.transfers, self.loop.may_be_interrupted = self.mail, True
         self.lines: dict[int, RequestLine] = {}
         self.held: dict[int, Request] = {}
         self.recorder.on_request = self._keep_line
@@ -231,6 +232,10 @@ class SideReplica(SteppedReplica):
     @property
     def is_busy(self) -> bool:
         return super().is_busy or self.mail.has_news
+
+    @property
+    def waits_until_s(self) -> float:
+        return self.known_s
 
     @property
     def next_time_s(self) -> float:

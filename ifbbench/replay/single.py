@@ -161,13 +161,17 @@ def summarise_loaded(
 
 @contextmanager
 def engine_for(
-    trace: Trace, config: RunConfig, progress: Progress = NO_PROGRESS, owns_process: bool = False
+    trace: Trace,
+    config: RunConfig,
+    progress: Progress = NO_PROGRESS,
+    owns_process: bool = False,
+    sends: bool = False,
 ) -> Iterator[Engine]:
-    """An engine that is ready for `trace`, until the end of the block."""
+    """An engine that is ready for `trace`, until the end of the block. sends: see `build_engine`."""
     progress.stage("loading model")
     beam_width = columns_of(trace.requests).max_beam_width
     with leading(config, beam_width) if config.num_ranks > 1 else nullcontext() as communicator:
-        engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator)
+        engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator, sends=sends)
         with closing(engine.executor):
             warn_of_refusals(trace, engine)
             if engine.makes_tokens:

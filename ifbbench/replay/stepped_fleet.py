@@ -110,8 +110,13 @@ class SteppedReplica:
         while self.advance() and clock.now() < time_s:
             pass
 
+    @property
+    def waits_until_s(self) -> float:
+        """A replica that does nothing waits for requests that arrive before this time."""
+        return self.client.horizon_s
+
     def advance(self) -> bool:
-        """Run one step, or what is left of the latest; False if nothing is to be done before `horizon_s`."""
+        """Run one step, or what is left of the latest; False if nothing is to be done before `waits_until_s`."""
         loop, client = self.loop, self.client
         if loop.is_held:
             loop.take_in()
@@ -123,7 +128,7 @@ class SteppedReplica:
             return True
         event_s = next_event_s(self.engine, client, loop.seen_s)
         counts = client.handed_out, client.answered
-        if event_s is None or event_s >= client.horizon_s:
+        if event_s is None or event_s >= self.waits_until_s:
             return False
         if not wait(self.engine, client):
             if counts == self._idle_at:

@@ -42,7 +42,7 @@ from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
 from ifbbench.rundir.request_metrics import RequestMetrics
 from ifbbench.settings.config import VLLM, RunConfig
-from ifbbench.virtual_clock import VirtualClock
+from ifbbench.virtual_clock import VirtualClock, tick
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -87,6 +87,8 @@ class SteppedSides:
         self._sessions = session_numbers(self._columns)
         self._beginnings: dict[object, int] = {}
         self._routed = [0, 0]  # by each router
+        # The time of the latest event or step, and the last one of the replicas that have begun what begins then.
+        self._now_ns, self._begun = -1, -1
         self._passages: dict[int, Passage] = {}
         self._offers: dict[int, dict[str, list[float | None]]] = {}
         self.lines: list[RequestLine] = []
@@ -109,26 +111,39 @@ class SteppedSides:
                 [(one.client.answers[0][0], at) for at, one in enumerate(self.replicas) if one.client.answers],
                 default=(inf, -1),
             )
-            times = sorted([(one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy])[:2]
-            next_s = times[0][0] if times else inf
+            busy = [(one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy]
+            next_s, at = min(busy, default=(inf, -1))
             known_s = min(self._read_s(event_s), answered_s, self._links.next_s, self.changes.next_s)
             if known_s < inf and known_s <= next_s:
+                self._come_to(known_s)
                 self._take_event(known_s, event_s, answered_s, answering)
             elif next_s < inf:
-                self._step(self.replicas[times[0][1]], min(known_s, times[1][0] if len(times) > 1 else inf), known_s)
+                self._come_to(next_s, at)
+                self._step(self.replicas[at], next_s, known_s)
             elif not self.front.done:
                 raise RunFailed("no progress: no replica is busy, and no request arrives.")
             if self.front.answered >= shown + SHOWN_EVERY:
                 shown = self.front.answered
                 self._progress.update(shown, total, f"{len(self.prefill)} + {len(self.decode)} replicas")
         for one in self.replicas:
-            one.client.horizon_s = inf
-            while not one.has_failed and (
-                one.loop.is_held or one.loop.step()
-            ):  # iterations in flight of no outstanding request
+            # Iterations in flight of no outstanding request may be left.
+            while not one.has_failed and (one.loop.is_held or one.loop.step()):
                 one.loop.take_in()
 
     # Events, in order of time.
+
+    def _come_to(self, now_s: float, at: int = -1) -> None:
+        """It is `now_s`, and the replica at this position goes on: those before it have begun what begins now."""
+        now_ns = tick(now_s)
+        if now_ns > self._now_ns:
+            self._now_ns, self._begun = now_ns, at
+        else:
+            self._begun = max(self._begun, at)
+
+    def _interrupt(self, one: SideReplica) -> SideReplica:
+        """Something comes to this replica now that changes what it runs."""
+        one.loop.interrupt(self._now_ns + (one.view.number <= self._begun))
+        return one
 
     def _read_s(self, event_s: float) -> float:
         """When states are read for an arrival at `event_s`; or then, if they need not be read before."""
@@ -164,14 +179,14 @@ class SteppedSides:
             return False
         self._read_ns = read_ns
         for one in self.replicas:
-            one.view.state = one.state()
+            one.view.state = self._interrupt(one).state()
         return True
 
-    def _step(self, one: SideReplica, horizon_s: float, known_s: float) -> None:
-        one.client.horizon_s = horizon_s
+    def _step(self, one: SideReplica, now_s: float, known_s: float) -> None:
+        one.known_s = now_s
         try:
-            if not one.advance():  # a request of its own comes when another replica may have news
-                one.client.horizon_s = known_s
+            if not one.advance():  # once a request has got blocks, another one may at once
+                one.known_s = known_s
                 one.advance()
         except EngineLost as error:
             self.changes.fail(one.view.number, one.clock.now(), str(error))
@@ -240,7 +255,7 @@ class SteppedSides:
         passage.of_prefill = len(prefill.members)
         if passage.decode is not None:
             prefill.client.to_send.add(passage.of_prefill)  # type: ignore[union-attr]
-        prefill.offer(self._columns, passage.index, arrival_s)
+        self._interrupt(prefill).offer(self._columns, passage.index, arrival_s)
         prefill.shorten_latest()
 
     def _request_for(self, side: int, index: int, arrival_s: float, pieces: Pieces) -> RoutedRequest:
@@ -303,7 +318,8 @@ class SteppedSides:
         if one.is_prefill and passage.decode is not None:
             if passage.reserved_s >= 0:
                 if passage.prefilled_s < 0:  # it failed
-                    self._decode_of(passage).stop(passage.of_decode, one.lines[own].error or "its prefill failed")
+                    decode = self._interrupt(self._decode_of(passage))
+                    decode.stop(passage.of_decode, one.lines[own].error or "its prefill failed")
             elif (held := one.mail.held.get(own)) is not None and not _has_ended(held):
                 passage.prefilled_s = answered_s
                 self._offer_to_decode(passage, answered_s)
@@ -332,7 +348,7 @@ class SteppedSides:
         passage.of_decode = len(decode.members)
         if passage.prefill is not None:
             decode.client.remote.add(passage.of_decode)  # type: ignore[union-attr]
-        decode.offer(self._columns, passage.index, arrival_s)
+        self._interrupt(decode).offer(self._columns, passage.index, arrival_s)
 
     def _reserve(self, passage: Passage, request: Request, now_s: float) -> None:
         """The decode replica has blocks for the prompt."""
@@ -363,7 +379,7 @@ class SteppedSides:
     def _end_with_first_token(self, passage: Passage, now_s: float) -> None:
         """The first token has ended the request, for which the decode replica has blocks: it leaves that."""
         self._release(passage, now_s)
-        decode, own = self._decode_of(passage), passage.of_decode
+        decode, own = self._interrupt(self._decode_of(passage)), passage.of_decode
         passage.decode, passage.of_decode = None, -1
         decode.withdraw(own, now_s)
 
@@ -407,14 +423,14 @@ class SteppedSides:
         """Keys and values have arrived."""
         passage.received_s = now_s
         self._release(passage, now_s)
-        decode = self._decode_of(passage)
+        decode = self._interrupt(self._decode_of(passage))
         decode.client.received_s[passage.of_decode] = now_s  # type: ignore[union-attr]
         decode.mail.received(passage.of_decode)
         decode.wake(now_s)
 
     def _release(self, passage: Passage, now_s: float) -> None:
         """What the prefill replica has kept is no longer needed."""
-        prefill = self._prefill_of(passage)
+        prefill = self._interrupt(self._prefill_of(passage))
         prefill.mail.sent(passage.of_prefill)
         prefill.wake(now_s)
 
@@ -445,6 +461,9 @@ class SteppedSides:
         """The replica is lost. Requests that need what it has are sent to other replicas, or have failed if that was
         done too often; those that have not come to it get another replica of its side. Returns how many were sent
         again, and lost, and the tokens that were computed for nothing."""
+        for other in self.replicas:
+            if not other.has_failed:
+                self._interrupt(other)
         one.lose(time_s)
         ending, moving = list[Passage](), list[Passage]()
         for passage in self._passages.values():
@@ -519,7 +538,7 @@ class SteppedSides:
         elif own in other.mail.held:
             self._release(passage, now_s)
         elif own in other.client.open:
-            other.withdraw(own, now_s)
+            self._interrupt(other).withdraw(own, now_s)
 
     def _move_to_another(self, passage: Passage, lost: SideReplica) -> None:
         """The request has not come to the replica that is lost: it will come to another one."""

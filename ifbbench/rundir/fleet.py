@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +63,20 @@ def write_requests(
     members: of each replica, the index in the whole trace of each of its requests. offers_of(index): see RequestLine;
     None if the router looked at nothing. ended_in(index, number): whether the request ended in this replica; else it
     was sent to another one. lost: the lines of requests that no replica took, which end with the last ones."""
-    lines: list[tuple[float, int, bytes, int]] = []
-    for number, indices in enumerate(members):
+
+    def ended(number: int, indices: Sequence[int]) -> Iterator[tuple[float, int, bytes, int]]:
+        """When the requests of a replica ended, in order, with their lines."""
         ended_s = 0.0
         for one, line in _lines(replica_directory(directory, number)):
             ended_s = max(ended_s, one.arrival_s if one.end_s is None else one.end_s)
             index = indices[one.index]
-            if not ended_in(index, number):
-                continue
-            whole = line.replace(b'"index":%d' % one.index, b'"index":%d' % index, 1)
-            lines.append((ended_s, number, whole, index))
-    lines.sort(key=lambda one: one[:2])  # stable: those of a replica stay in their order
+            if ended_in(index, number):
+                yield ended_s, number, line.replace(b'"index":%d' % one.index, b'"index":%d' % index, 1), index
+
+    # Merged while they are read: memory holds a line of each replica.
+    merged = merge(*[ended(number, indices) for number, indices in enumerate(members)], key=lambda one: one[:2])
     with closing(JsonLinesWriter(directory / f"requests.{recording_format}")) as writer:
-        for _, number, line, index in lines:
+        for _, number, line, index in merged:
             offers = offers_of(index)
             more = b"" if offers is None else b',"offers":' + encode(offers)
             writer.write([line[:-1] + b',"replica":%d' % number + more + b"}"])
@@ -137,9 +139,7 @@ def tier_figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
             if so_far is None or name == SHARED_STORE:
                 found[name] = dict(figures)
                 continue
-            for figure, value in figures.items():
-                is_most = figure == "max_waiting_writes"
-                so_far[figure] = max(so_far[figure], value) if is_most else so_far[figure] + value
+            _add_to(so_far, figures)
     return found
 
 
@@ -147,9 +147,15 @@ def retention_figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """The entry `kv_retention` of a fleet's summary, of all replicas together; empty where none has one."""
     found: dict[str, int] = {}
     for one in summaries:
-        for name, value in (one.get("kv_retention") or {}).items():
-            found[name] = found.get(name, 0) + value
+        _add_to(found, one.get("kv_retention") or {})
     return found
+
+
+def _add_to(so_far: dict[str, int], figures: Mapping[str, int]) -> None:
+    """Take in the figures of one more replica."""
+    for name, value in figures.items():
+        before = so_far.get(name, 0)
+        so_far[name] = max(before, value) if name == "max_waiting_writes" else before + value
 
 
 def imbalance(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -16,6 +17,15 @@ from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.lora_cost import LoraCost
 from ifbbench.simulated.step_work import StepWork, WorkDone, draft_passes, mtp_passes
 from ifbbench.virtual_clock import VirtualClock
+
+
+class DeviceState(NamedTuple):
+    """A simulated device between two calls of `run`; see SimulatedExecutor."""
+
+    now_ns: int
+    free_ns: list[int]
+    in_flight: list[tuple[int, int, int]]
+    done: WorkDone
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -156,6 +166,15 @@ class SimulatedExecutor:
                 self.done.add_iterations(outputs, outputs, count)
                 self.done.generation_kv_tokens += sum(keys[:count])
         return PredictedTimes(start_ns, submit_ns, collect_ns)
+
+    def state(self) -> DeviceState:
+        """See PredictableExecutor."""
+        return DeviceState(self._clock.now_ns, list(self._free_ns), list(self._in_flight), self.done.copy())
+
+    def restore(self, state: DeviceState) -> None:
+        """See PredictableExecutor. A state is restored once at most, as its parts are used."""
+        self._clock.now_ns, self._free_ns, in_flight, self.done = state
+        self._in_flight = deque(in_flight)
 
     def _step_times(
         self, work: IterationWork, steps: int, within_ns: int | None

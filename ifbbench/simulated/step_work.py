@@ -138,6 +138,15 @@ class WorkDone:
         self.iterations_by_outputs: dict[int, int] = {}
         self.attention_pairs = self.context_kv_tokens = self.generation_kv_tokens = 0
 
+    def copy(self) -> "WorkDone":
+        """The same sums, which do not change with these."""
+        other = WorkDone()
+        other.iterations_by_tokens = dict(self.iterations_by_tokens)
+        other.iterations_by_outputs = dict(self.iterations_by_outputs)
+        other.attention_pairs, other.context_kv_tokens = self.attention_pairs, self.context_kv_tokens
+        other.generation_kv_tokens = self.generation_kv_tokens
+        return other
+
     def add(self, work: StepWork) -> None:
         """Take in one iteration."""
         self.add_iterations(work.context_tokens + work.generation_tokens, work.outputs, 1)

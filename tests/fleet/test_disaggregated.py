@@ -15,7 +15,7 @@ from ifbbench.errors import InputError
 from ifbbench.fleet.links import Links, left_after_prefill
 from ifbbench.replay import disaggregated
 from ifbbench.replay.run import run_trace, summarise_run
-from ifbbench.replay.stepped_sides import SteppedSides
+from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.settings.config import ENGINES, ROUTERS, TRANSFERS
 from ifbbench.simulated.hardware import load_hardware, write_profile
@@ -252,9 +252,8 @@ OF_ENGINE: dict[str, Callable[[Random], dict[str, Any]]] = {
 }
 
 
-def check_random_fleet(seed: int, path: Path, engine: str = "vllm", fails: bool = False) -> None:
-    draw = Random(f"sides {seed}{' fail' * fails}")
-    trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
+def draw_sides(draw: Random, engine: str) -> dict[str, Any]:
+    """Settings of a fleet with prefill and decode apart."""
     values: dict[str, Any] = {
         "prefill_replicas": draw.randint(1, 3),
         "decode_replicas": draw.randint(1, 3),
@@ -272,6 +271,13 @@ def check_random_fleet(seed: int, path: Path, engine: str = "vllm", fails: bool 
     for side in ("prefill", "decode"):
         tokens = draw.choice((3_200, 6_400, 64_000))
         values[side] = f"max_batch_size={draw.choice((1, 3, 64))},max_tokens_in_paged_kvcache={tokens}"
+    return values
+
+
+def check_random_fleet(seed: int, path: Path, engine: str = "vllm", fails: bool = False) -> None:
+    draw = Random(f"sides {seed}{' fail' * fails}")
+    trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
+    values = draw_sides(draw, engine)
     if fails:
         values |= draw_failures(draw, path, values["prefill_replicas"] + values["decode_replicas"])
     with pytest.MonkeyPatch.context() as patched:
@@ -339,6 +345,54 @@ def test_nothing_is_lost_between_the_sides(engine: str, seed: int, tmp_path: Pat
 @pytest.mark.parametrize("seed", range(6, 200))
 def test_nothing_is_lost_between_the_sides_of_more_fleets(engine: str, seed: int, tmp_path: Path) -> None:
     check_random_fleet(seed, tmp_path, engine)
+
+
+class CountingSides(SteppedSides):
+    """Counts the steps of all replicas."""
+
+    steps = 0
+
+    def _step(self, one: SideReplica, now_s: float, known_s: float) -> None:
+        CountingSides.steps += 1
+        super()._step(one, now_s, known_s)
+
+
+def check_iterations_at_once(seed: int, path: Path, engine: str) -> None:
+    """Iterations that run together, and are interrupted, leave the files that they leave one by one."""
+    draw = Random(f"at once {seed}")
+    trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
+    values = draw_sides(draw, engine)
+    if seed % 2:  # so that iterations of several replicas begin at the same time
+        values |= {"device": constant_device(path), "engine_overhead": "none", "transfer_latency": 0.0}
+    if seed % 3 == 2:
+        values |= draw_failures(draw, path, values["prefill_replicas"] + values["decode_replicas"])
+    files, steps = list[dict[str, bytes]](), list[int]()
+    for name, count in (("together", 1024), ("one by one", 1)):
+        CountingSides.steps = 0
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(disaggregated, "SteppedSides", CountingSides)
+            patched.setattr("ifbbench.engine.predicted_loop.MAX_ITERATIONS_AT_ONCE", count)
+            fleet = fleet_of(path / name, trace, engine=engine, **values)
+        written = [found for found in sorted(fleet.rglob("*")) if found.is_file() and found.name != "run.json"]
+        files.append({str(found.relative_to(fleet)): found.read_bytes() for found in written})
+        steps.append(CountingSides.steps)
+    assert files[0].keys() == files[1].keys()
+    assert [name for name, content in files[0].items() if content != files[1][name]] == []
+    # Plans of TensorRT-LLM may never repeat, with its micro batches and dropped blocks.
+    assert steps[0] < steps[1] or (engine == "trtllm" and steps[0] == steps[1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", range(3))
+def test_iterations_at_once_leave_the_files_of_single_ones(engine: str, seed: int, tmp_path: Path) -> None:
+    check_iterations_at_once(seed, tmp_path, engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", range(3, 70))
+def test_more_iterations_at_once_leave_the_files_of_single_ones(engine: str, seed: int, tmp_path: Path) -> None:
+    check_iterations_at_once(seed, tmp_path, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

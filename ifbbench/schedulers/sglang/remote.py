@@ -32,12 +32,15 @@ class RemoteRequests:
 
     @property
     def is_used(self) -> bool:
-        return bool(self.transferring) or not self.is_settled
+        return bool(self.transferring or self.waiting or self.arrived or self.in_host)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing changes while the same requests decode."""
-        return not (self.waiting or self.arrived or self.in_host)
+        """Whether nothing changes after `decide` while the same requests decode: what waits has no row, and what has
+        come no place in the batch."""
+        if self.in_host or (self.waiting and self.limit != Limit.BATCH_SIZE):
+            return False
+        return not self.arrived or len(self._state.running) >= self._state.limits.max_batch_size
 
     def remove(self, request: Request) -> None:
         """`request` ends."""
