@@ -247,9 +247,13 @@ class SideReplica(SteppedReplica):
     def advance(self) -> bool:
         """See SteppedReplica. What has arrived may wait for the places of requests that are transferred."""
         is_waiting = self.loop.waits_for_transfers and not self.mail.has_news
-        if is_waiting and super().next_time_s <= self.clock.now():
+        before_s = self.clock.now()
+        if is_waiting and super().next_time_s <= before_s:
             return False
-        return super().advance()
+        has_advanced = super().advance()
+        if self.loop.waits_for_transfers and self.clock.now() > before_s:
+            self.loop.wake()  # it has waited for a request, which may have a place
+        return has_advanced
 
     def offer(
         self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None

@@ -264,8 +264,17 @@ class Repetition:
         growth.recomputed = self._advance_context(plan.context, count)
         for request in self._ends.finish_scheduling():
             self._park(request)
-        self._rows = active.generation_rows
+        self._rows = None if self._awaits_turn else active.generation_rows
         return growth
+
+    @property
+    def _awaits_turn(self) -> bool:
+        """Whether a generation request waits for its first turn, which need not be the next iteration: its end is found
+        again."""
+        if self._num_turns == 1:
+            return False
+        micro_batches = self._active.table.micro_batch[self._active.generation_rows]
+        return bool((micro_batches == NO_MICRO_BATCH).any())
 
     def _grow_and_store(self, cache: KvCacheManager, plan: Plan, steps: int) -> list[int]:
         """Take the blocks of `steps` steps, one step after the other, and store those that each step finds filled after
@@ -374,7 +383,7 @@ class Repetition:
             else:
                 ending[request] = end, order
         self._ends.replace(ends, ending)
-        self._rows = rows
+        self._rows = None if self._awaits_turn else rows
 
     def _end_of_turns(self, row: int, remaining: int) -> int:
         """The collected number with which the generation request in `row` has `remaining` more tokens, one at each turn

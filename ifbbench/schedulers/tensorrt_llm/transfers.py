@@ -66,8 +66,10 @@ class Transfers:
             self.joined.append((request, 1))
 
     def enter(self, plan: Plan) -> None:
-        """Requests that have their prompts enter with `plan`, unless nothing runs in it."""
+        """Requests that have their prompts enter with `plan`, unless nothing runs in it. None is held before."""
         if plan.does_nothing:
+            joined = {request for request, _ in self.joined}
+            plan.held = [request for request in plan.held if request not in joined]
             return
         paused = {pause.victim for pause in plan.paused}
         plan.entered = [request for request, _ in self.joined]
