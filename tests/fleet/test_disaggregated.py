@@ -378,7 +378,7 @@ def check_iterations_at_once(seed: int, path: Path, engine: str) -> None:
         steps.append(CountingSides.steps)
     assert files[0].keys() == files[1].keys()
     assert [name for name, content in files[0].items() if content != files[1][name]] == []
-    # Plans of TensorRT-LLM may never repeat, with its micro batches and dropped blocks; replicas that fail may run none.
+    # Plans of TensorRT-LLM may never repeat (micro batches, dropped blocks), and replicas that fail may run none.
     assert steps[0] < steps[1] or ((engine == "trtllm" or not steps[1]) and steps[0] == steps[1])
 
 
