@@ -46,7 +46,7 @@ class Planner:
         if requests <= 1 and rules.spares_single:
             cap = 0
         elif cap and rules.is_threshold_adaptive:
-            cap = max(cap, inputs // requests)
+            cap = max(cap, inputs // max(requests, 1))
         return Step(min(inputs, rules.max_scheduled_tokens or inputs), inputs, cap)
 
     # Running requests.
