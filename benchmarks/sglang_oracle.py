@@ -453,7 +453,10 @@ def main(arguments: list[str]) -> int:
     publish_settings()
     parts = options.operations, options.host_operations, options.storage_operations, options.passes
     if any(parts):
-        return compare_parts(*[count or 0 for count in parts], seed=options.seed, file=options.write)
+        operations, host_operations, storage_operations, passes = (count or 0 for count in parts)
+        return compare_parts(
+            operations, host_operations, storage_operations, passes, seed=options.seed, file=options.write
+        )
     cases, differences = list[dict[str, Any]](), dict[str, str]()
     totals = dict.fromkeys(("batches", "requests", "retractions"), 0)
     for seed in range(options.seed, options.seed + options.count):

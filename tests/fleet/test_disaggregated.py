@@ -15,7 +15,8 @@ from ifbbench.errors import InputError
 from ifbbench.fleet.links import Links, left_after_prefill
 from ifbbench.replay import disaggregated
 from ifbbench.replay.run import run_trace, summarise_run
-from ifbbench.replay.stepped_sides import SideReplica, SteppedSides
+from ifbbench.replay.side_replica import SideReplica
+from ifbbench.replay.stepped_sides import SteppedSides
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.settings.config import ENGINES, ROUTERS, TRANSFERS
 from ifbbench.simulated.hardware import load_hardware, write_profile
