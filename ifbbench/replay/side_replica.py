@@ -239,21 +239,7 @@ class SideReplica(SteppedReplica):
 
     @property
     def next_time_s(self) -> float:
-        if self.mail.has_news:
-            return self.clock.now()
-        time_s = super().next_time_s
-        return inf if self.loop.waits_for_transfers and time_s <= self.clock.now() else time_s
-
-    def advance(self) -> bool:
-        """See SteppedReplica. What has arrived may wait for the places of requests that are transferred."""
-        is_waiting = self.loop.waits_for_transfers and not self.mail.has_news
-        before_s = self.clock.now()
-        if is_waiting and super().next_time_s <= before_s:
-            return False
-        has_advanced = super().advance()
-        if self.loop.waits_for_transfers and self.clock.now() > before_s:
-            self.loop.wake()  # it has waited for a request, which may have a place
-        return has_advanced
+        return self.clock.now() if self.mail.has_news else super().next_time_s
 
     def offer(
         self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None

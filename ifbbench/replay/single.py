@@ -365,13 +365,11 @@ def next_change(tiers: KvTiers, client: ReplayClient, now_s: float) -> float | N
 
 def next_event_s(engine: Engine, client: ReplayClient, seen_s: float) -> float | None:
     """When an engine that does nothing may have something to do again: see ReplayClient. seen_s: what had arrived by
-    then it has left, because what it has waits for its stores."""
+    then it has left, because what it has waits for keys and values."""
     event_s, next_s = client.next_event_s, inf if engine.tiers is None else engine.tiers.next_s
-    if next_s == inf:
-        return event_s
-    if event_s is None or event_s <= seen_s:
-        return next_s
-    return min(event_s, next_s)
+    if event_s is not None and event_s > seen_s:
+        next_s = min(event_s, next_s)
+    return None if next_s == inf else next_s
 
 
 def wait(engine: Engine, client: ReplayClient) -> bool:
