@@ -144,7 +144,7 @@ class _Replica:
         self.evicted: list[Key] = []
         self.received: list[int] = []  # requests of which a load has come, and which are not taken in
         self.num_loads = 0
-        # Of requests: 0 before a prefetch, 1 while it reads, 2 once that has come, 3 while it is written, 4 afterwards.
+        # Each request is at 0 before a prefetch, 1 while it reads, 2 once that has come, 3 while it is written, then 4.
         self.prefetches: dict[int, int] = {}
         self.order: dict[int, int] = {}
 

@@ -316,7 +316,7 @@ def check_failure(recorded: Path, retried: int, lost: int) -> None:
 
 
 def test_requests_without_a_token_go_to_another_replica(tmp_path: Path) -> None:
-    """Of a replica that is killed before it has computed anything: streams, requests in its queue, several choices."""
+    """A replica is killed before it has computed anything: streams, requests in its queue, several choices."""
     recorded = tmp_path / "recorded"
     options = ("--replicas", "2", "--router", "round_robin", "--max_batch_size", "2", "--record", str(recorded))
     with server_process(*TINY, *options) as server:
