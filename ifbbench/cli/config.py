@@ -16,7 +16,6 @@ from ifbbench.cli.options import (
     json_instead_of_tables,
     read_config_file,
 )
-from ifbbench.errors import InputError
 from ifbbench.settings.config import FLEET_SETTINGS, RunConfig, settings
 from ifbbench.settings.servers import SERVERS, read_line, write_line
 
@@ -79,6 +78,8 @@ def from_line(line: str, as_json: bool) -> None:
 
     Example: ifbbench config from "vllm serve meta-llama/Llama-3.1-8B --max-num-seqs 64" > server.yaml
     """
+    from ifbbench.models.named_models import has_experts
+
     found = read_line(line, has_experts)
     for remark in found.remarks():
         click.echo(remark, err=True)
@@ -89,16 +90,6 @@ def from_line(line: str, as_json: bool) -> None:
 
     comments = "".join(f"# {text}\n" for text in (" ".join(line.split()), *found.remarks()))
     click.echo(comments + yaml.safe_dump(found.values, sort_keys=False), nl=False)
-
-
-def has_experts(model: str) -> bool:
-    """Whether `model` is known to have experts: a built-in shape, or a directory."""
-    from ifbbench.models.named_models import load_model_config
-
-    try:
-        return load_model_config(model).num_experts > 0
-    except InputError:
-        return False
 
 
 @config.command(cls=Command)

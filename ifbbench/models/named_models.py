@@ -257,6 +257,14 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
         return ConfigJson(values, family).model_config()
 
 
+def has_experts(name_or_path: str | Path) -> bool:
+    """Whether a model has experts; False also of one that is not known."""
+    try:
+        return load_model_config(name_or_path).num_experts > 0
+    except InputError:
+        return False
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -62,11 +62,13 @@ def _listed(names: list[str]) -> str:
 
 
 Given = Mapping[str, str | bool]
-# Adds to a line what options mean that depend on each other. The last argument: whether its model has experts.
-Join = Callable[[Given, Line, bool], None]
+HasExperts = Callable[[str], bool]
+"""Whether the model of this name has experts."""
+Join = Callable[[Given, Line, HasExperts], None]
+"""Adds to a line what options mean that depend on each other."""
 
 
-def no_join(_given: Given, _line: Line, _has_experts: bool) -> None:
+def no_join(_given: Given, _line: Line, _has_experts: HasExperts) -> None:
     """Each option of the server stands for itself."""
 
 
@@ -89,6 +91,12 @@ def quantization_meant(value: str) -> dict[str, Any]:
 def number_of(given: Given, option: str, default: int = 1) -> int:
     """The value of an option that is an integer of at least 1."""
     return integer(given.get(option, str(default)), f"--{option}", 1, from_text=True)
+
+
+def of_all_ranks(values: Mapping[str, Any], limits: tuple[str, ...], ranks: int) -> dict[str, Any]:
+    """Those of `limits`, names of settings, that `values` have for each rank of data parallelism, for all ranks
+    together, as they are here."""
+    return {name: setting(name).check(values[name]) * ranks for name in limits if values.get(name) is not None}
 
 
 def json_table(value: str | bool, option: str) -> dict[str, Any]:
@@ -184,10 +192,9 @@ class Server:
         """The words after the name of a container image that starts this server; None of another word."""
         return words[1:] if any(words[0].startswith(image) for image in self.images) else None
 
-    def read(self, words: list[str], has_experts: Callable[[str], bool]) -> Line:
-        """What these options mean. InputError for those that the server does not have, and for values that cannot be.
-
-        has_experts: whether the model of this name has experts."""
+    def read(self, words: list[str], has_experts: HasExperts) -> Line:
+        """What these options mean. InputError for those that the server does not have, and for values that cannot
+        be."""
         line = Line({"engine": self.engine}, [], [], [])
         joint: dict[str, str | bool] = {}
         unknown: list[str] = []
@@ -206,7 +213,7 @@ class Server:
             )
         if MODEL not in line.values:
             raise InputError(f"{' '.join(self.starts[0])}: no model; expected `{self.usage} …`.")
-        self.join(joint, line, has_experts(str(line.values[MODEL])))
+        self.join(joint, line, has_experts)
         return line
 
     def write(self, values: Mapping[str, Any]) -> str:

@@ -2,12 +2,12 @@
 
 import itertools
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.settings.config import SGLANG, VLLM
-from ifbbench.settings.server import Line, Server
+from ifbbench.settings.server import HasExperts, Line, Server
 from ifbbench.settings.sglang_serve import SGLANG_SERVE
 from ifbbench.settings.trtllm_serve import TRTLLM_SERVE
 from ifbbench.settings.vllm_serve import VLLM_SERVE
@@ -21,12 +21,10 @@ SERVERS_READ = (*SERVERS.values(), TRTLLM_SERVE)
 _SHELL = frozenset(("&", "&&", "|", "||", ";", ">", ">>", "2>", "2>&1", "&>", "<"))
 
 
-def read_line(text: str, has_experts: Callable[[str], bool] = lambda _model: False) -> Line:
+def read_line(text: str, has_experts: HasExperts = lambda _model: False) -> Line:
     """The settings of a line that starts a server, also in a container, behind variables and other programs
     (`docker run … IMAGE`, `NAME=VALUE`, `nohup`, `bash -c '…'`). InputError for a line that starts none, and for what
-    it cannot mean here.
-
-    has_experts: whether the model of this name has experts."""
+    it cannot mean here."""
     try:
         words = shlex.split(text.replace("\\\n", " "))
     except ValueError as error:

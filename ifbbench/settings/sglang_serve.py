@@ -5,7 +5,7 @@ from typing import Any
 
 from ifbbench.settings.config import SGLANG
 from ifbbench.settings.names import setting
-from ifbbench.settings.server import ACCEPTANCE, Given, Line, Server, number_of
+from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, number_of
 
 # The settings that the server has, each with SGLang's name.
 OPTIONS: Mapping[str, str] = {
@@ -63,7 +63,7 @@ def _chunk(value: str) -> dict[str, Any]:
     return {"max_num_tokens": None if value == "-1" else setting("max_num_tokens").check(value)}
 
 
-def _join(given: Given, line: Line, _has_experts: bool) -> None:
+def _join(given: Given, line: Line, _has_experts: HasExperts) -> None:
     """Ranks of data parallelism share all but the attention, or are replicas."""
     values, ranks, attention_ranks = line.values, number_of(given, RANKS), number_of(given, ATTENTION_RANKS)
     gpus = values.get("tp_size", 1)

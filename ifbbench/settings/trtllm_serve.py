@@ -9,7 +9,7 @@ from ifbbench.settings.config import TRTLLM, settings
 from ifbbench.settings.config_file import parse_config_file
 from ifbbench.settings.fields import boolean, integer, located
 from ifbbench.settings.names import setting
-from ifbbench.settings.server import ACCEPTANCE, Given, Line, Server
+from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, of_all_ranks
 
 # The settings that `trtllm-serve` has, each with its name there.
 OPTIONS: Mapping[str, str] = {
@@ -108,8 +108,7 @@ def with_attention_dp(values: dict[str, Any], has_attention_dp: bool) -> dict[st
     ranks = setting("tp_size").check(values.get("tp_size", 1))
     if not has_attention_dp or ranks == 1:
         return values
-    limits = {name: setting(name).check(values[name]) for name in OF_A_RANK if values.get(name) is not None}
-    return values | {"attention_dp_size": ranks} | {name: limit * ranks for name, limit in limits.items()}
+    return values | {"attention_dp_size": ranks} | of_all_ranks(values, OF_A_RANK, ranks)
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -123,7 +122,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", entry
 
 
-def _join(given: Given, line: Line, _has_experts: bool) -> None:
+def _join(given: Given, line: Line, _has_experts: HasExperts) -> None:
     """The arguments in a file win over the options."""
     if (path := given.get(ARGUMENTS)) is None:
         return

@@ -7,7 +7,17 @@ from typing import Any
 from ifbbench.settings.config import VLLM
 from ifbbench.settings.fields import integer, number
 from ifbbench.settings.names import setting
-from ifbbench.settings.server import ACCEPTANCE, Given, Line, Server, json_table, number_of
+from ifbbench.settings.server import (
+    ACCEPTANCE,
+    MODEL,
+    Given,
+    HasExperts,
+    Line,
+    Server,
+    json_table,
+    number_of,
+    of_all_ranks,
+)
 
 # The settings that `vllm serve` has, each with vLLM's name.
 OPTIONS: Mapping[str, str] = {
@@ -66,12 +76,12 @@ def _redundant(value: str) -> dict[str, Any]:
     return {"redundant_experts": setting("redundant_experts").check(given[REDUNDANT])} if REDUNDANT in given else {}
 
 
-def _join(given: Given, line: Line, has_experts: bool) -> None:
+def _join(given: Given, line: Line, has_experts: HasExperts) -> None:
     """Ranks of data parallelism share the experts of a model; without experts they are replicas."""
     values, ranks, is_shared = line.values, number_of(given, RANKS), given.get(EXPERTS) is True
-    if ranks > 1 and (is_shared or has_experts):
+    if ranks > 1 and (is_shared or has_experts(str(values[MODEL]))):
         values |= {"tp_size": values.get("tp_size", 1) * ranks, "attention_dp_size": ranks}
-        values |= {name: values[name] * ranks for name in OF_A_RANK if values.get(name) is not None}
+        values |= of_all_ranks(values, OF_A_RANK, ranks)
         line.notes.append(
             f"--{RANKS}: tp_size and the limits of requests and tokens are those of the {ranks} ranks together."
         )
