@@ -50,9 +50,7 @@ class Links:
         """The transfers that have arrived by now, in order; what has left makes room on its links."""
         left = sorted([flow for flow in self._flows.values() if flow.end_s <= now_s], key=lambda flow: flow.end_s)
         for flow in left:
-            del self._flows[flow.key]
-            self._num_out[flow.source] -= 1
-            self._num_in[flow.target] -= 1
+            self._leave(flow)
             self._arriving.append((to_seconds(tick(flow.end_s + self._latency_s)), flow.key))
         if left:
             self._share_again(now_s)
@@ -63,10 +61,15 @@ class Links:
     def cancel(self, key: int, now_s: float) -> None:
         """Nothing comes of the transfer `key`, if there is one."""
         self._arriving = [one for one in self._arriving if one[1] != key]
-        if (flow := self._flows.pop(key, None)) is not None:
-            self._num_out[flow.source] -= 1
-            self._num_in[flow.target] -= 1
+        if (flow := self._flows.get(key)) is not None:
+            self._leave(flow)
             self._share_again(now_s)
+
+    def _leave(self, flow: _Flow) -> None:
+        """Nothing more of this transfer is on its links."""
+        del self._flows[flow.key]
+        self._num_out[flow.source] -= 1
+        self._num_in[flow.target] -= 1
 
     def _share_again(self, now_s: float) -> None:
         """The number of transfers on some link has changed."""

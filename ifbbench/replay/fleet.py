@@ -31,7 +31,7 @@ from ifbbench.kv.store import KvStore
 from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.fleet_changes import Changes
+from ifbbench.replay.fleet_changes import Changes, service_facts
 from ifbbench.replay.replica_configs import own_settings, replica_configs
 from ifbbench.replay.replica_processes import ReplicaEngines
 from ifbbench.replay.requests import request_maker, with_drawn_loras
@@ -527,10 +527,8 @@ def _served(run: FleetRun, end_s: float) -> tuple[list[tuple[float, float, dict[
     failed_s = {one["replica"]: one["at_s"] for one in run.failures}
     services = list[tuple[float, float, dict[str, Any]]]()
     for number in range(len(run.configs)):
-        ended_s, facts = failed_s.get(number, end_s), dict[str, Any]()
-        if failed_s:
-            facts = {"started_s": 0.0, "ready_s": 0.0, "ended_s": ended_s}
-            facts |= {"ended_by": FAIL if number in failed_s else None}
+        ended_s = failed_s.get(number, end_s)
+        facts = service_facts(0.0, 0.0, ended_s, FAIL if number in failed_s else "") if failed_s else {}
         services.append((0.0, ended_s, facts))
     return services, {"events": list(run.failures)} if failed_s else {}
 

@@ -121,10 +121,7 @@ class Changes:
                 ended_s = one.failed_s
             elif service.ended_by:
                 ended_s = max(service.stopped_s, one.latest_answer_s)
-            facts: dict[str, Any] = {}
-            if self.log:
-                facts = {"started_s": service.started_s, "ready_s": service.ready_s, "ended_s": ended_s}
-                facts |= {"ended_by": service.ended_by or None}
+            facts = service_facts(service.started_s, service.ready_s, ended_s, service.ended_by) if self.log else {}
             found.append((service.started_s, ended_s, facts))
         return found
 
@@ -232,3 +229,9 @@ class Changes:
             return False
         service, one = self.services[number], self._fleet.replicas[number]
         return service.is_there or (service.ended_by == DRAIN and one.is_busy)
+
+
+def service_facts(started_s: float, ready_s: float | None, ended_s: float, ended_by: str) -> dict[str, Any]:
+    """When a replica of a fleet that changed took requests, as `summary.json` has it. ended_by: "" if it was there to
+    the end."""
+    return {"started_s": started_s, "ready_s": ready_s, "ended_s": ended_s, "ended_by": ended_by or None}

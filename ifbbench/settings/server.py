@@ -94,8 +94,8 @@ def number_of(given: Given, option: str, default: int = 1) -> int:
 
 
 def of_all_ranks(values: Mapping[str, Any], limits: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """Those of `limits`, names of settings, that `values` have for each rank of data parallelism, for all ranks
-    together, as they are here."""
+    """The limits of all ranks of data parallelism together, of `values` that hold for each rank. limits: the names of
+    these settings; what is not given is left out."""
     return {name: setting(name).check(values[name]) * ranks for name in limits if values.get(name) is not None}
 
 

@@ -326,20 +326,25 @@ class LiteralTiers:
         one.queue.pop(0)
         self._hold(one, request, hits)
         request.blocks += one.take(len(found))
-        last = len(hits) + len(found)
-        keys = [request.job.key(request.number, index) for index in range(len(hits), last)]
+        one.order[request.number] = one.num_loads
+        one.num_loads += 1
+        self._read_stores(owner, one, request, len(hits), found, now)
+        return True
+
+    def _read_stores(
+        self, owner: int, one: _Replica, request: _Request, first: int, found: list[int], now: float
+    ) -> None:
+        """Blocks from `first` on come from the stores of these numbers."""
+        keys = [request.job.key(request.number, first + index) for index in range(len(found))]
         sources = [[key for key, at in zip(keys, found, strict=True) if at == number] for number in (0, 1)]
         self.sources[request.number] = sources
         for store, of_store in zip(self.stores[owner], sources, strict=False):
             if of_store:
                 store.load(owner, of_store, request.number)
                 request.missing += 1
-        request.loading = (now, last)
-        one.order[request.number] = one.num_loads
-        one.num_loads += 1
+        request.loading = (now, first + len(found))
         one.loading.append(request)
         self.times[request.number].from_stores = [len(of_store) * BLOCK for of_store in sources]
-        return True
 
     def _hold(self, one: _Replica, request: _Request, hits: list[_Block]) -> None:
         for block in hits:
@@ -455,14 +460,5 @@ class LiteralConnector(LiteralTiers):
     def _begin_load(
         self, owner: int, one: _Replica, request: _Request, first: int, found: list[int], now: float
     ) -> None:
-        keys = [request.job.key(request.number, first + index) for index in range(len(found))]
-        sources = [[key for key, at in zip(keys, found, strict=True) if at == number] for number in (0, 1)]
-        self.sources[request.number] = sources
-        for store, of_store in zip(self.stores[owner], sources, strict=False):
-            if of_store:
-                store.load(owner, of_store, request.number)
-                request.missing += 1
-        request.loading = (now, first + len(found))
         one.running.remove(request)
-        one.loading.append(request)
-        self.times[request.number].from_stores = [len(of_store) * BLOCK for of_store in sources]
+        self._read_stores(owner, one, request, first, found, now)
