@@ -3,6 +3,7 @@
 from typing import Any
 
 from ifbbench.engine.request import Request, RequestState
+from ifbbench.kv.attention_window import UNLIMITED
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, size_chunks
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from tests.conformance.micro_batch_loop import MicroBatchLoop, Scheduled
@@ -61,24 +62,29 @@ def _request(entry: dict[str, Any]) -> Request:
     )
 
 
+def limit_of(tokens: int | None) -> int:
+    """A limit of a case, where None is none."""
+    return UNLIMITED if tokens is None else tokens
+
+
 def _scheduler(config: dict[str, Any]) -> MicroBatchScheduler:
     chunking = config["chunking"]
     if chunking is None:
-        return MicroBatchScheduler(config["max_batch_size"], config["max_num_tokens"])
-    limits = ChunkLimits(chunking["chunk_unit_size"], config["max_context_length"])
-    return MicroBatchScheduler(config["max_batch_size"], config["max_num_tokens"], chunking["policy"], limits)
+        return MicroBatchScheduler(config["max_batch_size"], limit_of(config["max_num_tokens"]))
+    limits = ChunkLimits(chunking["chunk_unit_size"], limit_of(config["max_context_length"]))
+    return MicroBatchScheduler(config["max_batch_size"], limit_of(config["max_num_tokens"]), chunking["policy"], limits)
 
 
 def _replay_chunking(case: Case) -> None:
     config, expected = case["config"], case["expected"]
-    limits = ChunkLimits(config["chunk_unit_size"], config["max_context_length"])
+    limits = ChunkLimits(config["chunk_unit_size"], limit_of(config["max_context_length"]))
     requests = [
         Request(index, length, 1, num_draft_tokens=drafts)
         for index, (length, drafts) in enumerate(zip(case["context_lengths"], case["draft_lengths"], strict=True))
     ]
     for iteration, positions in enumerate(expected["positions_after_iteration"]):
         unfinished = [request for request in requests if request.remaining_context > 0]
-        size_chunks(unfinished, config["policy"], config["ctx_tokens_capacity"], limits)
+        size_chunks(unfinished, config["policy"], limit_of(config["ctx_tokens_capacity"]), limits)
         for request in unfinished:
             request.advance_context()
         expect_equal(f"positions after iteration {iteration}", [item.position for item in requests], positions)

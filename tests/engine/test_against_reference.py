@@ -14,6 +14,7 @@ from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES, CapacityDecision, LoraLimits
+from tests.conformance.microbatch import limit_of
 from tests.drawing import holds
 from tests.engine import reference
 
@@ -190,7 +191,10 @@ def check_micro_batch(requests, policy, spare, limits, in_flight):
     order = fitting_order(active, decision)
     expected = reference.micro_batch([entries[request_id] for request_id in order], in_flight, limits)
     scheduler = MicroBatchScheduler(
-        limits.max_batch_size, limits.max_num_tokens, limits.chunking_policy, ChunkLimits(limits.unit, limits.longest)
+        limits.max_batch_size,
+        limit_of(limits.max_num_tokens),
+        limits.chunking_policy,
+        ChunkLimits(limits.unit, limit_of(limits.longest)),
     )
     for request in active:
         if request.request_id in in_flight:

@@ -3,12 +3,13 @@
 import pytest
 
 from ifbbench.engine.request import Request
+from ifbbench.kv.attention_window import UNLIMITED
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, size_chunks
 
 FCFS, EQUAL = "first_come_first_served", "equal_progress"
 
 
-def prefill(policy, prompts, iterations, *, budget=None, unit, longest=None, drafts=()):
+def prefill(policy, prompts, iterations, *, budget=UNLIMITED, unit, longest=UNLIMITED, drafts=()):
     """Context positions after each of `iterations` iterations, and the draft tokens left at the end."""
     requests = [Request(index, prompt, 1) for index, prompt in enumerate(prompts)]
     for request, count in zip(requests, drafts, strict=bool(drafts)):

@@ -69,7 +69,7 @@ def limits_after(lengths: list[tuple[int, int]], **values) -> MicroBatchSchedule
     active = ActiveRequests(RequestTable(len(lengths)))
     for number, (prompt_len, new_tokens) in enumerate(lengths):
         active.add(Request(number, prompt_len, new_tokens))
-    micro_batch = MicroBatchScheduler(config.max_batch_size, config.max_num_tokens)
+    micro_batch = MicroBatchScheduler(config.max_batch_size, config.token_budget)
     DynamicLimits(config, micro_batch).update(active)
     return micro_batch
 
@@ -78,17 +78,17 @@ def test_limits_follow_the_average_of_the_latest_lengths():
     # 3,200 tokens of each are 100 blocks, of which the cache holds 1,000.
     limits = limits_after([(8000, 1), (3000, 200), (3000, 200)], tuning_window=2)
     assert limits.max_batch_size == 1024
-    assert limits.max_num_tokens == 16_384  # 1,024 * (1 + 15), a power of two already
+    assert limits.token_budget == 16_384  # 1,024 * (1 + 15), a power of two already
 
 
 def test_static_limits_are_never_exceeded():
     limits = limits_after([(10, 10)])  # 100,000 such requests fit
-    assert (limits.max_batch_size, limits.max_num_tokens) == (2048, 4096)
+    assert (limits.max_batch_size, limits.token_budget) == (2048, 4096)
 
 
 def test_an_admitted_prompt_always_fits_the_budget():
-    assert limits_after([(7000, 8000)] * 2, chunk_unit=None).max_num_tokens == 7000
-    assert limits_after([(7000, 8000)] * 2, chunk_unit=32).max_num_tokens == 4096
+    assert limits_after([(7000, 8000)] * 2, chunk_unit=None).token_budget == 7000
+    assert limits_after([(7000, 8000)] * 2, chunk_unit=32).token_budget == 4096
 
 
 def run(directory: Path, **values) -> RunResult:

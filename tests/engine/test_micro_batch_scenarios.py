@@ -3,6 +3,7 @@
 import pytest
 
 from ifbbench.engine.request import Request
+from ifbbench.kv.attention_window import UNLIMITED
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
 from ifbbench.schedulers.tensorrt_llm.micro_batch import MicroBatchScheduler
 from tests.conformance.micro_batch_loop import MicroBatchLoop
@@ -11,7 +12,7 @@ from tests.engine.scenario import asks, micro_batch_timeline
 FCFS, EQUAL = "first_come_first_served", "equal_progress"
 
 
-def chunked(batch_size, num_tokens, unit, longest=None, policy=FCFS):
+def chunked(batch_size, num_tokens, unit, longest=UNLIMITED, policy=FCFS):
     return MicroBatchScheduler(batch_size, num_tokens, policy, ChunkLimits(unit, longest))
 
 
@@ -52,7 +53,7 @@ def chunked(batch_size, num_tokens, unit, longest=None, policy=FCFS):
             id="drafts count in whole prompts",
         ),
         pytest.param(
-            chunked(2, None, 5, longest=12, policy=EQUAL),
+            chunked(2, UNLIMITED, 5, longest=12, policy=EQUAL),
             [asks(10, 5)] * 3 + [asks(17, 5)],
             "1:a10b10 4:AB 1:c10d10 1:d7C 3:CD 1:D 1:.",
             id="longest context cuts a prompt",

@@ -15,14 +15,14 @@ from ifbbench.kv.attention_window import UNLIMITED
 class ChunkLimits:
     """unit: chunks are multiples of this many tokens, except the last chunk of a prompt, and the first one after reused
         tokens (see `Request.set_prepopulated`).
-    max_context_length: maximum tokens of one chunk; None is no limit."""
+    max_context_length: maximum tokens of one chunk."""
 
     unit: int
-    max_context_length: int | None = None
+    max_context_length: int = UNLIMITED
 
 
 def fit_chunks(
-    requests: list[Request], policy: str, capacity: int | None, limits: ChunkLimits
+    requests: list[Request], policy: str, capacity: int, limits: ChunkLimits
 ) -> tuple[list[Request], Request | None]:
     """Set the chunk of each request to all its remaining tokens if these fit together, else as `size_chunks` does.
     Returns the requests that get a chunk, and the first one that gets none, or not all of its tokens in it."""
@@ -35,23 +35,22 @@ def fit_chunks(
     return selected, None
 
 
-def _take_whole(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> bool:
+def _take_whole(requests: Sequence[Request], capacity: int, limits: ChunkLimits) -> bool:
     """Give each request all its remaining tokens, if these fit."""
     total, longest = 0, limits.max_context_length
     for request in requests:
         request.chunk = request.prompt_len - request.position
         cost = request.chunk + request.num_draft_tokens
         total += cost
-        if (longest is not None and cost > longest) or (capacity is not None and total > capacity):
+        if cost > longest or total > capacity:
             return False
     return True
 
 
-def first_come_first_served(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> list[Request]:
+def first_come_first_served(requests: Sequence[Request], capacity: int, limits: ChunkLimits) -> list[Request]:
     """Give each request in turn as much as is left. One that gets nothing does not block those behind it: the short
     rest of a prompt may use what is left over."""
-    left = UNLIMITED if capacity is None else capacity
-    longest = UNLIMITED if limits.max_context_length is None else limits.max_context_length
+    left, longest = capacity, limits.max_context_length
     largest, selected = min(left, longest), list[Request]()
     in_units = largest - largest % limits.unit
     for request in requests:
@@ -65,17 +64,17 @@ def first_come_first_served(requests: Sequence[Request], capacity: int | None, l
     return selected
 
 
-def equal_progress(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> list[Request]:
+def equal_progress(requests: Sequence[Request], capacity: int, limits: ChunkLimits) -> list[Request]:
     """Raise all chunks by one unit in turn, round after round, while the budget lasts."""
     for request in requests:
         request.set_chunk(0)
     total, progress = 0, True
-    while progress and (capacity is None or total < capacity):
+    while progress and total < capacity:
         progress = False
         for request in requests:
             increment = min(limits.unit, request.remaining_context - request.chunk)
-            too_long = limits.max_context_length is not None and request.chunk + increment > limits.max_context_length
-            if increment == 0 or too_long or (capacity is not None and total + increment > capacity):
+            too_long = request.chunk + increment > limits.max_context_length
+            if increment == 0 or too_long or total + increment > capacity:
                 continue
             request.set_chunk(request.chunk + increment)
             total += increment
@@ -83,9 +82,8 @@ def equal_progress(requests: Sequence[Request], capacity: int | None, limits: Ch
     return [request for request in requests if request.chunk]
 
 
-def size_chunks(requests: Sequence[Request], policy: str, capacity: int | None, limits: ChunkLimits) -> list[Request]:
-    """Set the chunk of each request, in order, to its share of `capacity` tokens (None is no limit); returns those that
-    get one."""
+def size_chunks(requests: Sequence[Request], policy: str, capacity: int, limits: ChunkLimits) -> list[Request]:
+    """Set the chunk of each request, in order, to its share of `capacity` tokens; returns those that get one."""
     size = equal_progress if policy == "equal_progress" else first_come_first_served
     selected = size(requests, capacity, limits)
     if any(request.num_draft_tokens for request in selected):
@@ -93,18 +91,14 @@ def size_chunks(requests: Sequence[Request], policy: str, capacity: int | None, 
     return selected
 
 
-def _fit_draft_tokens(requests: Sequence[Request], capacity: int | None, limits: ChunkLimits) -> None:
+def _fit_draft_tokens(requests: Sequence[Request], capacity: int, limits: ChunkLimits) -> None:
     """Reduce the draft tokens of requests on their last chunk to the room that the chunk leaves in its unit, so that
     drafts never start a new block. A chunk that fills its unit leaves no room."""
     used = sum(request.chunk for request in requests)
     for request in requests:
         if not request.is_last_chunk or request.num_draft_tokens == 0:
             continue
-        room = -request.chunk % limits.unit
-        if limits.max_context_length is not None:
-            room = min(room, limits.max_context_length - request.chunk)
-        if capacity is not None:
-            room = min(room, capacity - used)
-            used += room
+        room = min(-request.chunk % limits.unit, limits.max_context_length - request.chunk, capacity - used)
+        used += room
         if request.num_draft_tokens > room:
             request.set_draft_tokens(room)

@@ -104,4 +104,4 @@ class DynamicLimits:
                 budget = max(budget, max((request.prompt_len for request in active.context), default=0))
             else:
                 budget = max(budget, config.chunk_unit)
-            self._micro_batch.max_num_tokens = min(budget, config.token_budget)
+            self._micro_batch.token_budget = min(budget, config.token_budget)

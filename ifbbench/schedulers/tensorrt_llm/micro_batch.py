@@ -19,7 +19,7 @@ class MicroBatchScheduler:
     With chunked context, generation takes its tokens first and the rest of the budget is divided into chunks. Without
     it, the order alone decides, and the first request that does not fit ends the batch.
 
-    max_num_tokens: token budget of an iteration; None is no limit. chunking_policy: None is no chunked context.
+    token_budget: of an iteration. chunking_policy: None is no chunked context.
     num_micro_batches: with several, each has at most its share of the active requests, so that all are equally full.
     num_parts: parts of the devices, each of which has its share of the token budget; without chunked context.
     """
@@ -27,7 +27,7 @@ class MicroBatchScheduler:
     def __init__(
         self,
         max_batch_size: int,
-        max_num_tokens: int | None = None,
+        token_budget: int = UNLIMITED,
         chunking_policy: str | None = None,
         chunk_limits: ChunkLimits | None = None,
         num_micro_batches: int = 1,
@@ -36,7 +36,7 @@ class MicroBatchScheduler:
         self.num_parts = num_parts
         self.max_batch_size = max_batch_size
         self.num_micro_batches = num_micro_batches
-        self.max_num_tokens = max_num_tokens
+        self.token_budget = token_budget
         self.chunking_policy = chunking_policy
         self.chunk_limits = chunk_limits or ChunkLimits(unit=1)
         self._nothing = MicroBatch(self, max_batch_size)
@@ -58,7 +58,7 @@ class MicroBatchScheduler:
                 count += len(admitted)
                 if not self.chunking_policy:
                     needed += sum(request.prompt_len + request.num_draft_tokens for request in admitted)
-            takes_all = count <= max_requests and (self.max_num_tokens is None or needed <= self.max_num_tokens)
+            takes_all = count <= max_requests and needed <= self.token_budget
             if takes_all and self.num_parts > 1:
                 of_generation = sums_of_parts(generation, self.num_parts, active.table.step_tokens)
                 of_parts = of_generation.copy()
@@ -84,7 +84,7 @@ class MicroBatchScheduler:
     @property
     def share(self) -> int:
         """The token budget of each part."""
-        return (UNLIMITED if self.max_num_tokens is None else self.max_num_tokens) // self.num_parts
+        return self.token_budget // self.num_parts
 
 
 class MicroBatch:
@@ -139,8 +139,7 @@ class MicroBatch:
             self._select_for_chunks([request])
             return None
         cost = request.prompt_len + request.num_draft_tokens if request.in_context else request.step_tokens
-        budget = self.scheduler.max_num_tokens
-        if budget is not None and self.tokens + cost > budget:
+        if self.tokens + cost > self.scheduler.token_budget:
             return Limit.NUM_TOKENS
         part, parts = request.slot % self.scheduler.num_parts, self.tokens_of_parts
         if self.scheduler.num_parts > 1 and parts[part] + cost > self.scheduler.share:
@@ -173,8 +172,7 @@ class MicroBatch:
         """Size the chunks and put the contexts in batch order."""
         scheduler = self.scheduler
         if scheduler.chunking_policy and self.context:
-            budget = scheduler.max_num_tokens
-            capacity = None if budget is None else budget - self.tokens
+            capacity = scheduler.token_budget - self.tokens
             self.context, cut = fit_chunks(self.context, scheduler.chunking_policy, capacity, scheduler.chunk_limits)
             if cut and (self.left_out is None or cut.order < self.left_out.request.order):
                 self.left_out = LeftOut(cut, Limit.NUM_TOKENS)

@@ -203,9 +203,7 @@ class Repetition:
         active, table, config = self._active, self._active.table, self._config
         if plan.context or len(active.generation) > config.max_active:
             return 1
-        share = min(config.micro_batch_size, ceil_div(len(active), self._num_turns))
-        if config.max_num_tokens is not None:
-            share = min(share, config.max_num_tokens)
+        share = min(config.micro_batch_size, ceil_div(len(active), self._num_turns), config.token_budget)
         for turn, rows in enumerate(self._rows_of):
             if len(rows) > share:
                 steps = min(steps, max(turn, 1))

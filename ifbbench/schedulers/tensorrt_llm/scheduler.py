@@ -77,9 +77,9 @@ class TensorRtLlmScheduler(SingleIterations):
         is_chunked = config.chunk_unit is not None
         self._micro_batch = MicroBatchScheduler(
             config.micro_batch_size,
-            config.max_num_tokens,
+            config.token_budget,
             config.chunking_policy if is_chunked else None,
-            ChunkLimits(config.chunk_unit or 1, config.max_num_tokens if is_chunked else None),
+            ChunkLimits(config.chunk_unit or 1, config.token_budget),
             config.num_micro_batches,
             config.attention_dp_size if config.balances_parts else 1,
         )
