@@ -311,10 +311,11 @@ def commands_of(trace: str | None, tuning: "Tuning") -> list[list[str]]:
 
 
 def _best_line(best: "Candidate", goal: "Goal", words: "Words") -> str:
+    from ifbbench.analysis.words import SIZES, setting_of
     from ifbbench.studies.tune_candidates import misses_text
 
     ran = "all requests" if best.run.case.requests is None else f"the first {best.run.case.requests:,} requests"
-    names = [name for name in ("max_batch_size", "max_num_tokens", "policy") if name in best.settings]
+    names = [name for name in (*map(setting_of, SIZES), "policy") if name in best.settings]
     limits = words.with_values({name: best.settings[name] for name in names})
     missed = goal.shortfalls(best.summary)
     figure = misses_text(missed) if missed else f"{abs(best.score):,.4g} {goal.unit}"

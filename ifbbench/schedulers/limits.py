@@ -134,6 +134,11 @@ class BatchingConfig:
         return UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
 
     @property
+    def generation_budget(self) -> int:
+        """Maximum number of tokens in an iteration of requests that generate: SGLang's limit is of prefill batches."""
+        return UNLIMITED if self.sglang is not None else self.token_budget
+
+    @property
     def is_async(self) -> bool:
         """Whether requests are scheduled again before their newest tokens are known."""
         return self.overlap == Overlap.ASYNC and self.pp_size == 1
@@ -181,6 +186,11 @@ class BatchingConfig:
         if self.has_one_policy:
             return self
         return replace(self, num_sending=min(self.num_blocks, max(SENDING * self.max_active, MIN_SENDING)))
+
+    def with_chunks(self, token_budget: int) -> "BatchingConfig":
+        """With prompts of any length, in chunks of whole blocks within this budget."""
+        longest = self.max_seq_len - 1
+        return replace(self, max_num_tokens=token_budget, chunk_unit=self.tokens_per_block, max_input_len=longest)
 
     @property
     def attention_window(self) -> AttentionWindow:

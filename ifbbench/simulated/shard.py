@@ -273,10 +273,10 @@ class Shard:
         joined = 2 * self.model.hidden_size**2 / self.attention_tp_size
         return round(draft.layer_bytes + joined * draft.weight_bytes_of(Mixer.ATTENTION))
 
-    def activation_bytes(self, max_num_tokens: int, max_batch_size: int) -> int:
+    def activation_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Peak of an iteration: hidden states and the intermediate values of MLP or attention, or the logits.
 
-        Limits are those of all parts of `attention_dp_size`, of which each has its share."""
+        num_tokens, num_requests: of all parts of `attention_dp_size`, of which each has its share."""
         model, parts = self.model, self.attention_dp_size
         hidden, latent = model.hidden_size, model.latent
         mlp = 3 * hidden + max(
@@ -286,8 +286,8 @@ class Shard:
         attention = 3 * hidden + 2 * self.query_size + 2 * self.kv_size
         if latent is not None:  # queries, and keys and values of all heads
             attention = 3 * hidden + self.heads * (2 * (latent.nope + latent.rope) + 2 * latent.value) + latent.cached
-        logits = -(-max_batch_size // parts) * model.vocab_size * LOGIT_BYTES
-        return round(max(-(-max_num_tokens // parts) * max(mlp, attention) * self.compute_bytes, logits))
+        logits = -(-num_requests // parts) * model.vocab_size * LOGIT_BYTES
+        return round(max(-(-num_tokens // parts) * max(mlp, attention) * self.compute_bytes, logits))
 
     def kv_bytes_of_all_devices(self, kv_bytes: int) -> int:
         """KV cache of all devices together when each has `kv_bytes`. Heads that several devices keep count once."""
@@ -333,21 +333,21 @@ def plan_memory(shard: Shard, hardware: HardwareProfile, config: RunConfig) -> M
     if config.draft_mtp is not None:
         weights += shard.draft_layer_bytes
     max_batch_size, left = config.max_batch_size or 1, hardware.memory_bytes - runtime - weights
-    max_num_tokens = config.max_num_tokens
-    if max_num_tokens is None:
+    num_tokens = config.max_num_tokens
+    if num_tokens is None:
         # At most all tokens that the KV cache has room for, which shares the memory with their activations.
         token_bytes = shard.activation_bytes(TOKENS_TO_MEASURE, 0) / TOKENS_TO_MEASURE
         share = config.kv_cache_free_gpu_mem_fraction
         in_cache = int(share * max(left, 0) / (shard.kv_bytes_per_token + share * token_bytes))
-        max_num_tokens = min(in_cache, max_batch_size * (config.max_input_len or in_cache))
-    activations = shard.activation_bytes(max_num_tokens, max_batch_size)
+        num_tokens = min(in_cache, max_batch_size * (config.max_input_len or in_cache))
+    activations = shard.activation_bytes(num_tokens, max_batch_size)
     overhead = None if config.engine_overhead is None else load_overhead(config.engine_overhead)
     left -= activations
     if left <= 0:
         raise InputError(
             f"the model does not fit: {hardware.name} has {memory_size(hardware.memory_bytes)}, and each device takes "
             f"{memory_size(weights)} for weights in {shard.dtype}, {memory_size(activations)} for activations of "
-            f"--max_num_tokens {max_num_tokens} and {memory_size(runtime)} for the runtime. Raise --tp_size or "
+            f"--max_num_tokens {num_tokens} and {memory_size(runtime)} for the runtime. Raise --tp_size or "
             "--pp_size, or choose a smaller --dtype or another --device."
         )
     adapters, beside_weights = 0, left

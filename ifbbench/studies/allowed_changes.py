@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ifbbench.analysis.words import SIZES, setting_of
 from ifbbench.models.named_models import load_model_config
 from ifbbench.settings.config import CHUNKING_POLICIES, SCHEDULE_POLICIES, SGLANG, TRTLLM, VLLM, RunConfig
 from ifbbench.settings.modes import BatchingType, Overlap
@@ -83,17 +84,17 @@ class Allowed:
     def _sizes(self, is_static: bool) -> Iterator[tuple[str, Settings]]:
         """Limits of a batch. What is not reached is lowered from what was."""
         now, idle = self.resolved, idle_limits(self.summary, self.resolved["max_batch_size"])
-        peaks = {"max_batch_size": self.summary["peak_scheduled_requests"], "max_num_tokens": self.peak_tokens}
-        limits = {"max_batch_size": "batch_size"} | ({} if is_static else {"max_num_tokens": "num_tokens"})
-        for name, limit in limits.items():
+        peaks = dict(zip(SIZES, (self.summary["peak_scheduled_requests"], self.peak_tokens), strict=True))
+        for limit in SIZES[:1] if is_static else SIZES:
+            name = setting_of(limit)
             if (size := now.get(name)) is None:
                 continue
             for factor in FACTORS:
                 if factor > 1 and limit in idle:
                     continue  # no decision depended on it
                 other = round(size * factor)
-                if factor < 1 and peaks[name] < size:
-                    other = rounded(peaks[name] * factor)
+                if factor < 1 and peaks[limit] < size:
+                    other = rounded(peaks[limit] * factor)
                 yield limit if factor > 1 else DEVICE, {name: max(other, 1)}
         if emulated := now.get("static_emulated_batch_size"):
             for factor in FACTORS:

@@ -154,8 +154,8 @@ def _memory_bytes(engine: Engine, device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     config, shard = engine.config, Shard.of_config(engine.model, engine.config)
     limits = engine.limits
-    max_num_tokens = min(limits.token_budget, limits.max_batch_size * limits.max_input_len)
-    activations = shard.activation_bytes(max_num_tokens, limits.max_batch_size)
+    num_tokens = min(limits.token_budget, limits.max_batch_size * limits.max_input_len)
+    activations = shard.activation_bytes(num_tokens, limits.max_batch_size)
     kv_memory = min(available_host_bytes(), MAX_CPU_KV_BYTES / config.kv_cache_free_gpu_mem_fraction)
     return shard.parameter_bytes + activations + math.ceil(kv_memory)
 

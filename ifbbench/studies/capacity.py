@@ -1,6 +1,5 @@
 """`ifbbench capacity`: the KV cache that fits beside a model, and how many requests run in it at once."""
 
-import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from ifbbench.kv.attention_window import AttentionWindow
 from ifbbench.kv.sizing import CacheLayout, WindowLayout, max_attention_window
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
-from ifbbench.schedulers.limits import BatchingConfig
+from ifbbench.schedulers.limits import UNLIMITED, BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.settings.config import MAX_BATCH, RunConfig
 from ifbbench.settings.fields import memory_size
@@ -234,8 +233,6 @@ class Fit:
 
 def fit(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingConfig, pools: Pools) -> Fit:
     """How many of `requests`, as the engine admits them, run at once."""
-    if limits.sglang is not None:  # its chunk size is of prefill batches: requests that decode have no limit of tokens
-        limits = dataclasses.replace(limits, max_num_tokens=None)
     means = [Fraction(sum(case.blocks(request, window) for request in requests), len(requests)) for window, _ in pools]
     by_limit = {
         Limit.BATCH_SIZE: limits.max_batch_size,
@@ -254,9 +251,9 @@ def _by_tokens(case: PolicyCase, requests: Sequence[TraceRequest], limits: Batch
         for name in ("prompt_len", "beam_width", "output_len")
     )
     if case.is_static:
-        return max(limits.token_budget // prompt, 1)
-    if limits.max_num_tokens is None:
-        return limits.token_budget // beams
+        return max(limits.generation_budget // prompt, 1)
+    if limits.generation_budget == UNLIMITED:
+        return UNLIMITED // beams
     budget, count = _TokenBudget(limits), 0
     while count < UNLIMITED_BATCH_SIZE and budget.starts(prompt, outputs, beams):
         count += 1
@@ -269,8 +266,8 @@ class _TokenBudget:
     (After that, with short outputs, the rest of a prompt that was cut may run beside as many others.)"""
 
     def __init__(self, limits: BatchingConfig) -> None:
-        self._budget, self._unit = limits.token_budget, limits.chunk_unit
-        self._left: Fraction | int = limits.token_budget
+        self._budget, self._unit = limits.generation_budget, limits.chunk_unit
+        self._left: Fraction | int = limits.generation_budget
         self._iteration, self._first_end = 1, math.inf
         # Beams that generate a token in the current iteration, and in the next one.
         self._beams: Fraction | int = 0
@@ -309,7 +306,7 @@ def _first(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingC
             return count
         prompts += request.prompt_len
         is_in_time = budget.starts(request.prompt_len, request.output_len, request.beam_width)
-        if count > 0 and not (prompts <= limits.token_budget if case.is_static else is_in_time):
+        if count > 0 and not (prompts <= limits.generation_budget if case.is_static else is_in_time):
             return count
     return len(requests)
 

@@ -7,9 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from ifbbench.analysis.number_texts import NOTHING, count, significant
-from ifbbench.analysis.words import TENSORRT_LLM, words_of
+from ifbbench.analysis.words import SIZES, TENSORRT_LLM, setting_of, words_of
 from ifbbench.engine.plan import Limit
 from ifbbench.report import plain_table
+from ifbbench.schedulers.limits import UNLIMITED
 from ifbbench.settings.config import ENGINE_NAMES
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
@@ -77,10 +78,7 @@ def _title(study: Study) -> str:
         f"attention data parallelism {config.attention_dp_size}" if config.attention_dp_size > 1 else None,
         config.weight_dtype,
         f"KV cache {config.kv_cache_dtype}" if config.kv_cache_dtype not in (None, config.dtype) else None,
-        *(
-            f"{words.settings.get(name, name)} {getattr(config, name)}"
-            for name in ("max_batch_size", "max_num_tokens", "max_seq_len")
-        ),
+        *(f"{words.own_name(name)} {getattr(config, name)}" for name in (*map(setting_of, SIZES), "max_seq_len")),
         words.chunked if config.enable_chunked_context else None,
         f"{config.max_beam_width} beams" if study.limits.max_beam_width > 1 else None,
         f"attention window {' + '.join(map(str, windows))}" if set(windows) != {config.max_seq_len} else None,
@@ -230,21 +228,20 @@ def _server_start(study: Study) -> str:
 
 def _bound(study: Study, found: Fit) -> str:
     blocks = sum(window.num_blocks for window in study.pool.pools)
-    own_names = words_of(study.config.as_dict()).settings
+    words, limits = words_of(study.config.as_dict()), study.limits
     names = {
         Limit.KV_BLOCKS: f"the KV cache ({count(blocks)} blocks)",
-        Limit.BATCH_SIZE: own_names.get("max_batch_size", "max_batch_size"),
-        Limit.NUM_TOKENS: f"{own_names.get('max_num_tokens', 'max_num_tokens')} "
-        f"({count(study.limits.max_num_tokens or 0)})",
+        Limit.BATCH_SIZE: words.setting_name(Limit.BATCH_SIZE),
+        Limit.NUM_TOKENS: f"{words.setting_name(Limit.NUM_TOKENS)} ({count(limits.generation_budget)})",
     }
     first = names.pop(found.bound_by)
-    if study.limits.max_num_tokens is None or study.limits.sglang is not None:
+    if limits.generation_budget == UNLIMITED:
         names.pop(Limit.NUM_TOKENS, None)
     others = ", ".join(
         f"{name} {'' if index else 'would allow '}{count(found.by_limit[limit])}"
         for index, (limit, name) in enumerate(names.items())
     )
-    is_static = study.limits.batching_type is BatchingType.V1
+    is_static = limits.batching_type is BatchingType.V1
     which = "requests of the mean length" if len(study.requests) > 1 else "such requests"
     at_end = ", all at their full length," if found.case.moment else ""
     packed = ""

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -167,12 +167,7 @@ def run_scenario(engine: Engine, scenario: Scenario) -> list[Sample]:
     """Run `scenario` like `ifbbench run`, recording included, and return its iterations in order."""
     limits = engine.limits
     if scenario.chunk_budget is not None:
-        limits = replace(
-            limits,
-            max_num_tokens=scenario.chunk_budget,
-            chunk_unit=limits.tokens_per_block,
-            max_input_len=limits.max_seq_len - 1,
-        )
+        limits = limits.with_chunks(scenario.chunk_budget)
     requests = [
         TraceRequest(index, 0.0, prompt_len, max_new_tokens=output_len, output_len=output_len)
         for index, (prompt_len, output_len) in enumerate(scenario.lengths)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ifbbench.analysis.words import SIZES, setting_of
 from ifbbench.errors import InputError
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.settings.config import ENGINE_NAMES, MAX_REPLICAS, RunConfig
@@ -46,7 +47,6 @@ WORK_SHARE, MIN_WORK, MAX_WORK, PREFIX_WORK = 0.07, 14.0, 20.0, 1 / 3
 # In the end, settings are changed alone, by this step: in so many runs those that were not before, and in so many runs
 # altogether, with limits that bind.
 ALONE_STEP, UNKNOWN_RUNS, ALONE_RUNS = 1.9, 3, 5
-LIMITS = {"max_batch_size": "batch_size", "max_num_tokens": "num_tokens"}
 FINALISTS = 3
 # Further starts: shares of the requests that run at once without a limit, and token budgets.
 SPREAD_DIVISORS, SPREAD_TOKENS = (2, 4, 8), (512, 2048)
@@ -258,7 +258,7 @@ class Tuner:
         points = (
             *(() if self.space.is_server else (self.space.point(tp_size=tp, **rule),)),
             self.space.point(tp_size=tp),
-            self.space.point(tp_size=tp, max_num_tokens=1024),
+            self.space.with_limits(tp, num_tokens=1024),
         )
         return list(dict.fromkeys(points))
 
@@ -309,7 +309,7 @@ class Tuner:
         change can help, so that it is known what that does."""
         known = self.judge.alone(best, self._candidates.values())
         idle = idle_limits(best.summary, best.settings["max_batch_size"])
-        binding = {name for name, limit in LIMITS.items() if limit not in idle and not self.judge.is_perfect(best)}
+        binding = {setting_of(limit) for limit in SIZES if limit not in idle and not self.judge.is_perfect(best)}
         moves = self.space.moves(best.run.case.settings, best.summary, ALONE_STEP)
         points = [point for name, point in moves if not known[name]][:UNKNOWN_RUNS]
         points += [point for name, point in moves if name in binding and known[name]]
@@ -372,10 +372,8 @@ class Tuner:
         tp, peak = dict(point)["tp_size"], probe.summary["peak_scheduled_requests"]
         found: list[Candidate] = []
         for divisor in GRID_DIVISORS:  # from few limits to narrow ones, until settings meet the objectives
-            batch = {} if divisor == 1 else {"max_batch_size": max(peak // divisor, 1)}
-            points = dict.fromkeys(
-                self.space.point(tp_size=tp, max_num_tokens=tokens, **batch) for tokens in GRID_TOKENS
-            )
+            batch = None if divisor == 1 else max(peak // divisor, 1)
+            points = dict.fromkeys(self.space.with_limits(tp, tokens, batch) for tokens in GRID_TOKENS)
             found += self._evaluate([Case(one, prefix, replicas) for one in points])
             if any(not self.goal.shortfalls(one.summary) for one in found):
                 break
@@ -391,11 +389,7 @@ class Tuner:
             return []
         tp, peak = dict(point)["tp_size"], probe.summary["peak_scheduled_requests"]
         batches = dict.fromkeys(max(peak // divisor, 1) for divisor in SPREAD_DIVISORS)
-        return [
-            self.space.point(tp_size=tp, max_batch_size=batch, max_num_tokens=tokens)
-            for batch in batches
-            for tokens in SPREAD_TOKENS
-        ]
+        return [self.space.with_limits(tp, tokens, batch) for batch in batches for tokens in SPREAD_TOKENS]
 
     @property
     def allowed_work(self) -> float:
@@ -539,7 +533,7 @@ class Tuner:
         ]
         misses = np.array([sum(log(ratio) for ratio in self.goal.shortfalls(one.summary).values()) for one in known])
         limits, of_known = (
-            np.log2([[dict(one.settings)[name] for name in LIMITS] for one in ran])
+            np.log2([[dict(one.settings)[setting_of(limit)] for limit in SIZES] for one in ran])
             for ran in (cases, [one.run.case for one in known])
         )
         distances = np.abs(limits[:, np.newaxis] - of_known).sum(axis=2)

@@ -111,6 +111,11 @@ class Space:
         values = {name: value for name, value in values.items() if name in found and name not in self.fixed}
         return tuple((found | values).items())
 
+    def with_limits(self, tp_size: int, num_tokens: int, batch_size: int | None = None) -> Settings:
+        """The settings of `base` with these limits. batch_size: None for that of `base`."""
+        batch = {} if batch_size is None else {"max_batch_size": batch_size}
+        return self.point(tp_size=tp_size, max_num_tokens=num_tokens, **batch)
+
     def moves(self, point: Settings, summary: Mapping[str, Any], step: float) -> list[tuple[str, Settings]]:
         """Points that differ from `point` in one setting, with its name; limits by a factor of `step`. Those that are
         certain to run the same schedule are left out.
