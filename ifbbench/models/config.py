@@ -76,8 +76,8 @@ class ModelConfig:
     gated_attention: whether queries come with a gate of their output. gated_mlp: whether MLPs of the Llama family have
     a gate. has_expert_bias: biases of the experts. num_norms: of a layer, 0 if one before each mixer and MLP.
     query_key_norm_size: weights of the norms of queries and keys, 0 if they are those of one head each.
-    num_draft_layers: layers for multi-token prediction, which are not among `num_layers`. is_draft: such a layer, with
-    the product that joins a hidden state and the embedding of the next token.
+    is_draft: a layer for multi-token prediction or an EAGLE head, with the product that joins a hidden state and the
+    embedding of the next token.
     """
 
     vocab_size: int
@@ -115,7 +115,6 @@ class ModelConfig:
     gated_mlp: bool = True
     num_norms: int = 0
     query_key_norm_size: int = 0
-    num_draft_layers: int = 0
     is_draft: bool = False
 
     @classmethod
@@ -250,9 +249,7 @@ class ModelConfig:
         """The layer for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), of a model without one an
         EAGLE head (arXiv:2401.15077): one more layer like the last one. It shares embeddings and output layer with the
         model."""
-        return dataclasses.replace(
-            self, num_layers=1, layers=self.layers[-1:], windows=(), num_draft_layers=0, is_draft=True
-        )
+        return dataclasses.replace(self, num_layers=1, layers=self.layers[-1:], windows=(), is_draft=True)
 
 
 def check_split(model: ModelConfig, tp_size: int, pp_size: int, ep_size: int = 1, attention_dp_size: int = 1) -> None:

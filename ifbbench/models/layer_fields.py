@@ -146,7 +146,6 @@ def minimax_m2(fields: Fields) -> dict[str, Any]:
     return experts(fields) | {
         "query_key_norm": True,
         "query_key_norm_size": heads * head_dim,
-        "num_draft_layers": _number_or_0(fields, "num_mtp_modules"),
     }
 
 
@@ -242,7 +241,6 @@ def _after_dense(fields: Fields) -> dict[str, Any]:
             LayerKind(mlp=Mlp.EXPERTS if index >= first and index % step == 0 else Mlp.DENSE)
             for index in _layers(fields)
         ),
-        "num_draft_layers": _number_or_0(fields, "num_nextn_predict_layers"),
     }
 
 
