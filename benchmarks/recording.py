@@ -22,7 +22,6 @@ from ifbbench.replay.client import make_client
 from ifbbench.replay.requests import request_maker
 from ifbbench.rundir.recorder import Complete, Recorder
 from ifbbench.rundir.run_directory import hardware, versions
-from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.settings.config import RunConfig
 from ifbbench.workload.load import load_trace
@@ -62,8 +61,10 @@ def loop_seconds(engine: Engine, trace: Trace, records: bool) -> dict[str, float
     client = make_client(engine.config, trace, engine.clock, request_maker(engine))
     limits = engine.limits
     with TemporaryDirectory() as directory:
-        statistics = IterationStatistics(limits.batching_type, limits.max_batch_size)
-        recorder = TimedRecorder(Path(directory), {}, len(trace), statistics, client.arrival_s) if records else None
+        recorder = None
+        if records:
+            kind, size = limits.batching_type, limits.max_batch_size
+            recorder = TimedRecorder(Path(directory), {}, len(trace), kind, size, client.arrival_s)
         observer: Observer = recorder or Unobserved()
         loop = make_loop(
             limits,

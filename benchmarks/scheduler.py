@@ -17,7 +17,6 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.rundir.recorder import Recorder
 from ifbbench.rundir.run_directory import hardware, versions
-from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import POLICY_CLASSES
@@ -79,8 +78,9 @@ def _manager(policy: str, requests: list[Request], observer: Observer, clock: Wa
 def recorded_iterations_per_second(policy: str, requests: list[Request]) -> float:
     """The same with everything written to a run directory on disk."""
     with TemporaryDirectory() as directory:
-        statistics = IterationStatistics(BatchingType.INFLIGHT_FUSED, len(requests))
-        recorder = Recorder(Path(directory), {}, len(requests), statistics, lambda request: 0.0)
+        recorder = Recorder(
+            Path(directory), {}, len(requests), BatchingType.INFLIGHT_FUSED, len(requests), lambda request: 0.0
+        )
         rate = iterations_per_second(policy, requests, recorder)
         recorder.close(partial=True)
     return rate

@@ -23,7 +23,6 @@ from ifbbench.live.events import Added, Begin, End, Ended, Event, Step, take
 from ifbbench.live.mirror import PRIORITY_STEP, EngineLimits, Mirror, RecordedRequest
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
-from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.rundir.traffic_trace import TrafficTrace
 from ifbbench.settings.config import SGLANG, VLLM, RunConfig
 from ifbbench.settings.modes import BatchingType
@@ -107,7 +106,8 @@ class Segment:
             self.directory,
             self._description,
             0,
-            IterationStatistics(BatchingType.INFLIGHT_FUSED, config.max_batch_size or 0),
+            BatchingType.INFLIGHT_FUSED,
+            config.max_batch_size or 0,
             _arrival_s,
             class_of=lambda number: CARRIED_OVER if number < self._num_carried_over else None,
         )

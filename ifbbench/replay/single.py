@@ -33,7 +33,6 @@ from ifbbench.rundir import run_directory
 from ifbbench.rundir.lines import is_thinned_out
 from ifbbench.rundir.printing import PrintingRecorder
 from ifbbench.rundir.recorder import Recorder, SummaryRecorder
-from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.settings.config import BY_ITERATION, RunConfig
 from ifbbench.simulated.energy import energy_figures
 from ifbbench.simulated.executor import SimulatedExecutor
@@ -298,13 +297,13 @@ def recorder_of(
 ) -> Recorder:
     """The recorder of a run into `directory`."""
     config = engine.config
-    statistics = IterationStatistics(engine.limits.batching_type, engine.limits.max_active)
     make_recorder: type[Recorder] = PrintingRecorder if config.log_iteration_data else Recorder
     return make_recorder(
         directory,
         description,
         len(trace),
-        statistics,
+        engine.limits.batching_type,
+        engine.limits.max_active,
         client.arrival_s,
         config.recording_format,
         1 if config.enable_steady_state else config.iteration_stats_every,

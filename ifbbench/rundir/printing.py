@@ -16,7 +16,7 @@ class PrintingRecorder(Recorder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Another one, because it remembers the steps of static batches.
-        self._printed = IterationStatistics(self._statistics.batching_type, self._statistics.max_requests)
+        self._printed = IterationStatistics(self.batching_type, self.max_requests)
 
     def iteration(self, record: IterationRecord) -> None:
         super().iteration(record)

@@ -27,6 +27,7 @@ from ifbbench.rundir.spans import SecondsOf, SpanTracker
 from ifbbench.rundir.statistics import IterationStatistics, StaticBatchLines
 from ifbbench.rundir.stretch_lines import StretchLines
 from ifbbench.settings.config import ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
+from ifbbench.settings.modes import BatchingType
 
 FLUSH_INTERVAL_S = 1.0
 Complete = Callable[[dict[str, Any]], dict[str, Any]]
@@ -230,7 +231,7 @@ class Recorder(SummaryRecorder):
     `steps.jsonl` during the run, `summary.json` at its end, and `run.json` at both.
 
     directory: an empty run directory. description: the content of `run.json`. recording_format: suffix of the files of
-    lines. statistics, iteration_stats_every, iteration_stats_format, profile: see IterationLines. recording: with
+    lines. max_requests, iteration_stats_every, iteration_stats_format, profile: see IterationLines. recording: with
     "summary", iterations, steps and spans are not written. clock: files are flushed each second by it; real time if
     None, so that a killed run loses little. The others: see SummaryRecorder.
     """
@@ -240,7 +241,8 @@ class Recorder(SummaryRecorder):
         directory: Path,
         description: dict[str, Any],
         total_requests: int,
-        statistics: IterationStatistics,
+        batching_type: BatchingType,
+        max_requests: int,
         arrival_s: SecondsOf,
         recording_format: str = RECORDING_FORMATS[0],
         iteration_stats_every: int = 1,
@@ -256,21 +258,22 @@ class Recorder(SummaryRecorder):
         self.directory = directory
         self._description = description
         write_begun(directory, description)
-        as_executor, self._statistics = iteration_stats_format == "trtllm", statistics
+        self.batching_type, self.max_requests = batching_type, max_requests
+        as_executor, is_static = iteration_stats_format == "trtllm", batching_type is BatchingType.V1
         # Static batches have a line each, and their steps, which are iterations of the loop, a file of their own.
-        names = ("requests", "iterations", "spans", STEPS)[: 1 if recording == "summary" else 3 + statistics.is_static]
+        names = ("requests", "iterations", "spans", STEPS)[: 1 if recording == "summary" else 3 + is_static]
         self._writers = {name: JsonLinesWriter(directory / f"{name}.{recording_format}") for name in names}
         self._requests = self._writers["requests"]
         self._iterations = self._writers.get(STEPS, self._writers.get("iterations"))
         if "spans" in self._writers:
             self._tracker.writer = self._writers["spans"]
         delivered_s = None if delivery is None else self.ends_s
-        batching_type, max_requests = statistics.batching_type, statistics.max_requests
         self._lines = StretchLines(
             batching_type, max_requests, iteration_stats_every, profile, as_executor, delivered_s
         )
         self._batches: StaticBatchLines | None = None
         if STEPS in self._writers:
+            statistics = IterationStatistics(batching_type, max_requests)
             self._batches = StaticBatchLines(self._writers["iterations"], statistics, as_executor)
         self._clock, self._flushed_s = clock or WallClock(), 0.0
 

@@ -14,7 +14,6 @@ from ifbbench.replay.single import describe
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
 from ifbbench.rundir.servers import parts_of
-from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.rundir.traffic_trace import TrafficTrace
 from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.virtual_clock import PacedClock
@@ -51,7 +50,8 @@ class TrafficRecording(Observer):
             directory,
             self._description,
             0,
-            IterationStatistics(engine.limits.batching_type, engine.limits.max_active),
+            engine.limits.batching_type,
+            engine.limits.max_active,
             self._arrival_s,
             config.recording_format,
             config.iteration_stats_every,

@@ -17,7 +17,6 @@ from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
 from ifbbench.replay.requests import request_maker
 from ifbbench.rundir.recorder import Recorder
-from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.simulated.step_work import StepWork
@@ -176,9 +175,8 @@ def run_scenario(engine: Engine, scenario: Scenario) -> list[Sample]:
     client = ReplayClient(
         trace, clock, request_maker(engine), concurrency=scenario.concurrency, keeps_arrivals=False, keeps_outputs=False
     )
-    statistics = IterationStatistics(limits.batching_type, limits.max_active)
     with TemporaryDirectory() as directory:
-        recorder = Recorder(Path(directory), {}, len(trace), statistics, client.arrival_s)
+        recorder = Recorder(Path(directory), {}, len(trace), limits.batching_type, limits.max_active, client.arrival_s)
         executor = TimingExecutor(engine.executor, clock)
         manager = make_loop(limits, executor, clock, client.get_requests, client.send_response, recorder, client.queued)
         while manager.step():

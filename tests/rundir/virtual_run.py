@@ -12,7 +12,6 @@ from ifbbench.engine.request import Request
 from ifbbench.kv.interface import KvCache
 from ifbbench.replay.client import ReplayClient
 from ifbbench.rundir.recorder import Recorder
-from ifbbench.rundir.statistics import IterationStatistics
 from ifbbench.schedulers.engines import make_loop
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
@@ -118,7 +117,8 @@ def run(
         directory,
         {"name": "virtual", "config": {"iteration_stats_every": iteration_stats_every}},
         len(trace),
-        IterationStatistics(config.batching_type, config.max_batch_size),
+        config.batching_type,
+        config.max_batch_size,
         client.arrival_s,
         recording_format,
         iteration_stats_every,
