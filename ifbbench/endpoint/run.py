@@ -35,7 +35,7 @@ from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient, make_client
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.client_side import ClientRecorder
-from ifbbench.settings.config import ENDPOINT_GROUPS, ENDPOINT_REFUSES, ENDPOINT_TAKES, RunConfig, settings
+from ifbbench.settings.config import RunConfig, settings
 from ifbbench.settings.objectives import parse_objectives
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
@@ -341,12 +341,8 @@ class _EndpointReplay:
     def description(self, name: str) -> dict[str, Any]:
         """The content of run.json: the settings of the client; of the server what is known."""
         config = self._config
-        names = [
-            one.name
-            for one in settings()
-            if one.name in ENDPOINT_TAKES or (one.group in ENDPOINT_GROUPS and one.name not in ENDPOINT_REFUSES)
-        ]
-        known = {name: getattr(config, name) for name in names if name != "endpoint_api_key"}
+        names = [one.name for one in settings() if one.is_of_client and one.name != "endpoint_api_key"]
+        known = {name: getattr(config, name) for name in names}
         if config.extra_body is not None:
             known["extra_body"] = json.dumps(without_secrets(json.loads(config.extra_body)))
         return {

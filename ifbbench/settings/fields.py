@@ -40,6 +40,8 @@ _BYTES = re.compile(
     r"(?P<number>(?:\d+\.?\d*|\.\d+)(?:e\+?\d{1,3})?) ?(?:(?P<unit>[kmgt])(?P<binary>i)?)?b?",
     re.ASCII | re.IGNORECASE,
 )
+# Groups of settings that a run against a server has, unless a setting says otherwise.
+CLIENT_GROUPS = ("replay", "endpoint", "recording")
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -310,7 +312,8 @@ class Setting:
     is_list: an option may be given several times; `convert` makes one value of them.
     aliases: names that are taken too. elsewhere: names of the same in vLLM, SGLang, TensorRT-LLM and llama.cpp, which
     are only suggested; opposites: those that turn it off. engine_decides: some engines have a default that is not None,
-    which none leaves out.
+    which none leaves out. family: of settings of a group that are asked for together. with_endpoint: whether a run
+    against a server has it; None if its group decides.
     """
 
     name: str
@@ -334,6 +337,13 @@ class Setting:
     elsewhere: str = ""
     opposites: str = ""
     engine_decides: bool = False
+    family: str = ""
+    with_endpoint: bool | None = None
+
+    @property
+    def is_of_client(self) -> bool:
+        """Whether a run against a server of others has it: it is not of an engine."""
+        return self.group in CLIENT_GROUPS if self.with_endpoint is None else self.with_endpoint
 
     @property
     def has_default(self) -> bool:
