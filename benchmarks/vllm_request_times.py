@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from ifbbench.cli.options import engine_defaults
+from ifbbench.cli.given_settings import engine_defaults
 from ifbbench.replay.run import run_trace
 from ifbbench.rundir.reader import load_run
 from ifbbench.settings.names import from_mapping, own_names

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from ifbbench.cli.given_settings import given_config
 from ifbbench.cli.gpt_manager import SPECULATIVE, ForeignOption, TraceCommand, unset
-from ifbbench.cli.options import given_config
 from ifbbench.settings.config import settings
 from ifbbench.settings.trtllm_serve import read_arguments, with_attention_dp
 

@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import (
-    COUNT,
-    POSITIVE,
-    SettingsCommand,
-    given_config,
-    json_instead_of_tables,
-    read_config_file,
-    size_option,
-)
+from ifbbench.cli.given_settings import given_config, read_config_file
+from ifbbench.cli.options import COUNT, POSITIVE, SettingsCommand, json_instead_of_tables, size_option
 from ifbbench.progress import Progress
 from ifbbench.settings.config import RunConfig, settings
 

@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import (
-    NOT_NEGATIVE_INTEGER,
-    IntegerRange,
-    SettingsCommand,
-    config_table,
-    given_config,
-    json_instead_of_tables,
-)
+from ifbbench.cli.given_settings import config_table, given_config
+from ifbbench.cli.options import NOT_NEGATIVE_INTEGER, IntegerRange, SettingsCommand, json_instead_of_tables
 from ifbbench.errors import InputError
 from ifbbench.settings.config import SIMULATED, settings
 from ifbbench.settings.names import setting

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import (
-    COMMAND_KEYS,
-    Command,
-    SettingsCommand,
-    config_table,
-    given_config,
-    json_instead_of_tables,
-    read_config_file,
-)
+from ifbbench.cli.given_settings import COMMAND_KEYS, config_table, given_config, read_config_file
+from ifbbench.cli.options import Command, SettingsCommand, json_instead_of_tables
 from ifbbench.settings.config import FLEET_SETTINGS, RunConfig, settings
 from ifbbench.settings.servers import SERVERS, read_line, write_line
 

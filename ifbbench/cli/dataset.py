@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import COUNT, FloatRange, SettingOption, given_config, json_instead_of_tables
+from ifbbench.cli.given_settings import given_config
+from ifbbench.cli.options import COUNT, FloatRange, SettingOption, json_instead_of_tables
 from ifbbench.cli.synth import FILE_OPTIONS, FORMAT_OPTION, FORMATS, Group, add_options, check_output, synth, write
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory

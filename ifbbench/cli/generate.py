@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from ifbbench.cli.options import COUNT, SettingsCommand, given_config
+from ifbbench.cli.given_settings import given_config
+from ifbbench.cli.options import COUNT, SettingsCommand
 from ifbbench.errors import InputError
 
 

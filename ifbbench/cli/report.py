@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import Command, IntegerRange, SettingsCommand, given_config
+from ifbbench.cli.given_settings import given_config
+from ifbbench.cli.options import Command, IntegerRange, SettingsCommand
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, check_new_file
 from ifbbench.rundir.run_directory import REPEATS_FILE, SERVER_LOGS

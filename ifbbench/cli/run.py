@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.gpt_manager import TraceCommand
-from ifbbench.cli.options import (
+from ifbbench.cli.given_settings import (
     COMMAND_KEYS,
     PLACES,
     RUN_KEYS,
-    IntegerRange,
     engine_defaults,
     given_config,
     read_command_keys,
     with_recording,
 )
+from ifbbench.cli.gpt_manager import TraceCommand
+from ifbbench.cli.options import IntegerRange
 from ifbbench.cli.report import benchmark_lines_option, json_option, print_result, print_run, write_run_outputs
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError

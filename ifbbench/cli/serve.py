@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from ifbbench.cli.options import SettingOption, SettingsCommand, given_config
+from ifbbench.cli.given_settings import given_config
+from ifbbench.cli.options import SettingOption, SettingsCommand
 from ifbbench.errors import InputError
 from ifbbench.serving.routing.config import RouterConfig, serve_settings
 from ifbbench.settings.config import settings

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from ifbbench.cli.options import SettingsCommand, given_config, json_instead_of_tables
+from ifbbench.cli.given_settings import given_config
+from ifbbench.cli.options import SettingsCommand, json_instead_of_tables
 from ifbbench.errors import InputError
 from ifbbench.settings.config import SIMULATED
 from ifbbench.settings.names import from_mapping

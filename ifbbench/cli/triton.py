@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from ifbbench.cli.options import SettingOption, SettingsCommand, given_config
+from ifbbench.cli.given_settings import given_config
+from ifbbench.cli.options import SettingOption, SettingsCommand
 from ifbbench.cli.serve import NAMES, engine_config_option
 from ifbbench.serving.triton_repository import TritonConfig, triton_settings, write_repository
 

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ifbbench.cli.options import (
-    COUNT,
-    POSITIVE,
-    SettingsCommand,
-    engine_defaults,
-    given_config,
-    is_run,
-    json_instead_of_tables,
-    read_command_keys,
-    read_config_file,
-)
+from ifbbench.cli.given_settings import engine_defaults, given_config, is_run, read_command_keys, read_config_file
+from ifbbench.cli.options import COUNT, POSITIVE, SettingsCommand, json_instead_of_tables
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.progress import Progress

@@ -6,8 +6,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.cli.given_settings import given_config
 from ifbbench.cli.main import main
-from ifbbench.cli.options import SettingsCommand, given_config
+from ifbbench.cli.options import SettingsCommand
 from ifbbench.serving.routing.config import serve_settings
 from ifbbench.settings.config import RunConfig, settings
 from ifbbench.settings.names import from_mapping

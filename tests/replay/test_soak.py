@@ -20,8 +20,8 @@ from click.testing import CliRunner
 
 from ifbbench.build.engines import NOT_IN_VLLM
 from ifbbench.build.sglang import NOT_IN_SGLANG
+from ifbbench.cli.given_settings import PLACES
 from ifbbench.cli.main import main
-from ifbbench.cli.options import PLACES
 from ifbbench.compressed import read_pieces
 from ifbbench.engine.loop import TokenGenerationLoop
 from ifbbench.engine.request import Request
