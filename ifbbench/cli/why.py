@@ -379,7 +379,7 @@ def _tried(
     from ifbbench.cli.console import progress_line
     from ifbbench.processes import TimeIsUp
     from ifbbench.rundir.what_if import keep_what_if
-    from ifbbench.studies.what_if import why_not
+    from ifbbench.studies.replayed_settings import why_not
     from ifbbench.studies.what_if_outcome import not_tried
 
     improve, only, budget_s, clock = wanted

@@ -1380,6 +1380,10 @@ class RunConfig:
         """A copy with some settings changed; every name must be a setting's own name."""
         return dataclasses.replace(self, **values)
 
+    def without(self, *names: str) -> "RunConfig":
+        """A copy in which these settings have their defaults."""
+        return self.with_values(**{name: getattr(RunConfig, name) for name in names})
+
     @property
     def is_fleet(self) -> bool:
         """Whether a router distributes the requests to replicas, of which there may be only one."""
@@ -1399,8 +1403,7 @@ class RunConfig:
 
     def of_one_replica(self, **values: Any) -> "RunConfig":
         """The settings of a replica on its own, with some of them changed."""
-        usual = {setting.name: setting.default for setting in settings() if setting.group == "fleet"}
-        return self.with_values(**usual | values)
+        return self.without(*FLEET_SETTINGS).with_values(**values)
 
     @property
     def weight_dtype(self) -> str:

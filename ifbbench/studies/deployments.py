@@ -160,7 +160,7 @@ def _tuner(
             config = config.with_values(decode=",".join(filter(None, (base.decode, f"tp_size={decode_tp}"))))
         config = config.with_values(prefill_replicas=1, decode_replicas=1)
     else:
-        config = config.with_values(**{name: getattr(RunConfig, name) for name in SIDE_SETTINGS})
+        config = config.without(*SIDE_SETTINGS)
     kind = SidesTuner if one.is_apart else Tuner
     return kind(trace, config, fixed | set(DEPLOYED), goal, max_gpus, prices[one.values["device"]], progress)
 

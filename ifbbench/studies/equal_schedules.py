@@ -18,7 +18,7 @@ from ifbbench.errors import InputError
 from ifbbench.replay.requests import expected_refusals
 from ifbbench.replay.single import engine_for
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.settings.config import DEFAULT_MAX_NUM_TOKENS, POLICIES, RunConfig
+from ifbbench.settings.config import RunConfig
 from ifbbench.settings.modes import BatchingType
 from ifbbench.workload.load import load_trace
 from ifbbench.workload.trace import Integers, Trace, columns_of
@@ -112,10 +112,7 @@ def _is_comparable(config: RunConfig) -> bool:
 
 def _common(trace: Trace, config: RunConfig) -> tuple[int, RunConfig]:
     """What runs must have in common: all but these settings."""
-    others = config.with_values(
-        max_batch_size=None, max_num_tokens=DEFAULT_MAX_NUM_TOKENS, policy=POLICIES[0], output=None
-    )
-    return id(trace), others
+    return id(trace), config.without("max_batch_size", "max_num_tokens", "policy", "output")
 
 
 def _is_equal(other: _Ended, asked: _Asked) -> bool:

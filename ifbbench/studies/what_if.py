@@ -4,7 +4,6 @@ Every change is one that the settings of the run allow. Those that relieve what 
 budget of time that is too short leaves out the least promising ones; they are named.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,15 +16,14 @@ from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.generation_time import PROMPTS
 from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.analysis.recorded import RecordedRun
-from ifbbench.build.engines import engine_defaults, usual_beside
+from ifbbench.build.engines import engine_defaults
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.processes import TimeIsUp, run_within, usable_cores
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.rundir.what_if import FAILED
-from ifbbench.settings.command_line import option_words
-from ifbbench.settings.config import SGLANG, VLLM, RunConfig, settings
-from ifbbench.settings.fields import choice
+from ifbbench.settings.config import RunConfig, settings
+from ifbbench.settings.fields import CLIENT_GROUPS, choice
 from ifbbench.settings.names import from_mapping, setting
 from ifbbench.settings.objectives import parse_objectives
 from ifbbench.simulated.expected_error import difference_errors
@@ -33,8 +31,8 @@ from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.allowed_changes import DEVICE, Allowed, Settings
 from ifbbench.studies.fitted_run import NOT_FITTED, REPLAY, fit_device, replay_endpoint, replayed_config
 from ifbbench.studies.points import PointResult, in_one_line, run_all, summarise
+from ifbbench.studies.replayed_settings import base_config, command_of, trace_of, unsayable
 from ifbbench.studies.trace_window import MIN_REQUESTS, Window, window_of
-from ifbbench.studies.tune_runs import APPLIED
 from ifbbench.studies.what_if_outcome import (
     GOOD_SHARE,
     GOODPUT,
@@ -47,7 +45,6 @@ from ifbbench.studies.what_if_outcome import (
     effect_of,
     loses_more,
 )
-from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import Trace, columns_of
 
 DEFAULT_BUDGET_S = 30.0
@@ -61,11 +58,6 @@ WINDOW_SHARE = 0.4
 MIN_GAIN = 0.01
 # Seeds that decide where the run draws anything.
 SEEDS = 3
-ENDPOINT_REASON = (
-    "the settings of the server are not known to a run against an endpoint. Give the command line that started it and "
-    'its GPU: `ifbbench why {run} --server "vllm serve …" --device h100-sxm`; the requests are then replayed on a '
-    "simulated device. For a server of ifbbench, ask `ifbbench why` of its own directory (serve --record DIR)"
-)
 GOALS = {
     "ttft.p99": "ttft_s.p99",
     "tpot.p99": "tpot_s.p99",
@@ -80,77 +72,6 @@ PLANNED_SHARE = 0.8
 MIN_REACHED = 0.5
 # So many changes at most that help in a window are tried on all requests.
 MAX_ON_ALL = 4
-
-
-def trace_of(run: RecordedRun) -> Trace:
-    """The requests of a run, in memory."""
-    return in_memory(read_source(run.path, RunConfig(device="null")))
-
-
-def why_not(run: RecordedRun, is_server_known: bool = False) -> str:
-    """Why no other settings can be tried for a run; empty if they can, as far as is known without a fit.
-    is_server_known: the settings of the server at an endpoint are."""
-    if run.data.endpoint:
-        return "" if is_server_known else ENDPOINT_REASON.format(run=run.path)
-    if run.lacks_requests:
-        return "the log that it was imported from has no requests to replay"
-    if missing := [name for name in ("model", "device") if run.config.get(name) is None]:
-        names = " and ".join(f"--{name}" for name in missing)
-        return f"the log that it was imported from does not name the server's {' and '.join(missing)}; add {names}"
-    if run.config.get("device") == "null":
-        return "the run was on device null, which computes nothing"
-    return ""
-
-
-def base_config(config: Mapping[str, Any], derived: Sequence[str], sessions: bool) -> RunConfig:
-    """The settings with which the trace in a run directory is replayed as in the run. config, derived: of its
-    `run.json`. sessions: whether later turns arrive after answers."""
-    known = {item.name: item for item in settings()}
-    values: dict[str, Any] = {
-        name: None if name in derived else value
-        for name, value in config.items()
-        if name in known and known[name].group != "recording"
-    }
-    values["enable_steady_state"] = config.get("enable_steady_state", False)
-    asked = RunConfig(**values)
-    is_open = asked.keeps_arrivals
-    applied = dict(APPLIED)
-    if sessions or not is_open:
-        del applied["duration"]  # requests that arrive after an answer may come too late
-    # Resolved already: the form of the overlap says it, or --async_scheduling, or --disable_overlap_schedule.
-    overlap = None if asked.engine in (VLLM, SGLANG) else config.get("overlap")
-    return asked.with_values(
-        **applied,
-        time_scale=1.0,
-        max_num_samples=None,
-        skip_bad_rows=False,
-        trace_format=None,
-        columns=None,
-        tokenizer=None,
-        default_output_len=None,
-        arrival="recorded" if asked.concurrency is not None and is_open else None,
-        overlap=overlap,
-        enable_trt_overlap=False,
-        quiet=True,
-    )
-
-
-def command_of(source: str, config: RunConfig) -> str:
-    """The `ifbbench run` that replays the trace of a run directory with these settings."""
-    usual = usual_beside(config)
-    values = {
-        name: value
-        for name, value in config.as_dict().items()
-        if name != "quiet" and (name in ("device", "model") or value != usual[name])
-    }
-    return shlex.join(["ifbbench", "run", source, *option_words(values, config.engine)])
-
-
-def unsayable(config: RunConfig) -> list[str]:
-    """Settings of a run that no command line gives: they are left out there, and have another value then."""
-    usual = usual_beside(config)
-    values = {item.name: getattr(config, item.name) for item in settings() if not item.takes_none}
-    return [name for name, value in values.items() if value is None and usual[name] is not None]
 
 
 class WhatIf:
@@ -612,7 +533,7 @@ def parse_change(text: str) -> Settings:
     if not equals:
         raise InputError(f"--what_if {text}: expected name=value, such as max_batch_size=128.")
     item = setting(name.strip().lstrip("-"))
-    if item.group in ("recording", "replay", "endpoint"):
+    if item.group in CLIENT_GROUPS:
         raise InputError(
             f"--what_if {text}: {item.name} is no setting of the engine; the run's own trace is replayed as it was. "
             "Give a setting of the scheduler, the KV cache or the execution."

@@ -14,7 +14,8 @@ from ifbbench.build.engines import engine_defaults, usual_beside
 from ifbbench.cli.main import main
 from ifbbench.replay.run import summarise_run
 from ifbbench.settings.names import from_mapping
-from ifbbench.studies.what_if import MIN_GAIN, WhatIf, base_config, command_of
+from ifbbench.studies.replayed_settings import base_config, command_of
+from ifbbench.studies.what_if import MIN_GAIN, WhatIf
 from ifbbench.studies.what_if_outcome import Change, Outcome, at
 from tests.analysis.runs import simulate, write_requests
 
