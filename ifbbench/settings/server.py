@@ -221,17 +221,16 @@ class Server:
         words = [*self.starts[0], *([self.model_option] if self.model_option else [])]
         words.append(str(values.get(MODEL, "MODEL")))
         more, own = self.own_words(values)
-        for name, option in self.options.items():
-            value = own.get(name)
-            if value is None:
-                continue
-            if name not in self.flags:
-                words += self._written(name, option, value)
-            elif value or self.has_negations:
-                words.append(f"--{'' if value else 'no-'}{option}")
+        for name in self.options:
+            if own.get(name) is not None:
+                words += self.option(name, own[name])
         return shlex.join(words + more)
 
-    def _written(self, name: str, option: str, value: Any) -> list[str]:
+    def option(self, name: str, value: Any) -> list[str]:
+        """The words that give a setting of the server this value."""
+        option = self.options[name]
+        if name in self.flags:
+            return [f"--{'' if value else 'no-'}{option}"] if value or self.has_negations else []
         if name == "dtype":
             if value not in QUANTIZATIONS_WRITTEN:
                 return [f"--{option}", DTYPES_WRITTEN.get(value, value)]

@@ -90,6 +90,18 @@ def read_arguments(path: Path) -> Arguments:
     return found
 
 
+def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the LLM class, nested, that say these settings; those without an argument are left out."""
+    arguments = {setting(own).name: argument for argument, own in ARGUMENT_NAMES.items()}
+    found = dict[str, Any]()
+    for name, value in values.items():
+        section, _, key = arguments.get(name, name if name in OPTIONS else "").rpartition(".")
+        if key:
+            table = found.setdefault(section, {}) if section else found
+            table[key] = value.upper() if isinstance(value, str) else value
+    return found
+
+
 def _take_drafts(given: Mapping[str, Any], found: Arguments) -> None:
     """The layer for multi-token prediction, or the EAGLE head."""
     kind = str(given.get("decoding_type", "")).lower()

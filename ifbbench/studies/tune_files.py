@@ -27,8 +27,10 @@ from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.reader import REQUEST_FIELDS
 from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import find_lines
-from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, RunConfig
+from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, VLLM, RunConfig
+from ifbbench.settings.fields import as_text
 from ifbbench.settings.servers import SERVERS, write_line
+from ifbbench.settings.trtllm_serve import arguments_of
 from ifbbench.studies.points import SHARES
 from ifbbench.studies.sweep import check_free
 from ifbbench.studies.tune import Tuning
@@ -73,6 +75,22 @@ UNLESS_DECIDED = (
 RUN, ANSWER, PICTURE = "run", "tune.json", "pareto"
 SERVER_FILES, RUN_CONFIG = ("trtllm-serve.yaml", "gptManagerBenchmark.txt", "vllm.txt"), "run.yaml"
 SGLANG_FILE = f"{SGLANG}.txt"
+# The settings in the files for gptManagerBenchmark, each with its option, and for vLLM.
+GPT_MANAGER = {
+    "max_batch_size": "max_batch_size",
+    "max_num_tokens": "max_num_tokens",
+    "policy": "scheduler_policy",
+    "enable_chunked_context": "enable_chunked_context",
+    "enable_kv_cache_reuse": "enable_kv_cache_reuse",
+}
+IN_VLLM = (
+    "max_batch_size",
+    "max_num_tokens",
+    "tp_size",
+    "tokens_per_block",
+    "enable_chunked_context",
+    "enable_kv_cache_reuse",
+)
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
@@ -394,47 +412,13 @@ def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Pat
     if (engine := str(settings.get("engine"))) in SERVERS:
         replace_file(path := directory / f"{engine}.txt", write_line(settings, engine) + "\n")
         return [path]
-    chunked = settings["enable_chunked_context"]
-    names = {
-        "kv_cache_config": {"enable_kv_cache_reuse": "enable_block_reuse", "tokens_per_block": "tokens_per_block"},
-        "scheduler_config": {
-            "policy": "capacity_scheduler_policy",
-            "context_chunking_policy": "context_chunking_policy",
-        },
-    }
-    llm = {
-        "max_batch_size": settings["max_batch_size"],
-        "max_num_tokens": settings["max_num_tokens"],
-        "tensor_parallel_size": settings["tp_size"],
-        "enable_chunked_prefill": chunked,
-    }
-    for section, keys in names.items():
-        values = {theirs: settings[name] for name, theirs in keys.items() if name in settings}
-        if values:
-            upper = {key: value.upper() if isinstance(value, str) else value for key, value in values.items()}
-            llm[section] = upper
-    policy, block = settings.get("policy"), settings.get("tokens_per_block")
-    reuse = settings.get("enable_kv_cache_reuse")
-    gpt_manager = [
-        f"--max_batch_size {settings['max_batch_size']}",
-        f"--max_num_tokens {settings['max_num_tokens']}",
-        *([] if policy is None else [f"--scheduler_policy {policy}"]),
-        f"--enable_chunked_context {str(chunked).lower()}",
-        *([] if reuse is None else [f"--enable_kv_cache_reuse {str(reuse).lower()}"]),
-    ]
-    no = {True: "", False: "no-"}
-    vllm = [
-        f"--max-num-seqs {settings['max_batch_size']}",
-        f"--max-num-batched-tokens {settings['max_num_tokens']}",
-        f"--tensor-parallel-size {settings['tp_size']}",
-        *([] if block is None else [f"--block-size {block}"]),
-        f"--{no[chunked]}enable-chunked-prefill",
-        *([] if reuse is None else [f"--{no[reuse]}enable-prefix-caching"]),
-    ]
+    vllm, given = SERVERS[VLLM], settings.keys()
+    gpt_manager = [f"--{option} {as_text(settings[name])}" for name, option in GPT_MANAGER.items() if name in given]
+    words = [word for name in IN_VLLM for word in (vllm.option(name, settings[name]) if name in given else ())]
     texts = (
-        "# trtllm-serve MODEL --extra_llm_api_options trtllm-serve.yaml\n" + yaml.safe_dump(llm),
+        "# trtllm-serve MODEL --extra_llm_api_options trtllm-serve.yaml\n" + yaml.safe_dump(arguments_of(settings)),
         " ".join(gpt_manager) + "\n",
-        " ".join(vllm) + "\n",
+        " ".join(words) + "\n",
     )
     for name, text in zip(SERVER_FILES, texts, strict=True):
         replace_file(directory / name, text)
