@@ -26,6 +26,9 @@ PAGES = [PACKAGE.parent / "README.md", *(PACKAGE.parent / "docs").glob("*.md")]
 
 # Files with functions that a steady iteration executes, their lines, and such files of a whole simulated run.
 MAX_FILES_OF_A_STEADY_STEP, MAX_LINES_OF_A_STEADY_STEP, MAX_FILES_OF_A_REQUEST = 12, 2_800, 56
+# Files that name a limit, and those of schedulers that may: there it is the token budget of an object with all limits.
+MAX_FILES_OF_A_LIMIT = 35
+LIMIT, MAY_NAME_IT = re.compile(r"\bmax_num_tokens\b"), {"schedulers/limits.py", "schedulers/refusals.py"}
 OUTPUT_LEN = 70
 traces_functions = pytest.mark.skipif(compiled.description() == "compiled", reason="compiled functions are not traced")
 
@@ -106,6 +109,13 @@ def test_a_simulated_request_executes_few_files(trace: Path, tmp_path: Path) -> 
     files = executed_files(lambda: run("second"))
     assert "simulated/cost_model.py" in files
     assert len(files) <= MAX_FILES_OF_A_REQUEST, sorted(files)
+
+
+def test_a_limit_is_known_in_few_files() -> None:
+    """It is resolved once; what decides with it asks the object that has all limits."""
+    naming = {str(path.relative_to(PACKAGE)) for path in FILES if LIMIT.search(path.read_text(encoding="utf-8"))}
+    assert len(naming) <= MAX_FILES_OF_A_LIMIT, sorted(naming)
+    assert {name for name in naming if name.startswith(("engine/", "kv/", "schedulers/"))} == MAY_NAME_IT
 
 
 @pytest.mark.skipif(compiled.description() != "compiled", reason="the tests above ran")
