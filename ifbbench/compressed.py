@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import sys
-import tempfile
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from stat import S_ISBLK, S_ISCHR, S_ISDIR, S_ISREG
 from typing import BinaryIO, Protocol, cast
-from zipfile import BadZipFile, ZipFile
 
 from ifbbench.errors import InputError
 
@@ -200,6 +198,8 @@ def _zstd_unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zip_unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    from zipfile import BadZipFile, ZipFile
+
     try:
         with ZipFile(file) as archive:
             names = [name for name in archive.namelist() if not name.endswith("/") and not name.startswith("__MACOSX/")]
@@ -316,7 +316,9 @@ def open_to_read(path: Path, accept_cut: bool = False, on_cut: Callable[[], None
 
 def _copied(pieces: Iterator[bytes], accept_cut: bool = False, on_cut: Callable[[], None] | None = None) -> BinaryIO:
     """A temporary file of `pieces`."""
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    from tempfile import TemporaryFile  # imported here: a plain trace needs none
+
+    copy = TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         for piece in pieces:
             copy.write(piece)

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -44,7 +43,7 @@ def is_part(path: Path) -> bool:
 
 def part_beside(path: Path) -> Path:
     """A new name beside `path`, for what will be renamed to it; with the same compression."""
-    return path.with_name(f".{secrets.token_hex(4)}{PART}{COMPRESSED if is_compressed(path) else ''}")
+    return path.with_name(f".{os.urandom(4).hex()}{PART}{COMPRESSED if is_compressed(path) else ''}")
 
 
 def replace_file(path: Path, content: bytes | str) -> None:

@@ -17,7 +17,7 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.responses import Response
 from ifbbench.replay.priority_queue import PriorityQueue
 from ifbbench.rundir.metrics import distribution
-from ifbbench.schedulers.vllm.planner import TOGETHER
+from ifbbench.schedulers.vllm.rules import TOGETHER
 from ifbbench.settings.config import RunConfig
 from ifbbench.virtual_clock import VirtualClock, tick, to_seconds
 from ifbbench.workload.arrivals import predecessors, session_starts, waited_for

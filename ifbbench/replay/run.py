@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ifbbench.errors import InputError
@@ -88,6 +87,8 @@ def summarise_run(
 
         return summarise_fleet(source, config, progress, on_end)
     if config.enable_steady_state or config.endpoint is not None:  # found in the recorded requests
+        from tempfile import TemporaryDirectory
+
         with TemporaryDirectory() as directory:
             config = config.with_values(output=str(Path(directory) / "run"))
             return run_trace(source, config, progress, owns_process=owns_process).summary

@@ -37,7 +37,7 @@ KEY = {
 def request_order(run: RunData) -> list[str]:
     """Every request of the run, a row each: by index in the trace, then those that ran when it was killed."""
     first_seen = run.spans.sort_values("first_iteration", kind="stable")["request_id"]
-    return list(dict.fromkeys([*run.requests["request_id"], *first_seen]))
+    return list(dict.fromkeys(run.requests["request_id"].tolist() + first_seen.tolist()))
 
 
 def num_columns(run: RunData) -> int:

@@ -36,12 +36,18 @@ def draw_lanes(run: RunData) -> Figure:
     faces = [[tint(colour, 0.55) for colour in REQUEST_COLOURS], [tint(colour, -0.2) for colour in REQUEST_COLOURS]]
     colours = np.array([to_rgba_array(names) for names in faces])[is_context.astype(int), rows]
     colours[paused_again] = to_rgba(PHASE_COLOURS["recompute"])
-    drawing = np.argsort(is_context, kind="stable")  # contexts on top: they are short
-    widths = np.where(is_context[drawing], 0.4, 0)
-    is_large = len(running) > MAX_OUTLINES
-    boxes(
-        axes, x0[drawing], x1[drawing], top[drawing], height, colours[drawing], linewidths=widths, rasterized=is_large
-    )
+    # Contexts are drawn later, so that they are on top, and with an outline: they are short.
+    for chosen, width in ((~is_context, 0.0), (is_context, 0.4)):
+        boxes(
+            axes,
+            x0[chosen],
+            x1[chosen],
+            top[chosen],
+            height,
+            colours[chosen],
+            linewidths=width,
+            rasterized=len(running) > MAX_OUTLINES,
+        )
     if count <= MAX_NAMED_LANES:
         long_enough = (right - left) > NAME_FROM_SHARE * (bins.edges_s[-1] - bins.edges_s[0])
         for index in np.flatnonzero(long_enough & ~is_context):

@@ -110,7 +110,7 @@ def _distribution(shape: Axes, shares: Axes, seconds: Pool, name: str, counted: 
     bins = int(np.clip(np.sqrt(len(pool)), 6, 60))
     edges = (np.geomspace if logarithmic else np.linspace)(low, high, bins + 1)
     counts = np.diff(np.append(pool.below(edges[:-1]), len(pool)))
-    shape.hist(edges[:-1], bins=list(edges), weights=counts, color=colour)
+    steps(shape, counts.astype(float), edges, fill=True, color=colour, linewidth=0)
     if np.max(counts) > RARE_RATIO * len(pool) / bins:
         # A few long stalls among many short gaps are visible on a logarithmic axis only.
         shape.set_yscale("log")

@@ -3,17 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from yaml import YAMLError
-
 from ifbbench.compressed import read_text
 from ifbbench.errors import InputError
 from ifbbench.settings.fields import located, table
-from ifbbench.settings.yaml_text import parse_yaml
 
 
 def read_tables(path: Path, option: str) -> list[dict[str, Any]]:
     """The tables of a YAML or JSON file, in its order; each value is a text, as it is written. InputError names
     `option` and the file."""
+    from yaml import YAMLError
+
+    from ifbbench.settings.yaml_text import parse_yaml
+
     with located(f"{option} {path}"):
         try:
             content = parse_yaml(read_text(path), as_texts=True)

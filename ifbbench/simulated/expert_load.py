@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +94,8 @@ class ExpertLoad:
 
         Sums are close to normal; of equal ones this is Blom's quantile ("Statistical Estimates and Transformed
         Beta-Variables", 1958)."""
+        from statistics import NormalDist
+
         return NormalDist().inv_cdf((self.parts - 0.375) / (self.parts + 0.25))
 
     @cached_property

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import tempfile
 import weakref
 from array import array
 from codecs import BOM_UTF8
@@ -271,6 +270,8 @@ def end_of_span(span: Row) -> tuple[float, float]:
 def parquet_as_json_lines(path: Path, file: BinaryIO) -> BinaryIO:
     """A temporary file of the rows of `file`, the Parquet content of `path`, as JSON lines; `file` is closed. Times are
     texts. InputError without the package pyarrow, DamagedFile if the content is not valid."""
+    from tempfile import TemporaryFile
+
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -279,7 +280,7 @@ def parquet_as_json_lines(path: Path, file: BinaryIO) -> BinaryIO:
             f"{path}: reading a Parquet file needs the package pyarrow; install it with "
             "`pip install 'ifbbench[parquet]'`, or write the trace as JSON lines."
         ) from None
-    lines = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    lines = TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         with file:
             for batch in ParquetFile(file).iter_batches(ROWS_OF_BATCH):

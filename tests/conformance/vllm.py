@@ -18,8 +18,7 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.sampling_params import StopConditions
 from ifbbench.kv.sequence import ReuseRules
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.schedulers.vllm.planner import TOGETHER
-from ifbbench.schedulers.vllm.rules import VllmRules
+from ifbbench.schedulers.vllm.rules import TOGETHER, VllmRules
 from ifbbench.schedulers.vllm.scheduler import VllmScheduler
 from ifbbench.settings.modes import Overlap
 from ifbbench.virtual_clock import VirtualClock

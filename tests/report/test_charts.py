@@ -107,8 +107,9 @@ def test_many_requests_are_counted_by_phase_and_aligned_at_their_arrival(tmp_pat
 
 def test_lanes_hold_one_request_at_a_time(tmp_path: Path) -> None:
     run = load_run(write_large_run(tmp_path / "large", requests=60, iterations=400))
-    (bars,) = draw_lanes(run).axes[0].collections
-    corners = [np.asarray(path.vertices, dtype=float) for path in bars.get_paths()]
+    bars = draw_lanes(run).axes[0].collections
+    corners = [np.asarray(path.vertices, dtype=float) for phase in bars for path in phase.get_paths()]
+    assert len(corners) == run.spans["phase"].isin(["context", "recompute", "generation", "skipped"]).sum()
     boxes = sorted((float(box[0, 1]), float(box[0, 0]), float(box[1, 0])) for box in corners)
     for (lane, _, end), (next_lane, start, _) in pairwise(boxes):
         assert lane != next_lane or start >= end - 1e-9
@@ -224,8 +225,9 @@ def test_bins_keep_tokens_and_peaks(tmp_path: Path) -> None:
 def test_a_span_ends_with_its_last_iteration_where_the_engine_idles_after_it(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "idle", timeline("a C5 G1 . .", "b . . C4 G1"), {}, max_blocks=8))
     run.iterations.loc[run.iterations["iteration_counter"] >= 2, "start_s"] += 10.0
-    (bars,) = draw_lanes(run).axes[0].collections
-    right = sorted(float(np.asarray(path.vertices, dtype=float)[:, 0].max()) for path in bars.get_paths())
+    bars = draw_lanes(run).axes[0].collections
+    paths = [path for phase in bars for path in phase.get_paths()]
+    right = sorted(float(np.asarray(path.vertices, dtype=float)[:, 0].max()) for path in paths)
     clock = TimeBins.of(run).clock
     assert right[:2] == pytest.approx([clock.start_s[1], clock.end_s[1]], abs=1e-9)
     assert right[2] > 10

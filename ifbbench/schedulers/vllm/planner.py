@@ -12,11 +12,9 @@ from ifbbench.engine.request import Request
 from ifbbench.kv.tiers import KvTiers
 from ifbbench.schedulers.vllm.cache import Hits
 from ifbbench.schedulers.vllm.drafts import Drafts
+from ifbbench.schedulers.vllm.rules import TOGETHER
 from ifbbench.schedulers.vllm.state import VllmState
 from ifbbench.schedulers.vllm.step import Step
-
-# Requests whose numbers differ in the remainder of this only arrived together.
-TOGETHER = 2**20
 
 
 class Planner:

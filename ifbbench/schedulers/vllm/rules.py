@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from ifbbench.kv.attention_window import ceil_div
 
+# Requests whose numbers differ in the remainder of this only arrived together.
+TOGETHER = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class VllmRules:

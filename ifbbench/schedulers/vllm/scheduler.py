@@ -20,8 +20,9 @@ from ifbbench.schedulers.queueing import QueueingScheduler, Submitted
 from ifbbench.schedulers.vllm.blocks import NOT_SHARED
 from ifbbench.schedulers.vllm.drafts import Drafts
 from ifbbench.schedulers.vllm.in_flight import Scheduled, in_order_of
-from ifbbench.schedulers.vllm.planner import TOGETHER, Planner
+from ifbbench.schedulers.vllm.planner import Planner
 from ifbbench.schedulers.vllm.repetition import repeat
+from ifbbench.schedulers.vllm.rules import TOGETHER
 from ifbbench.schedulers.vllm.state import VllmState
 from ifbbench.schedulers.vllm.step import NO_MAXIMUM, Step
 
