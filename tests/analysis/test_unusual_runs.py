@@ -21,6 +21,8 @@ from ifbbench.simulated.executor import SimulatedExecutor
 from tests.analysis.runs import simulate, write_requests
 from tests.attack.readers import copied, read_by_every_command
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 KINDS: dict[str, dict[str, Any]] = {
     "compressed": {"recording_format": "jsonl.gz"},
     "thinned": {"iteration_stats_every": 5, "policy": "max_utilization"},
