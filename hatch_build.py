@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -76,7 +77,7 @@ def compile_modules(root: Path, compiled: Any, modules: Sequence[str]) -> None:
         )
         for extension in extensions:
             extension.extra_compile_args = [flag for flag in extension.extra_compile_args if flag != "-Werror"]
-        command = Distribution({"ext_modules": extensions}).get_command_obj("build_ext")
+        command = _parallel_build(Distribution({"ext_modules": extensions}))
         command.build_lib, command.build_temp = f"{directory}/lib", f"{directory}/objects"
         command.ensure_finalized()
         command.run()
@@ -84,6 +85,27 @@ def compile_modules(root: Path, compiled: Any, modules: Sequence[str]) -> None:
         for extension in extensions:
             built = Path(command.get_ext_fullpath(extension.name))
             shutil.copy(built, compiled.DIRECTORY / (extension.name + EXTENSION_SUFFIXES[0]))
+
+
+def _parallel_build(distribution: Any) -> Any:
+    """The command of setuptools that builds extensions, with a C compiler for each core: it compiles one file after
+    the other, and there is one for each module."""
+    from setuptools.command.build_ext import build_ext
+
+    class ParallelBuild(build_ext):  # type: ignore[misc]
+        def build_extensions(self) -> None:
+            compiler: Any = self.compiler
+            compile_files = compiler.compile
+
+            def compile_apart(sources: list[str], *args: Any, **kwargs: Any) -> list[str]:
+                with ThreadPoolExecutor(os.cpu_count()) as threads:
+                    objects = threads.map(lambda source: compile_files([source], *args, **kwargs), sources)
+                    return [path for paths in objects for path in paths]
+
+            compiler.compile = compile_apart
+            super().build_extensions()
+
+    return ParallelBuild(distribution)
 
 
 def _description(compiled: Any, modules: Sequence[str]) -> dict[str, Any]:

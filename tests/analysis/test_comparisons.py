@@ -44,7 +44,7 @@ def simulate(output: Path, **values) -> RecordedRun:
 def runs(tmp_path_factory) -> list[RecordedRun]:
     """Runs with the same settings and other seeds, at little load."""
     path = tmp_path_factory.mktemp("seeds")
-    return [simulate(path / str(seed), seed=seed) for seed in range(16)]
+    return [simulate(path / str(seed), seed=seed) for seed in range(12)]
 
 
 @pytest.fixture(scope="module")

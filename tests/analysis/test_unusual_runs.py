@@ -21,6 +21,8 @@ from ifbbench.simulated.executor import SimulatedExecutor
 from tests.analysis.runs import simulate, write_requests
 from tests.attack.readers import copied, read_by_every_command
 
+pytestmark = pytest.mark.usefixtures("one_process", "without_layout")
+
 KINDS: dict[str, dict[str, Any]] = {
     "compressed": {"recording_format": "jsonl.gz"},
     "thinned": {"iteration_stats_every": 5, "policy": "max_utilization"},
@@ -156,7 +158,7 @@ def test_what_a_kill_leaves_is_read_by_every_command(
     kill: Callable[[Path], None], normal: Path, tmp_path: Path
 ) -> None:
     kill(copied(normal, tmp_path / "killed"))
-    read_by_every_command(tmp_path / "killed", normal, random.Random(0), charts=1)
+    read_by_every_command(tmp_path / "killed", normal, random.Random(0), charts=1, tries=kill is killed_server)
 
 
 def test_a_chart_of_waiting_for_a_reason_that_no_completed_request_has(trace: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = SETTINGS | {
 }
 
 
+@pytest.mark.usefixtures("without_layout")
 @pytest.mark.parametrize("kind", KINDS)
 def test_waiting_is_stated_and_nothing_is_advised(kind: str, tmp_path: Path) -> None:
     run = simulate(tmp_path, "run", write_requests(tmp_path / "trace.jsonl", seed=3), **KINDS[kind])

@@ -37,9 +37,9 @@ def whole_lines(directory: Path, name: str) -> list[bytes]:
     return content.split(b"\n")[:-1]
 
 
-def readers(directory: Path, other: Path, draw: random.Random, charts: int) -> Iterator[Sequence[str]]:
+def readers(directory: Path, other: Path, draw: random.Random, charts: int, tries: bool) -> Iterator[Sequence[str]]:
     """The command lines that read a run directory. other: another one, to be compared with. charts: how many charts
-    are drawn; the page, if any are, and `why` tries other settings; and both runs together, if several are."""
+    are drawn; the page, if any are; and both runs together, if several are. tries: `why` tries other settings."""
     run, aside = str(directory), str(directory.with_name(f"{directory.name}-aside"))
     described = json.loads((directory / "run.json").read_text())
     is_summary, is_of_client = described["config"].get("recording") == "summary", "endpoint" in described
@@ -54,7 +54,7 @@ def readers(directory: Path, other: Path, draw: random.Random, charts: int) -> I
     yield "why", run, "--json", "--budget", "0"
     if not is_of_client:
         # Trials of other settings simulate the run, in processes of their own.
-        yield "why", run, "--pauses-csv", aside, "--overwrite", *([] if charts else ["--budget", "0"])
+        yield "why", run, "--pauses-csv", aside, "--overwrite", *([] if tries else ["--budget", "0"])
         yield "why", run, "--iteration", str(draw.randrange(last or 1))
         yield "watch", run, "--once"
     if ids:
@@ -72,11 +72,14 @@ def readers(directory: Path, other: Path, draw: random.Random, charts: int) -> I
         yield "plot", run, str(other), "--overlay", "--format", "svg"
 
 
-def read_by_every_command(directory: Path, other: Path, draw: random.Random, charts: int = 0) -> None:
-    """Check that each of `readers` reads the run directory."""
+def read_by_every_command(
+    directory: Path, other: Path, draw: random.Random, charts: int = 0, tries: bool | None = None
+) -> None:
+    """Check that each of `readers` reads the run directory. Other settings are tried where there are charts, if
+    `tries` does not say it."""
     # Of static batches, steps are the iterations of the loop.
     has_iterations = bool(whole_lines(directory, "steps" if [*directory.glob("steps*")] else "iterations"))
-    for words in readers(directory, other, draw, charts):
+    for words in readers(directory, other, draw, charts, bool(charts) if tries is None else tries):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             done = CliRunner().invoke(main, list(words))

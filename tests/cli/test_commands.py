@@ -173,6 +173,7 @@ def test_sweep_checks_every_value_before_the_first_run(runs, tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_plot_draws_each_run_and_the_sweep_and_lists_files(runs, tmp_path, monkeypatch):
     invoke("sweep", "--over", "seed=1,2", "--output", str(tmp_path), "--quiet")
     for name in ("seed=1", "seed=2"):

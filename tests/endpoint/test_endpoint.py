@@ -518,6 +518,7 @@ def test_settings_of_an_engine_and_of_an_endpoint_exclude_each_other() -> None:
         RunConfig(endpoint="http://host", extra_body="[1]")
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_commands_read_the_directory(tmp_path: Path) -> None:
     def output(*words: str, status: int = 0) -> str:
         result = CliRunner().invoke(main, list(words))

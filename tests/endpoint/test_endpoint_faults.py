@@ -343,6 +343,7 @@ def test_a_server_that_goes_away_is_refused_connections(tmp_path: Path) -> None:
     assert "refused" in rows(tmp_path)[0]["error"]
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_a_run_without_an_answer_can_be_read(tmp_path: Path) -> None:
     with fake_endpoint(raw("HTTP/1.1 500 X\r\nContent-Length: 4\r\n\r\noops")) as server:
         replay(server, tmp_path)

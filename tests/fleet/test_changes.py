@@ -532,6 +532,7 @@ def test_waiting_while_a_replica_starts_is_counted_literally(changed: Path) -> N
     assert facts["changes"]["waited_for_start_s"] == pytest.approx(waiting / 20_000, abs=0.01)
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_report_plot_and_compare_take_fleets_that_change(changed: Path, tmp_path: Path) -> None:
     report = ifbbench("report", changed / "round_robin")
     assert "GPU hours" in report

@@ -15,7 +15,7 @@ from ifbbench.rundir.fleet import replica_directories
 from ifbbench.settings.config import HOST_WRITE_POLICIES, POLICIES, ROUTERS, TIER_WRITE_POLICIES, WEIGHTED_ROUTERS
 from tests.fleet.test_changes import check_conservation, summary_of, write_events
 from tests.fleet.test_disaggregated import check_random_fleet, check_times_and_blocks
-from tests.fleet.test_fleet import ENGINES, config_of, lines, write_rows
+from tests.fleet.test_fleet import ENGINES, SEEDS_AT_ONCE, config_of, lines, seeds_from, write_rows
 
 # Bytes of the keys and values of a token of llama-3.1-8b in bf16.
 TOKEN_BYTES = 131_072
@@ -160,6 +160,7 @@ def test_random_fleets_conserve_requests_and_blocks(seed: int, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(FEW, ALL))
-def test_more_random_fleets_conserve_requests_and_blocks(seed: int, tmp_path: Path) -> None:
-    check_fleet(seed, tmp_path / "one")
+@pytest.mark.parametrize("first", range(FEW, ALL, SEEDS_AT_ONCE))
+def test_more_random_fleets_conserve_requests_and_blocks(first: int, tmp_path: Path) -> None:
+    for seed, path in seeds_from(first, ALL, tmp_path):
+        check_fleet(seed, path / "one")

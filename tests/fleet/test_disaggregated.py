@@ -21,7 +21,7 @@ from ifbbench.rundir.fleet import replica_directories
 from ifbbench.settings.config import ENGINES, ROUTERS, TRANSFERS
 from ifbbench.simulated.hardware import load_hardware, write_profile
 from tests.fleet.literal_sides import BLOCK, Job, LiteralSglang, LiteralSides, LiteralTrtllm, Sizes
-from tests.fleet.test_fleet import FILES, config_of, lines, write_rows
+from tests.fleet.test_fleet import FILES, SEEDS_AT_ONCE, config_of, lines, seeds_from, write_rows
 
 ITERATION_S = 0.01
 ROUTERS_OF_SIDES = [name for name in ROUTERS if name != "dynamo"]
@@ -139,9 +139,10 @@ def test_requests_take_the_times_of_a_literal_simulation(engine: str, seed: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(8, 300))
-def test_more_requests_take_the_times_of_a_literal_simulation(engine: str, seed: int, tmp_path: Path) -> None:
-    check_against_literal(engine, seed, tmp_path)
+@pytest.mark.parametrize("first", range(8, 300, SEEDS_AT_ONCE))
+def test_more_requests_take_the_times_of_a_literal_simulation(engine: str, first: int, tmp_path: Path) -> None:
+    for seed, path in seeds_from(first, 300, tmp_path):
+        check_against_literal(engine, seed, path)
 
 
 def fleet_of(path: Path, trace: Path, **values: Any) -> Path:
@@ -330,9 +331,10 @@ def test_nothing_is_lost_when_replicas_of_a_side_fail(engine: str, seed: int, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(6, 200))
-def test_nothing_is_lost_when_replicas_of_more_fleets_fail(engine: str, seed: int, tmp_path: Path) -> None:
-    check_random_fleet(seed, tmp_path, engine, fails=True)
+@pytest.mark.parametrize("first", range(6, 200, SEEDS_AT_ONCE))
+def test_nothing_is_lost_when_replicas_of_more_fleets_fail(engine: str, first: int, tmp_path: Path) -> None:
+    for seed, path in seeds_from(first, 200, tmp_path):
+        check_random_fleet(seed, path, engine, fails=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -343,9 +345,10 @@ def test_nothing_is_lost_between_the_sides(engine: str, seed: int, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(6, 200))
-def test_nothing_is_lost_between_the_sides_of_more_fleets(engine: str, seed: int, tmp_path: Path) -> None:
-    check_random_fleet(seed, tmp_path, engine)
+@pytest.mark.parametrize("first", range(6, 200, SEEDS_AT_ONCE))
+def test_nothing_is_lost_between_the_sides_of_more_fleets(engine: str, first: int, tmp_path: Path) -> None:
+    for seed, path in seeds_from(first, 200, tmp_path):
+        check_random_fleet(seed, path, engine)
 
 
 class CountingSides(SteppedSides):
@@ -391,9 +394,10 @@ def test_iterations_at_once_leave_the_files_of_single_ones(engine: str, seed: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(3, 70))
-def test_more_iterations_at_once_leave_the_files_of_single_ones(engine: str, seed: int, tmp_path: Path) -> None:
-    check_iterations_at_once(seed, tmp_path, engine)
+@pytest.mark.parametrize("first", range(3, 70, SEEDS_AT_ONCE))
+def test_more_iterations_at_once_leave_the_files_of_single_ones(engine: str, first: int, tmp_path: Path) -> None:
+    for seed, path in seeds_from(first, 70, tmp_path):
+        check_iterations_at_once(seed, path, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -77,6 +77,7 @@ def test_compare_of_both_ways_says_who_gained(runs: Path) -> None:
     assert "longer for" in text
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_the_chart_has_a_lane_for_transfers(runs: Path) -> None:
     ifbbench("plot", runs / "apart", "--only", "replicas")
     text = (runs / "apart" / "charts" / "replicas.svg").read_text()

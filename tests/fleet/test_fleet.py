@@ -1,7 +1,7 @@
 """Fleets: what each replica did is a run of its requests, to the last byte, and all requests are there once."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +21,15 @@ FILES = ("iterations.jsonl", "spans.jsonl", "requests.jsonl", "summary.json")
 DEVICE: Mapping[str, Any] = {"device": "sim:h100-sxm", "model": "llama-3.1-8b", "quiet": True}
 ENGINES = ("trtllm", "vllm", "sglang")
 STATEFUL = ("least_requests", "least_tokens", "least_kv", PREFIX_AFFINITY)
+# Slow tests of hundreds of seeds have so many each: all are collected in each run of the others, too.
+SEEDS_AT_ONCE = 20
+
+
+def seeds_from(first: int, end: int, path: Path) -> Iterator[tuple[int, Path]]:
+    """The seeds of one test, each with a directory of its own."""
+    for seed in range(first, min(first + SEEDS_AT_ONCE, end)):
+        (path / str(seed)).mkdir()
+        yield seed, path / str(seed)
 
 
 def config_of(**values: Any) -> RunConfig:

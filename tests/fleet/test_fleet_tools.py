@@ -153,6 +153,7 @@ def test_compare_says_where_routing_parts(fleets: Path) -> None:
     assert "identical" in ifbbench("compare", fleets / "turns", fleets / "turns").stdout
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_plot_draws_a_lane_for_each_replica(fleets: Path, tmp_path: Path) -> None:
     drawn = ifbbench("plot", fleets / "turns", "--format", "svg", "--output", tmp_path).stdout.split()
     assert [Path(name).name for name in drawn] == ["latency.svg", "replicas.svg", "ttft.svg"]
@@ -162,6 +163,7 @@ def test_plot_draws_a_lane_for_each_replica(fleets: Path, tmp_path: Path) -> Non
     assert " · ".join(shown) in (tmp_path / "latency.svg").read_text()
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_a_replica_without_requests_has_an_empty_lane(tmp_path: Path) -> None:
     trace = str(write_rows(tmp_path / "trace.jsonl", Random(5), 2))
     run_trace(trace, config_of(replicas=3, router="round_robin", output=str(tmp_path / "fleet")))

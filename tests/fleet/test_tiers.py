@@ -17,7 +17,7 @@ from ifbbench.schedulers.engines import make_loop
 from ifbbench.workload.load import load_trace
 from tests.fleet.literal_tiers import BLOCK, Job, LiteralConnector, LiteralStore, LiteralTiers
 from tests.fleet.test_disaggregated import ITERATION_S, KV_BYTES, constant_device
-from tests.fleet.test_fleet import FILES, assert_equal_runs, config_of, lines, write_rows
+from tests.fleet.test_fleet import FILES, SEEDS_AT_ONCE, assert_equal_runs, config_of, lines, seeds_from, write_rows
 
 BLOCK_BYTES = KV_BYTES * BLOCK
 DISK, REMOTE = "disk", "remote"
@@ -128,9 +128,10 @@ def test_requests_load_what_a_literal_simulation_loads(engine: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "trtllm"])
-@pytest.mark.parametrize("seed", range(12, 300))
-def test_more_requests_load_what_a_literal_simulation_loads(engine: str, seed: int, tmp_path: Path) -> None:
-    check_against_literal(seed, tmp_path / "run", engine)
+@pytest.mark.parametrize("first", range(12, 300, SEEDS_AT_ONCE))
+def test_more_requests_load_what_a_literal_simulation_loads(engine: str, first: int, tmp_path: Path) -> None:
+    for seed, path in seeds_from(first, 300, tmp_path):
+        check_against_literal(seed, path / "run", engine)
 
 
 def replay(trace: Path, directory: Path, together: bool, **values: Any) -> dict[str, str]:

@@ -8,6 +8,8 @@ from ifbbench import BatchManager, InferenceRequest, Retention, RetentionRange
 from ifbbench.errors import InputError
 from ifbbench.serving.library.client import Tensors
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 PROMPT = [*range(20, 60)]
 UNHASHABLE: Any = []
 PARAMS = {

@@ -107,6 +107,7 @@ def test_a_replay_has_the_rules_of_the_version_that_was_recorded(case: dict[str,
     assert "0.15" in unknown.output
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_a_recording_is_read_by_other_commands(tmp_path: Path) -> None:
     directory = tmp_path / "recorded"
     write_events(events_of(CASES[1]), directory)

@@ -100,6 +100,7 @@ def test_no_token_ids_are_written(tmp_path: Path) -> None:
     assert any(row.get("prefix_ids") for row in trace)
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_a_recording_is_read_by_other_commands(tmp_path: Path) -> None:
     directory = tmp_path / "recorded"
     write_events(events_of(CASES[0]), directory)

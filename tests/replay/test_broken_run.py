@@ -16,6 +16,8 @@ from ifbbench.engine.passes import NullExecutor
 from ifbbench.replay.client import ReplayClient
 from ifbbench.torch.model.llama import ForwardInputs, LlamaModel
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 ARGUMENTS = ["run", "--device", "null", "--time_scale", "0", "--max_batch_size", "8", "--quiet", "--output"]
 
 

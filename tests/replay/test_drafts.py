@@ -24,6 +24,8 @@ from ifbbench.settings.config import RunConfig
 from tests.engine.engine import Loop
 from tests.engine.executors import SpyExecutor
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 SIMULATED: dict[str, Any] = {"device": "sim:h200-sxm", "model": "qwen3-32b", "max_batch_size": 8}
 
 

@@ -11,6 +11,8 @@ import transformers
 from ifbbench.replay.run import run_trace
 from ifbbench.settings.config import RunConfig
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 VOCABULARY = 89
 END_TOKEN = 2
 # Where the two best logits are closer than this, either token is right and the comparison of the request stops.

@@ -70,6 +70,7 @@ def test_runs_are_named_after_the_settings_that_differ(tmp_path: Path) -> None:
     assert run_labels([runs[0], runs[0]]) == [str(runs[0].path)] * 2
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_charts_of_several_runs(tmp_path: Path) -> None:
     sizes = {"a": 4, "b": 5}
     runs = [load_run(write_documentation_run(tmp_path / name, max_batch_size=size)) for name, size in sizes.items()]

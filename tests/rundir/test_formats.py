@@ -216,6 +216,7 @@ def test_figures_of_a_killed_thinned_run_are_those_that_are_known(full: RunData,
     assert thin["padding_waste"] is None
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_reports_and_charts_say_that_statistics_are_thinned(thinned: RunData, tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     print_report(thinned, console)

@@ -70,6 +70,7 @@ def test_the_report_of_a_killed_run_has_what_its_requests_show(tmp_path: Path) -
     assert "limits are unknown: --recording summary leaves them out." in text
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_plot_draws_what_needs_no_iterations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_trace("chat", SIMULATED.with_values(recording="summary", output=str(tmp_path / "run")))
     result = CliRunner().invoke(main, ["plot", "--format", "png", str(tmp_path / "run")])

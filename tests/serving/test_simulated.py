@@ -396,6 +396,7 @@ def test_sigterm_answers_what_was_accepted(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_a_killed_server_leaves_a_readable_run(tmp_path: Path) -> None:
     recorded = tmp_path / "recorded"
     with server_process(*MODEL, "--record", str(recorded)) as server:

@@ -23,7 +23,7 @@ from ifbbench.settings.config import RunConfig
 from ifbbench.simulated.hardware import load_hardware, write_profile
 from ifbbench.simulated.shard import Shard
 from ifbbench.studies import calibrate_from_logs as calibrate_from_logs_module
-from ifbbench.studies.calibrate_from_logs import ALL_REDUCES, calibrate_from_logs
+from ifbbench.studies.calibrate_from_logs import ALL_REDUCES, LogCalibration, calibrate_from_logs
 from ifbbench.studies.fit import Point, Predictor
 from ifbbench.studies.log import Log
 from ifbbench.studies.run_log import read_run
@@ -32,6 +32,8 @@ from tests.studies.logged import CHUNKED, MODEL, iterations, load_tests, replaye
 GIVEN = {**MODEL, "device": "sim:h100-sxm"}
 # Most tests have so many iterations of each kind, because the fit takes nearly all of their time.
 MAX_POINTS = 16
+# Tests of what is said of a log, whatever is found in it, have so many.
+FEW_POINTS = 4
 FIGURES = (("ttft_s", "mean"), ("ttft_s", "p99"), ("itl_s", "mean"), ("itl_s", "p99"), ("e2e_s", "mean"))
 
 
@@ -60,11 +62,14 @@ def figures_of(directory: Path, profile: str) -> list[float]:
     return [summary["duration_s"], *(summary[name][key] for name, key in FIGURES)]
 
 
-def calibrated(log: Path, directory: Path, is_quick: bool = True, others: Sequence[Path] = (), **given):
-    """The calibration from a log and `others`. is_quick: fewer points are fitted, and no chart is drawn."""
+def calibrated(
+    log: Path, directory: Path, max_points: int | None = MAX_POINTS, others: Sequence[Path] = (), **given
+) -> LogCalibration:
+    """The calibration from a log and `others`. max_points: iterations of each kind that are fitted, without a chart;
+    None: as many as users have, and a chart."""
     with pytest.MonkeyPatch.context() as patch:
-        if is_quick:
-            patch.setattr(calibrate_from_logs_module, "MAX_POINTS_OF_A_KIND", MAX_POINTS)
+        if max_points is not None:
+            patch.setattr(calibrate_from_logs_module, "MAX_POINTS_OF_A_KIND", max_points)
             patch.setattr(calibrate_from_logs_module, "write_chart", lambda found, path: None)
         return calibrate_from_logs([log, *others], {**GIVEN, **given}, directory / "fitted.toml", overwrite=True)
 
@@ -85,7 +90,7 @@ def constants(calibration) -> dict[str, float | None]:
 @pytest.fixture(scope="module")
 def fitted(server):
     """The calibration from the server's run, which lies in its directory with its chart."""
-    return calibrated(server / "log", server, is_quick=False)
+    return calibrated(server / "log", server, max_points=None)
 
 
 def test_a_run_gives_the_constants_of_its_device(server, fitted, tmp_path):
@@ -101,7 +106,7 @@ def test_a_run_gives_the_constants_of_its_device(server, fitted, tmp_path):
 
 
 @pytest.mark.usefixtures("fitted")
-def test_the_profile_says_where_it_comes_from(server, tmp_path):
+def test_the_profile_says_where_it_comes_from(server):
     about = load_hardware(str(server / "fitted.toml")).calibration
     assert about["logs"] == ["log (run of ifbbench)"]
     assert len(about["sha256"][0]) == 64
@@ -111,9 +116,6 @@ def test_the_profile_says_where_it_comes_from(server, tmp_path):
     assert 0 <= about["held_out_median_error"] < 0.02
     assert "memory" in about["determined"]
     assert "launch_s" in about["kept"]
-    calibrated(server / "log", tmp_path, is_quick=False)
-    for name in ("fitted.toml", "fitted.png"):
-        assert (tmp_path / name).read_bytes() == (server / name).read_bytes()
 
 
 @pytest.mark.parametrize("form", ["lines of Python", "array", "newer", "overlapping"])
@@ -123,7 +125,7 @@ def test_tensorrt_llm_statistics_predict_another_trace(server, tmp_path, form):
         "lines of Python": "\n".join(map(str, rows)),
         "array": json.dumps(rows[:2000]) + json.dumps(rows[2000:]),
     }.get(form, "\n".join(map(json.dumps, rows)))
-    found = calibrated(written(tmp_path, text), tmp_path, is_quick=form != "overlapping")
+    found = calibrated(written(tmp_path, text), tmp_path, max_points=None if form == "overlapping" else MAX_POINTS)
     assert largest_error(server, tmp_path / "fitted.toml") < 0.04
     assert found.logs[0].overlaps is (form == "overlapping")
     assert constants(found)["kernel_s"] is None
@@ -188,7 +190,7 @@ def test_a_run_with_pipeline_stages_is_refused(server, tmp_path):
 def test_a_run_with_overlap_is_read(server, tmp_path, overlap):
     device = f"sim:{server / 'true.toml'}"
     replayed(tmp_path / "log", device, max_num_samples=80, overlap=overlap, **CHUNKED)
-    found = calibrated(tmp_path / "log", tmp_path, is_quick=False)
+    found = calibrated(tmp_path / "log", tmp_path, max_points=None)
     assert found.determined.fit_error.p90 < 0.001
     assert constants(found)["host_iteration_s"] is None  # hidden behind the device
 
@@ -196,7 +198,7 @@ def test_a_run_with_overlap_is_read(server, tmp_path, overlap):
 def test_iterations_without_timestamps_may_overlap(server, tmp_path):
     rows = [{**row, "timestamp": ""} for row in tensorrt_llm(server / "log")]
     log = written(tmp_path, "\n".join(map(json.dumps, rows)))
-    assert any("no timestamps" in warning for warning in calibrated(log, tmp_path).warnings)
+    assert any("no timestamps" in warning for warning in calibrated(log, tmp_path, FEW_POINTS).warnings)
     with pytest.raises(InputError, match="no timestamps"):
         calibrated(log, tmp_path, enable_trt_overlap=True)
 
@@ -242,7 +244,7 @@ def test_timestamps_that_do_not_suffice_are_described(server, tmp_path):
         ([{**row, "timestamp": "yesterday"} for row in rows], "are not like 08-19-2026"),
     ):
         log = written(tmp_path, "\n".join(map(json.dumps, changed)))
-        assert any(message in warning for warning in calibrated(log, tmp_path).warnings)
+        assert any(message in warning for warning in calibrated(log, tmp_path, FEW_POINTS).warnings)
         with pytest.raises(InputError, match=message):
             calibrated(log, tmp_path, enable_trt_overlap=True)
 
@@ -342,22 +344,26 @@ def test_one_batch_size_determines_little(server, tmp_path):
 
 def test_a_cut_log_is_used_up_to_its_end(server, tmp_path):
     text = "\n".join(map(json.dumps, tensorrt_llm(server / "log")))
-    found = calibrated(written(tmp_path, text[:-200]), tmp_path)
+    found = calibrated(written(tmp_path, text[:-200]), tmp_path, FEW_POINTS)
     assert any("it is cut in line" in warning for warning in found.warnings)
     array = json.dumps(tensorrt_llm(server / "log"))
-    found = calibrated(written(tmp_path, array[: len(array) // 2]), tmp_path)
+    found = calibrated(written(tmp_path, array[: len(array) // 2]), tmp_path, FEW_POINTS)
     assert any("it is cut in line 1" in warning for warning in found.warnings)
 
 
+@pytest.mark.usefixtures("fitted")
 def test_the_table_names_what_is_determined(server, tmp_path):
+    """The command finds what the function finds, and writes the same files."""
     done = CliRunner().invoke(
-        main, ["calibrate", "--from", str(server / "log"), "--gpu", "h100-sxm", "-o", str(tmp_path / "ours.toml")]
+        main, ["calibrate", "--from", str(server / "log"), "--gpu", "h100-sxm", "-o", str(tmp_path / "fitted.toml")]
     )
     assert done.exit_code == 0, done.output
     assert "not determined (kept)" in done.output
     assert "the other half is predicted with an error of" in done.output
-    assert f"sim:{tmp_path / 'ours.toml'}" in done.output
-    assert (tmp_path / "ours.png").read_bytes().startswith(b"\x89PNG")
+    assert f"sim:{tmp_path / 'fitted.toml'}" in done.output
+    assert (tmp_path / "fitted.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("fitted.toml", "fitted.png"):
+        assert (tmp_path / name).read_bytes() == (server / name).read_bytes()
 
 
 # Bad input.

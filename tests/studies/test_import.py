@@ -67,6 +67,7 @@ def test_each_iteration_of_vllm_has_its_counts(of_vllm: tuple[Path, Path]) -> No
     assert starts == sorted(starts)
 
 
+@pytest.mark.usefixtures("without_layout")
 @pytest.mark.parametrize(
     "command", ["report", "why", "plot", "plot --html", "export --format csv", "export --format perfetto"]
 )
@@ -158,6 +159,7 @@ def request_stats(directory: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_requests_of_tensorrt_llm(tmp_path: Path) -> None:
     replayed(tmp_path / "run", "sim:h100-sxm", max_num_samples=12, request_rate=60.0, **CHUNKED)
     rows = request_stats(tmp_path / "run")

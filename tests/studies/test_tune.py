@@ -228,7 +228,7 @@ def test_objectives_that_some_settings_of_a_grid_meet_are_met(source, slo, num, 
 
 
 def test_objectives_that_no_setting_meets_are_said_with_the_nearest():
-    found = tune(goal="output_throughput", slo="ttft.p99=1us", request_rate=40, max_num_samples=40)
+    found = tune(goal="output_throughput", slo="ttft.p99=1us", request_rate=40, max_num_samples=20)
     assert found.best is not None
     assert "No setting that was tried meets the objectives" in verdict(found)
     assert "ttft.p99" in verdict(found)
@@ -330,6 +330,7 @@ HIGHEST_RATE: dict[str, Any] = {
     "max_num_samples": 80,
     "policy": "guaranteed_no_evict",
     "enable_chunked_context": True,
+    "tokens_per_block": 32,
 }
 
 
@@ -415,6 +416,7 @@ def test_the_cost_is_that_of_the_fewest_gpus_that_meet_the_objectives():
         max_num_tokens=1024,
         policy="guaranteed_no_evict",
         enable_chunked_context=True,
+        tokens_per_block=32,
         max_gpus=16,
     )
     best = found.best
@@ -485,7 +487,13 @@ def test_the_interval_of_the_highest_rate_covers_the_thirds_of_the_trace(monkeyp
 
 
 def test_traffic_that_fits_no_device_is_said_with_the_gpus_that_it_needs(monkeypatch):
-    given: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 512, "policy": "guaranteed_no_evict"}
+    given: dict[str, Any] = {
+        "max_batch_size": 8,
+        "max_num_tokens": 512,
+        "policy": "guaranteed_no_evict",
+        "enable_chunked_context": True,
+        "tokens_per_block": 32,
+    }
     found = tune(goal="max_rate", slo="ttft.p99=400ms", max_num_samples=60, time_scale=0.1, **given)
     recorded = answer(found, [], [])["recommendation"]["as_recorded"]
     assert not recorded["fits"]
@@ -511,10 +519,18 @@ def with_error(one: Candidate, share: float, **errors: Any) -> Candidate:
     return replace(one, run=replace(one.run, summary=summary), score=one.score * share)
 
 
-@pytest.mark.parametrize("goal", ["goodput", "max_rate", "cost"])
-def test_what_is_said_of_other_settings_was_tried_under_the_same_load(monkeypatch, goal, tmp_path):
+ALL_BUT_LIMITS: dict[str, Any] = {
+    "policy": "guaranteed_no_evict",
+    "enable_chunked_context": True,
+    "tokens_per_block": 32,
+    "tp_size": 1,
+}
+
+
+@pytest.mark.parametrize(("goal", "given"), [("goodput", {}), ("max_rate", ALL_BUT_LIMITS), ("cost", ALL_BUT_LIMITS)])
+def test_what_is_said_of_other_settings_was_tried_under_the_same_load(monkeypatch, goal, given, tmp_path):
     monkeypatch.setattr("ifbbench.studies.tune.ABOVE_RUNS", 16)
-    searching = tuner(goal=goal, slo="ttft=1s,tpot=14ms", request_rate=40, max_num_samples=80)
+    searching = tuner(goal=goal, slo="ttft=1s,tpot=14ms", request_rate=40, max_num_samples=80, **given)
     found = searching.run()
     best = found.best
     assert best is not None

@@ -34,6 +34,8 @@ BASE = RunConfig(
 )
 VOCABULARY = 4096  # of the tiny model
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 
 class Counts(Observer):
     def __init__(self) -> None:

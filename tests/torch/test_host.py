@@ -16,6 +16,8 @@ from ifbbench.serving.library.batch_manager import BatchManager
 from ifbbench.torch import host
 from ifbbench.torch.host import available_host_bytes, granted_processors, keep_freed_memory, use_threads
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 LIMITS = {"max_seq_len": 64, "max_tokens": 256, "max_batch_size": 2}
 
 # In a process of its own, as a run is: the heap of a process that has run thousands of tests is fragmented.

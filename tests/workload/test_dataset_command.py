@@ -307,6 +307,7 @@ def test_info_of_classes():
     assert classes["chat"]["requests"] + classes["documents"]["requests"] == 200
 
 
+@pytest.mark.usefixtures("without_layout")
 def test_charts(tmp_path):
     result = dataset("info mooncake-conversation --max-num-samples 60 --plot", tmp_path / "charts")
     assert result.exit_code == 0, result.output

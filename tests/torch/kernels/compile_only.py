@@ -125,6 +125,7 @@ def attention(
     head_size: int,
     cache_dtype: torch.dtype | None = None,
     window: AttentionWindow = NO_WINDOW,
+    splits: tuple[int, ...] = (1, 16),
 ) -> None:
     """Both attention kernels and the write, for 8 query heads on 2 KV heads."""
     major_minor = divmod(capability, 10)
@@ -136,7 +137,7 @@ def attention(
     shape = context_tiles(head_size, dtype.itemsize, major_minor)
     tiles = torch.zeros((1, TILE_FIELDS), dtype=torch.int32)
     context_attention(queries, keys, values, cache, cache, tables, tiles, torch.empty_like(queries), shape, window)
-    for num_splits in (1, 16):
+    for num_splits in splits:
         generation_attention(
             queries,
             cache,
@@ -171,7 +172,8 @@ def others(capability: int, dtype: torch.dtype) -> None:
 
 def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, object]]:
     """What each kernel takes on a GPU of this compute capability, such as 90. Without head sizes, attention is compiled
-    with a window only, and the other kernels for Hopper only: their tiles do not depend on the GPU."""
+    with a window and in several splits only, and the other kernels for Hopper only: their tiles do not depend on the
+    GPU."""
 
     def case(name: str, work: Callable[[], None]) -> list[dict[str, object]]:
         compiler = Compiler(capability)
@@ -181,8 +183,8 @@ def compile_all(capability: int, head_sizes: list[int]) -> Iterator[dict[str, ob
 
     for dtype, size in product((torch.bfloat16, torch.float32), head_sizes):
         yield from case(f"{dtype}, head size {size}", partial(attention, capability, dtype, size))
-    window = AttentionWindow(32, size=4100, sink=4)
-    yield from case("window", partial(attention, capability, torch.bfloat16, 128, window=window))
+    window, splits = AttentionWindow(32, size=4100, sink=4), (1, 16) if head_sizes else (16,)
+    yield from case("window", partial(attention, capability, torch.bfloat16, 128, window=window, splits=splits))
     if head_sizes and capability >= FIRST_WITH_FP8:
         yield from case("fp8", partial(attention, capability, torch.bfloat16, 128, torch.float8_e4m3fn))
     if head_sizes or capability == HOPPER:

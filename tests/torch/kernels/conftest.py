@@ -30,7 +30,8 @@ WHY_NOT = _why_not()
 def _quicken_interpreter() -> None:
     """Leave out what takes two thirds of the time of Triton's interpreter and changes no result. At each launch and
     call of a function it replaces all functions of its language by interpreted ones, and puts them back. It computes
-    each sum a second time, to report an overflow in debug mode only. For each value it makes a table of data types."""
+    each sum a second time, to report an overflow in debug mode only. For each value it makes a table of data types, and
+    checks the shape of its type again."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -46,8 +47,32 @@ def _quicken_interpreter() -> None:
 
     interpreter._patch_lang = replace_once
     interpreter._get_np_dtype = lambda dtype: np_dtype_of(tl.uint64 if dtype.scalar.is_ptr() else dtype.scalar)
+    _keep_types(tl)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _keep_types(tl: Any) -> None:
+    """Types of blocks that were made once are not checked again, and values of a type share its shape."""
+    constexpr, make_type, make_tensor = tl.constexpr, tl.block_type.__init__, tl.tensor.__init__
+    types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple([one.value if isinstance(one, constexpr) else one for one in shape])
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key], element_ty=element_ty)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = {"shape": self.shape, "numel": self.numel}
+        vars(self).update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+
+    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
 
 
 if WHY_NOT is None and os.environ.get("TRITON_INTERPRET") == "1":
