@@ -229,7 +229,10 @@ class ScheduleDigest:
             paused = {pause.victim.index for pause in record.paused}
             held = {request.index for request in record.held}
             stopping = leaving | paused | held if leaving or paused else held
-            left, joined = stopping & self._generating, (entering | self._held) - stopping
+            left = stopping & self._generating
+            joined = entering | self._held if self._held else entering
+            if joined:
+                joined = joined - stopping
             self._generating -= left
             if paused and record.num_micro_batches > 1:
                 for others in self._entering:

@@ -116,10 +116,11 @@ class RequestTimeline:
         phase = span.phase
         if self.every > 1:
             last = self._last_step(span, last)
-        produced = self._produced_in(span, last)
+        tokens = self._tokens_of(span, last)
+        produced = self._produced_in(span, tokens)
         if max_produced is not None:
             produced = max(0, min(produced, max_produced))
-        line = self._line(span, last, produced) if self.is_written else None
+        line = self._line(span, last, tokens, produced) if self.is_written else None
         if phase == Phase.GENERATION:
             if produced:
                 if self.extra is None:
@@ -127,7 +128,7 @@ class RequestTimeline:
                 else:
                     self.token_iterations += stretches_of(span.first, steps_of(span.first, last, self.extra), produced)
                 self.produced += produced
-            self.first_output += self._tokens_of(span, last)
+            self.first_output += tokens
             self.extra = None
         self.closed.append(span)
         self.last_iteration = last
@@ -139,7 +140,8 @@ class RequestTimeline:
         if span is None or last < span.first:
             return None
         last = self._last_step(span, last)
-        return self._line(span, last, self._produced_in(span, last))
+        tokens = self._tokens_of(span, last)
+        return self._line(span, last, tokens, self._produced_in(span, tokens))
 
     def prompt_complete(self, iteration: int, num_outputs: int) -> None:
         """The last context chunk yielded a token in `iteration`, or with draft tokens several."""
@@ -204,22 +206,23 @@ class RequestTimeline:
         return last - (last - span.first) % self.every
 
     def _tokens_of(self, span: Span, last: int) -> int:
-        """Output tokens of the open generation up to iteration `last`."""
+        """Output tokens of a span of generation up to iteration `last`; 0 of others."""
+        if span.phase != Phase.GENERATION:
+            return 0
         tokens = (last - span.first) // self.every + 1
         return tokens if self.extra is None else tokens + sum([more for _, more in self.extra])
 
-    def _produced_in(self, span: Span, last: int) -> int:
-        """Output tokens that the open span produced for the first time: those that a pause dropped do not count
+    def _produced_in(self, span: Span, tokens: int) -> int:
+        """Of the output tokens of the open span, those produced for the first time: what a pause dropped does not count
         again."""
         if span.phase != Phase.GENERATION:
             return span.produced
-        again = max(0, self.produced - self.first_output)
-        return max(0, self._tokens_of(span, last) - again)
+        again = self.produced - self.first_output
+        return tokens if again <= 0 else max(0, tokens - again)
 
-    def _line(self, span: Span, last: int, produced: int) -> SpanLine:
+    def _line(self, span: Span, last: int, tokens: int, produced: int) -> SpanLine:
         request_id, phase, first, cause = self.request.request_id, span.phase, span.first, span.cause
         if phase == Phase.GENERATION:
-            tokens = self._tokens_of(span, last)
             line = SpanLine(request_id, phase, first, last, tokens, cause, self.first_output, UNSET, produced)
             if self.extra is not None:
                 line.steps = steps_of(first, last, self.extra)
@@ -373,8 +376,12 @@ class SpanTracker:
             if not request.has_left:
                 held[request.request_id] = timelines[request.request_id]
         again, aside = Span(Phase.GENERATION, record.iteration), Span(Phase.SKIPPED, record.iteration)
-        lines = [timeline.begin(again) for request_id, timeline in before.items() if request_id not in held]
-        lines += [timeline.begin(aside) for request_id, timeline in held.items() if request_id not in before]
+        going_on, going = list(before.values()), list(held.values())
+        if before and held:
+            going_on = [timeline for request_id, timeline in before.items() if request_id not in held]
+            going = [timeline for request_id, timeline in held.items() if request_id not in before]
+        lines = [timeline.begin(again) for timeline in going_on]
+        lines += [timeline.begin(aside) for timeline in going]
         self._held = held
         if self.writer is not None:
             self.writer.add_each(lines)

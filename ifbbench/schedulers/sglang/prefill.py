@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.interfaces import SchedulerStalled
 from ifbbench.engine.plan import Limit
 from ifbbench.engine.request import Request
@@ -52,20 +49,23 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
 
 
 def _new_pass(state: SglangState) -> PrefillPass:
-    table, rows, tree = state.table, state.running.rows, state.kv_cache.tree
-    deferred: int | Rows = table.deferred_confirmed
-    if deferred and state.has_finishing:  # those with the last output in flight are counted one by one
-        deferred = np.array([deferred if request.in_generation else 0 for request in state.running], np.int64)
-    outputs, maximum = table.confirmed[rows] + deferred, table.reserved[rows]
-    ends = table.stop_after[rows] == maximum if state.rules.ignores_eos else None
+    table, rows, tree, deferred = state.table, state.running.rows, state.kv_cache.tree, state.table.deferred_confirmed
+    confirmed, maximum, ends, prompt_len = table.confirmed[rows], table.reserved[rows], list[bool](), list[int]()
+    if state.rules.ignores_eos:
+        ends = (table.stop_after[rows] == maximum).tolist()
     if tree is None:  # outputs of before a retraction count too
-        joined = table.joined[rows]
-        outputs, maximum = outputs + joined, maximum + joined
+        prompt_len, joined = table.original_prompt_len[rows].tolist(), table.joined[rows]
+        confirmed, maximum = confirmed + joined, maximum + joined
+    outputs: list[int] = confirmed.tolist()
+    if deferred:
+        for index, request in enumerate(state.running.requests):
+            if request.in_generation:  # those with the last output in flight are counted one by one
+                outputs[index] += deferred
     return PrefillPass(
         state.rules,
         state.kv_cache.page_size,
         lambda: state.kv_cache.available,
-        Running(table.original_prompt_len[rows] if tree is None else NO_ROWS, outputs, maximum, ends),
+        Running(prompt_len, outputs, maximum.tolist(), ends),
         state.ratio.current,
         len(rows) if state.rules.mixes_chunks else 0,
         tree is not None,
