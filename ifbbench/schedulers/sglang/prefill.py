@@ -116,7 +116,7 @@ def _try(state: SglangState, decision: Decision, request: Request, batch: Prefil
         decision.has_lost = True
         return Verdict.CONTINUE
     if match is not None and 0 < match.host_length < MIN_LOADED:
-        match = match._replace(host_length=0, host_node=match.node)
+        match = match.on_device()
     state.kv_cache.lock(match)
     need = _need_of(state, request, *((0, 0) if match is None else (match.length, match.host_length)))
     state.judged[request] = need.new_tokens + need.loaded
