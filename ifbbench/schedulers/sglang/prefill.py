@@ -20,6 +20,7 @@ LIMITS = {Verdict.NO_TOKEN: Limit.KV_BLOCKS, Verdict.OTHER: Limit.NUM_TOKENS}
 
 def decide_prefill(state: SglangState, decision: Decision) -> bool:
     """Decide a prefill batch; whether there is one."""
+    state.awaits_only = False
     if state.rules.preempts or not len(state.running):
         state.is_full = False
     if (state.is_full or not state.queue) and state.chunked is None:
@@ -87,7 +88,7 @@ def _continue(state: SglangState, request: Request, batch: PrefillPass) -> None:
 
 def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> None:
     """Try the waiting requests in order, up to the first that does not fit."""
-    preempts = state.rules.preempts
+    preempts, num_awaiting = state.rules.preempts, 0
     for request in state.queue:
         state.left_out = request if decision.awaits else None
         if batch.state() is Verdict.OTHER:
@@ -100,6 +101,7 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
             return
         if state.storage is not None and not state.storage.may_try(request):
             decision.awaits = True
+            num_awaiting += 1
             continue
         verdict = _try(state, decision, request, batch)
         if verdict is not Verdict.CONTINUE:
@@ -107,6 +109,7 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
                 state.is_full = len(decision.chosen) > 0 or len(state.running) > 0
             state.limit_of_head = LIMITS[verdict]
             return
+    state.awaits_only = num_awaiting == len(state.queue) and not preempts
 
 
 def _try(state: SglangState, decision: Decision, request: Request, batch: PrefillPass) -> Verdict:

@@ -363,12 +363,14 @@ class SglangScheduler(QueueingScheduler):
         if state.storage is not None and self.kv_cache.host is not None and self.kv_cache.host.writes_back:
             return 1  # what is evicted is written when it is
         is_tried = bool(state.queue) and (not state.is_full or self.rules.preempts)
-        if plan.chunks or plan.paused or state.chunked is not None or is_tried:
+        if plan.chunks or plan.paused or state.chunked is not None or (is_tried and not state.awaits_only):
             return 1
-        if plan.continued or not self.remote.is_settled:
+        if plan.continued or not self.remote.is_settled or (state.storage is not None and state.storage.is_freeing):
             return 1
         plan.awaits_in_flight = any(batch.chunks for batch in state.in_flight)
         steps, to_receiving = certain_steps(state, plan.rows), state.arrived.steps_to_receiving()
+        if is_tried:  # while the queue waits for storage
+            steps = min(steps, state.order.passes_to_change)
         return steps if to_receiving is None else min(steps, to_receiving)
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
@@ -390,6 +392,8 @@ class SglangScheduler(QueueingScheduler):
             return growth
         growth = repeat(self.state, plan.rows, count, num_decided)
         self._ran(plan, count)
+        if self.state.awaits_only:
+            self.state.order.passed(count - num_decided)
         self.state.ratio.decay(count - num_decided)
         self._submitted(Scheduled((), plan.rows, count, self.state.generation.is_active))
         return growth
