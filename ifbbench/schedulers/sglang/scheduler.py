@@ -212,7 +212,7 @@ class SglangScheduler(QueueingScheduler):
         cut = queue_head = None
         if state.chunked is not None:
             blocked.append(cut := LeftOut(state.chunked, Limit.NUM_TOKENS))
-        held = list(state.running) if chosen else []
+        held = list(state.running.requests) if chosen else []
         if held:
             blocked.append(LeftOut(held[0], Limit.PREFILL))
         if state.queue and state.limit_of_head is not None:
@@ -283,7 +283,13 @@ class SglangScheduler(QueueingScheduler):
         """A batch is in flight. With overlap, requests whose last output is in it do not decode again (Overlap)."""
         state = self.state
         state.in_flight.append(batch)
-        last = state.generation.finish_scheduling() if batch.is_joint else self._last_outputs(batch.outputs)
+        if batch.is_joint:
+            last = state.generation.finish_scheduling()
+        else:
+            prompts = [chunk.request for chunk in batch.chunks if chunk.is_last]
+            last = [request for request in prompts if self._is_async and request.max_new_tokens == 1]
+            if len(batch.outputs) > len(prompts):
+                last += self._last_outputs(batch.outputs[len(prompts) :])
         for request in last:
             request.finish_scheduling()
             state.has_finishing = True
