@@ -51,13 +51,18 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
 
 def _new_pass(state: SglangState) -> PrefillPass:
     table, rows, tree, deferred = state.table, state.running.rows, state.kv_cache.tree, state.table.deferred_confirmed
-    confirmed, maximum, ends, prompt_len = table.confirmed[rows], table.reserved[rows], list[bool](), list[int]()
+    # Lists, because few requests run where speed counts.
+    outputs: list[int] = table.confirmed[rows].tolist()
+    maximum: list[int] = table.reserved[rows].tolist()
+    ends, prompt_len = list[bool](), list[int]()
     if state.rules.ignores_eos:
-        ends = (table.stop_after[rows] == maximum).tolist()
+        stops: list[int] = table.stop_after[rows].tolist()
+        ends = [stop == maximum[index] for index, stop in enumerate(stops)]
     if tree is None:  # outputs of before a retraction count too
-        prompt_len, joined = table.original_prompt_len[rows].tolist(), table.joined[rows]
-        confirmed, maximum = confirmed + joined, maximum + joined
-    outputs: list[int] = confirmed.tolist()
+        prompt_len = table.original_prompt_len[rows].tolist()
+        for index, joined in enumerate(table.joined[rows].tolist()):
+            outputs[index] += joined
+            maximum[index] += joined
     if deferred:
         for index, request in enumerate(state.running.requests):
             if request.in_generation:  # those with the last output in flight are counted one by one
@@ -66,7 +71,7 @@ def _new_pass(state: SglangState) -> PrefillPass:
         state.rules,
         state.kv_cache.page_size,
         lambda: state.kv_cache.available,
-        Running(prompt_len, outputs, maximum.tolist(), ends),
+        Running(prompt_len, outputs, maximum, ends),
         state.ratio.current,
         len(rows) if state.rules.mixes_chunks else 0,
         tree is not None,
