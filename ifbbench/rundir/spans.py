@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from msgspec import UNSET
 
@@ -22,6 +22,7 @@ _IN_QUEUE: Final = f"{WAITING_FOR}{_BATCH_SIZE}"
 # In a queue of which the scheduler names the head: all in it wait for the limit that holds the head.
 _BEHIND_NAMED_HEAD: Final = "queued"
 _NO_LIMIT: Final = "none"
+_UNSET: Final = UNSET  # compiled code finds its own constants sooner
 # Requests that generate stood aside for prompts: if nothing else is said, the queue is not held.
 _HOLDS_NO_QUEUE: Final = Limit.PREFILL.value
 _IN_LINE: Final = frozenset((_IN_QUEUE, _BEHIND_NAMED_HEAD, f"{WAITING_FOR}{HEAD_OF_LINE}"))
@@ -33,12 +34,14 @@ class Span:
 
     cause: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these phases, 1 (with
     draft tokens, or more) once they have yielded output tokens that were not there before. is_queued: whether the
-    request waited in a queue of which the scheduler names the head.
+    request waited in a queue of which the scheduler names the head. last, stretch: where it ended for the
+    latest request, and its first and last iteration, a tuple that requests have in common too; -1 and None before.
     """
 
     def __init__(self, phase: str, first: int, cause: str | int | None = None, chunks: list[int] | None = None) -> None:
         self.phase, self.first, self.cause, self.chunks = phase, first, cause, chunks
-        self.produced, self.is_queued = 0, False
+        self.produced, self.is_queued, self.last = 0, False, -1
+        self.stretch: Any = None
 
     @property
     def name(self) -> str:
@@ -97,7 +100,7 @@ class RequestTimeline:
         self.first_run = self.last_iteration = -1
         self.first_output = 0
         self.extra: list[tuple[int, int]] | None = None
-        self.token_iterations: list[tuple[int, int]] = []
+        self.token_iterations: list[Any] = []  # tuples, each of which compiled code would make again if it were said
         self.produced, self.has_first_token = 0, False
 
     def begin(self, span: Span) -> SpanLine | None:
@@ -123,7 +126,11 @@ class RequestTimeline:
         line = self._line(span, last, tokens, produced) if self.is_written else None
         if phase == Phase.GENERATION:
             if produced:
-                if self.extra is None:
+                if self.extra is None and produced == tokens:
+                    if span.last != last:
+                        span.last, span.stretch = last, (span.first, last)
+                    self.token_iterations.append(span.stretch)
+                elif self.extra is None:
                     self.token_iterations.append((last - (produced - 1) * self.every, last))
                 else:
                     self.token_iterations += stretches_of(span.first, steps_of(span.first, last, self.extra), produced)
@@ -223,13 +230,13 @@ class RequestTimeline:
     def _line(self, span: Span, last: int, tokens: int, produced: int) -> SpanLine:
         request_id, phase, first, cause = self.request.request_id, span.phase, span.first, span.cause
         if phase == Phase.GENERATION:
-            line = SpanLine(request_id, phase, first, last, tokens, cause, self.first_output, UNSET, produced)
+            line = SpanLine(request_id, phase, first, last, tokens, cause, self.first_output, _UNSET, produced)
             if self.extra is not None:
                 line.steps = steps_of(first, last, self.extra)
         elif span.chunks:
-            line = SpanLine(request_id, phase, first, last, sum(span.chunks), cause, UNSET, span.chunks, produced)
+            line = SpanLine(request_id, phase, first, last, sum(span.chunks), cause, _UNSET, span.chunks, produced)
         else:
-            line = SpanLine(request_id, phase, first, last, 0, cause, UNSET, UNSET, UNSET)
+            line = SpanLine(request_id, phase, first, last, 0, cause, _UNSET, _UNSET, _UNSET)
         if self.every > 1 and phase in RUNNING:
             line.every = self.every
         return line
