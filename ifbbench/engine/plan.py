@@ -114,19 +114,12 @@ class Plan:
     def output_rows(self) -> Rows:
         """[outputs], the table row of each, in batch order: of last chunks, of `rows`, and of `idle`."""
         completing = [chunk.request.slot for chunk in self.chunks if chunk.is_last]
-        if not len(self.idle):
-            if not completing:
-                return self.rows
-            if not len(self.rows):
-                return np.array(completing, np.int64)
+        if not len(self.idle) and not (completing and len(self.rows)):
+            return np.array(completing, np.int64) if completing else self.rows
         return np.concatenate([np.array(completing, np.int64), self.rows, self.idle])
 
     def first_left_out(self, waiting: Sequence[Request]) -> LeftOut | None:
         """The first request that does not run or has its chunk cut. waiting: requests that are not active yet."""
         if self.blocked:
-            first = self.blocked[0]
-            for left_out in self.blocked:
-                if left_out.request.goes_before(first.request):
-                    first = left_out
-            return first
+            return min(self.blocked, key=lambda left_out: left_out.request.order)
         return LeftOut(waiting[0], Limit.BATCH_SIZE) if waiting else None

@@ -195,6 +195,10 @@ def _line_of(context: tuple[ContextChunk, ...], changes: str) -> str:
     return f'{{"context":[{",".join([f"[{index},{length}]" for index, length in chunks])}],{changes}'
 
 
+def _listed(numbers: set[int]) -> str:
+    return ",".join([str(number) for number in sorted(numbers)]) if numbers else ""
+
+
 class ScheduleDigest:
     """sha256 of all decisions of a run, without times: one line of JSON for each iteration that scheduled or paused
     something.
@@ -207,7 +211,6 @@ class ScheduleDigest:
         self._hash = hashlib.sha256()
         self._lines: list[str] = []  # those that are not in the hash yet
         self._generating, self._held = set[int](), set[int]()
-        self._latest, self._latest_text = set[int](), ""  # numbers that were listed latest
         # The requests that enter or leave generation with the next turn of each micro batch.
         self._entering, self._leaving = list[set[int]](), list[set[int]]()
 
@@ -226,10 +229,7 @@ class ScheduleDigest:
             paused = {pause.victim.index for pause in record.paused}
             held = {request.index for request in record.held}
             stopping = leaving | paused | held if leaving or paused else held
-            left = stopping & self._generating
-            joined = entering | self._held if self._held else entering
-            if joined:
-                joined = joined - stopping
+            left, joined = stopping & self._generating, (entering | self._held) - stopping
             self._generating -= left
             if paused and record.num_micro_batches > 1:
                 for others in self._entering:
@@ -239,8 +239,7 @@ class ScheduleDigest:
         if record.budget_used or paused:
             changes = _NO_CHANGES
             if joined or left or paused:
-                new, gone, stopped = self._listed(joined), self._listed(left), self._listed(paused)
-                changes = f'"joined":[{new}],"left":[{gone}],"paused":[{stopped}]}}\n'
+                changes = f'"joined":[{_listed(joined)}],"left":[{_listed(left)}],"paused":[{_listed(paused)}]}}\n'
             self._add_line(_line_of(record.context, changes))
         entering = {chunk.request.index for chunk in record.context if chunk.is_last}
         self._entering[turn], self._leaving[turn] = entering, {request.index for request in record.finished}
@@ -265,13 +264,6 @@ class ScheduleDigest:
             self._add_line(line * (rounds * sum(has_line) + sum(has_line[:more])))
         last_iteration = turns[0].iteration + length - 1
         self._leaving[last_iteration % turns[0].num_micro_batches] = {request.index for request in finished}
-
-    def _listed(self, numbers: set[int]) -> str:
-        if not numbers:
-            return ""
-        if numbers != self._latest:  # those that have joined often leave together
-            self._latest, self._latest_text = numbers, ",".join([str(number) for number in sorted(numbers)])
-        return self._latest_text
 
     def _add_line(self, line: str) -> None:
         self._lines.append(line)

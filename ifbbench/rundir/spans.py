@@ -220,8 +220,8 @@ class RequestTimeline:
         return tokens if self.extra is None else tokens + sum([more for _, more in self.extra])
 
     def _produced_in(self, span: Span, tokens: int) -> int:
-        """Of the output tokens of the open span, those produced for the first time: what a pause dropped does not count
-        again."""
+        """How many of the output tokens of the open span were produced for the first time: what a pause dropped does
+        not count again."""
         if span.phase != Phase.GENERATION:
             return span.produced
         again = self.produced - self.first_output
