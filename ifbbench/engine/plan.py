@@ -114,8 +114,8 @@ class Plan:
     def output_rows(self) -> Rows:
         """[outputs], the table row of each, in batch order: of last chunks, of `rows`, and of `idle`."""
         completing = [chunk.request.slot for chunk in self.chunks if chunk.is_last]
-        if not completing and not len(self.idle):
-            return self.rows
+        if not len(self.idle) and not (completing and len(self.rows)):
+            return np.array(completing, np.int64) if completing else self.rows
         return np.concatenate([np.array(completing, np.int64), self.rows, self.idle])
 
     def first_left_out(self, waiting: Sequence[Request]) -> LeftOut | None:

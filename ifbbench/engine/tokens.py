@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TypeAlias
 
@@ -180,13 +179,12 @@ class SymbolicTokens:
 BlockTokens: TypeAlias = TokenIds | SymbolicTokens
 
 
-@dataclass(frozen=True, slots=True)
 class KnownTokens:
     """The tokens of a sequence, for lookup and storage. Blocks are shared only between equal identities."""
 
-    tokens: BlockTokens
-    identity: Hashable = None
-    _keys: list[BlockKey] = field(default_factory=list, compare=False, repr=False)
+    def __init__(self, tokens: BlockTokens, identity: Hashable = None) -> None:
+        self.tokens, self.identity = tokens, identity
+        self._keys: list[BlockKey] = []
 
     def block_keys(self, count: int, tokens_per_block: int) -> list[BlockKey]:
         """The keys of the first `count` full blocks. They are made once, because a block is looked for, taken and

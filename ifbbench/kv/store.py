@@ -1,7 +1,7 @@
 """A memory beneath that of the device, which keeps blocks of keys and values by what they hold: a disk, or a store that
 the replicas of a fleet share."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from heapq import heappop, heappush, nsmallest
 from math import inf
@@ -96,7 +96,8 @@ class KvStore:
         self.name, self.capacity, self.block_bytes = name, capacity, block_bytes
         self.counters = StoreCounters()
         self._link, self._latency_s = SharedLink(bandwidth), latency_s
-        self._blocks: dict[Hashable, None] = {}  # in the order of their last use
+        # In the order of their last use. To find the first key of a dict takes long after many were deleted.
+        self._blocks = OrderedDict[Hashable, None]()
         self._writing: set[Hashable] = set()
         # By replica, its writes that have not ended: the first of them is on its way.
         self._writes: dict[int, deque[Transfer]] = {}
@@ -227,10 +228,10 @@ class KvStore:
             self._blocks[key] = None
         self._use([key for key in transfer.chain if key in self._blocks])
         for _ in range(len(self._blocks) - self.capacity):
-            del self._blocks[next(iter(self._blocks))]
+            self._blocks.popitem(last=False)
             self.counters.evicted += 1
 
     def _use(self, keys: Sequence[Hashable]) -> None:
         """These blocks, of one prompt and in order, were used."""
         for key in reversed(keys):
-            self._blocks[key] = self._blocks.pop(key)
+            self._blocks.move_to_end(key)

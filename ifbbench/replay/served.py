@@ -9,6 +9,7 @@ from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.stretch import Stretch
 from ifbbench.replay.client import ReplayClient, on_tick
 from ifbbench.simulated.serving_process import ServingProcess
+from ifbbench.workload.trace import columns_of
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -23,6 +24,7 @@ class ServedClient(ReplayClient):
     def pass_through(self, process: ServingProcess) -> None:
         """Requests and tokens pass through `process`. Called once, before anything else."""
         self._process = process
+        self._prompt_lens = columns_of(self._trace.requests).prompt_len
         # By the number of a request: its index, and, once the process has accepted it, when the engine gets it.
         self._indices = array("q")
         self._ready = array("d")
@@ -96,7 +98,7 @@ class ServedClient(ReplayClient):
             if len(self._ready) == self.submitted:
                 self._submit_until(received_s)
             self._received_s = received_s
-            prompt_len = self._trace.requests[self._indices[len(self._ready)]].prompt_len
+            prompt_len = self._prompt_lens[self._indices[len(self._ready)]]
             self._ready.append(self._accept_one(received_s, prompt_len))
 
     def _accept_one(self, received_s: float, prompt_len: int) -> float:

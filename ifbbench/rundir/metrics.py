@@ -169,19 +169,25 @@ class TokenGaps:
         """Take in a request that produced a token in each `every`-th iteration of `stretches`, [first, last] in order
         of time."""
         self.every = every
-        begins, ends = self._steps
-        before: int | None = None
+        # Lists, because arrays take longer to grow by one.
+        begins, ends, befores, afters = list[int](), list[int](), list[int](), list[int]()
+        before, is_first = 0, True
         for first, last in stretches:
-            if before is None:
+            if is_first:
                 first += every
+                is_first = False
             elif first != before + every:
-                self._long[0].append(before)
-                self._long[1].append(first)
+                befores.append(before)
+                afters.append(first)
                 first += every
             if first <= last:
                 begins.append(first)
                 ends.append(last)
             before = last
+        self._steps[0].extend(begins)
+        self._steps[1].extend(ends)
+        self._long[0].extend(befores)
+        self._long[1].extend(afters)
 
     def add_first(self, seconds: float, iteration: int) -> None:
         """Take in a gap of so many seconds that ends with `iteration`, and began with none of this engine."""

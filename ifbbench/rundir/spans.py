@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from msgspec import UNSET
 
@@ -22,6 +22,7 @@ _IN_QUEUE: Final = f"{WAITING_FOR}{_BATCH_SIZE}"
 # In a queue of which the scheduler names the head: all in it wait for the limit that holds the head.
 _BEHIND_NAMED_HEAD: Final = "queued"
 _NO_LIMIT: Final = "none"
+_UNSET: Final = UNSET  # compiled code finds its own constants sooner
 # Requests that generate stood aside for prompts: if nothing else is said, the queue is not held.
 _HOLDS_NO_QUEUE: Final = Limit.PREFILL.value
 _IN_LINE: Final = frozenset((_IN_QUEUE, _BEHIND_NAMED_HEAD, f"{WAITING_FOR}{HEAD_OF_LINE}"))
@@ -33,12 +34,14 @@ class Span:
 
     cause: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these phases, 1 (with
     draft tokens, or more) once they have yielded output tokens that were not there before. is_queued: whether the
-    request waited in a queue of which the scheduler names the head.
+    request waited in a queue of which the scheduler names the head. last, stretch: where it ended for the
+    latest request, and its first and last iteration, a tuple that requests have in common too; -1 and None before.
     """
 
     def __init__(self, phase: str, first: int, cause: str | int | None = None, chunks: list[int] | None = None) -> None:
         self.phase, self.first, self.cause, self.chunks = phase, first, cause, chunks
-        self.produced, self.is_queued = 0, False
+        self.produced, self.is_queued, self.last = 0, False, -1
+        self.stretch: Any = None
 
     @property
     def name(self) -> str:
@@ -97,7 +100,7 @@ class RequestTimeline:
         self.first_run = self.last_iteration = -1
         self.first_output = 0
         self.extra: list[tuple[int, int]] | None = None
-        self.token_iterations: list[tuple[int, int]] = []
+        self.token_iterations: list[Any] = []  # tuples, each of which compiled code would make again if it were said
         self.produced, self.has_first_token = 0, False
 
     def begin(self, span: Span) -> SpanLine | None:
@@ -116,18 +119,23 @@ class RequestTimeline:
         phase = span.phase
         if self.every > 1:
             last = self._last_step(span, last)
-        produced = self._produced_in(span, last)
+        tokens = self._tokens_of(span, last)
+        produced = self._produced_in(span, tokens)
         if max_produced is not None:
             produced = max(0, min(produced, max_produced))
-        line = self._line(span, last, produced) if self.is_written else None
+        line = self._line(span, last, tokens, produced) if self.is_written else None
         if phase == Phase.GENERATION:
             if produced:
-                if self.extra is None:
+                if self.extra is None and produced == tokens:
+                    if span.last != last:
+                        span.last, span.stretch = last, (span.first, last)
+                    self.token_iterations.append(span.stretch)
+                elif self.extra is None:
                     self.token_iterations.append((last - (produced - 1) * self.every, last))
                 else:
                     self.token_iterations += stretches_of(span.first, steps_of(span.first, last, self.extra), produced)
                 self.produced += produced
-            self.first_output += self._tokens_of(span, last)
+            self.first_output += tokens
             self.extra = None
         self.closed.append(span)
         self.last_iteration = last
@@ -139,7 +147,8 @@ class RequestTimeline:
         if span is None or last < span.first:
             return None
         last = self._last_step(span, last)
-        return self._line(span, last, self._produced_in(span, last))
+        tokens = self._tokens_of(span, last)
+        return self._line(span, last, tokens, self._produced_in(span, tokens))
 
     def prompt_complete(self, iteration: int, num_outputs: int) -> None:
         """The last context chunk yielded a token in `iteration`, or with draft tokens several."""
@@ -204,29 +213,30 @@ class RequestTimeline:
         return last - (last - span.first) % self.every
 
     def _tokens_of(self, span: Span, last: int) -> int:
-        """Output tokens of the open generation up to iteration `last`."""
+        """Output tokens of a span of generation up to iteration `last`; 0 of others."""
+        if span.phase != Phase.GENERATION:
+            return 0
         tokens = (last - span.first) // self.every + 1
         return tokens if self.extra is None else tokens + sum([more for _, more in self.extra])
 
-    def _produced_in(self, span: Span, last: int) -> int:
-        """Output tokens that the open span produced for the first time: those that a pause dropped do not count
-        again."""
+    def _produced_in(self, span: Span, tokens: int) -> int:
+        """How many of the output tokens of the open span were produced for the first time: what a pause dropped does
+        not count again."""
         if span.phase != Phase.GENERATION:
             return span.produced
-        again = max(0, self.produced - self.first_output)
-        return max(0, self._tokens_of(span, last) - again)
+        again = self.produced - self.first_output
+        return tokens if again <= 0 else max(0, tokens - again)
 
-    def _line(self, span: Span, last: int, produced: int) -> SpanLine:
+    def _line(self, span: Span, last: int, tokens: int, produced: int) -> SpanLine:
         request_id, phase, first, cause = self.request.request_id, span.phase, span.first, span.cause
         if phase == Phase.GENERATION:
-            tokens = self._tokens_of(span, last)
-            line = SpanLine(request_id, phase, first, last, tokens, cause, self.first_output, UNSET, produced)
+            line = SpanLine(request_id, phase, first, last, tokens, cause, self.first_output, _UNSET, produced)
             if self.extra is not None:
                 line.steps = steps_of(first, last, self.extra)
         elif span.chunks:
-            line = SpanLine(request_id, phase, first, last, sum(span.chunks), cause, UNSET, span.chunks, produced)
+            line = SpanLine(request_id, phase, first, last, sum(span.chunks), cause, _UNSET, span.chunks, produced)
         else:
-            line = SpanLine(request_id, phase, first, last, 0, cause, UNSET, UNSET, UNSET)
+            line = SpanLine(request_id, phase, first, last, 0, cause, _UNSET, _UNSET, _UNSET)
         if self.every > 1 and phase in RUNNING:
             line.every = self.every
         return line
@@ -373,8 +383,12 @@ class SpanTracker:
             if not request.has_left:
                 held[request.request_id] = timelines[request.request_id]
         again, aside = Span(Phase.GENERATION, record.iteration), Span(Phase.SKIPPED, record.iteration)
-        lines = [timeline.begin(again) for request_id, timeline in before.items() if request_id not in held]
-        lines += [timeline.begin(aside) for request_id, timeline in held.items() if request_id not in before]
+        going_on, going = list(before.values()), list(held.values())
+        if before and held:
+            going_on = [timeline for request_id, timeline in before.items() if request_id not in held]
+            going = [timeline for request_id, timeline in held.items() if request_id not in before]
+        lines = [timeline.begin(again) for timeline in going_on]
+        lines += [timeline.begin(aside) for timeline in going]
         self._held = held
         if self.writer is not None:
             self.writer.add_each(lines)

@@ -44,6 +44,7 @@ class QueueingScheduler:
     def __init__(self, name: str, limits: BatchingConfig, table: RequestTable, is_predicted: bool) -> None:
         self.name, self.limits, self.table = name, limits, table
         self.max_in_flight, self.num_micro_batches = limits.max_in_flight, 1
+        self._is_async = limits.is_async
         self._refusals = AdmissionLimits(limits)
         self._by_id: dict[int, Request] = {}
         self._num_reading = 0  # requests of which what a token is decides something
@@ -109,7 +110,7 @@ class QueueingScheduler:
         """The requests that are not scheduled again, because their last output is among `outputs`, in flight. Only
         asynchronous scheduling knows of them."""
         table = self.table
-        if not self.limits.is_async:
+        if not self._is_async:
             return []
         return [table.requests[row] for row in outputs[table.generated[outputs] >= table.reserved[outputs]].tolist()]
 

@@ -62,13 +62,13 @@ def _replay_admission(case: Case) -> None:
         max_prefill_tokens=case["max_prefill_tokens"],
         prefill_max_requests=case["prefill_max_requests"],
     )
-    names = {"prompt_len": np.int64, "outputs": np.int64, "max_new_tokens": np.int64, "ignore_eos": np.bool_}
+    names = ("prompt_len", "outputs", "max_new_tokens", "ignore_eos")
     locked = 0
     batch = PrefillPass(
         rules,
         case["page_size"],
         lambda: case["free_tokens"] + case["evictable_tokens"] - locked,
-        Running(*[np.array([one[name] for one in case["running"]], kind) for name, kind in names.items()]),
+        Running(*[[one[name] for one in case["running"]] for name in names]),
         case["new_token_ratio"],
         case["mixed_decode_tokens"],
         not case.get("disable_radix_cache", False),

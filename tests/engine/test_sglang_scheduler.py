@@ -96,7 +96,7 @@ def test_together_is_as_one_by_one(
 def test_what_running_requests_that_ignore_the_end_token_reserve(by_ratio: bool, reserved: float) -> None:
     """All of the rest of their outputs, or with `reserve_by_ratio` a share of it: then a further prompt is tried behind
     one of 15 tokens with 60 outputs. In both cases a new request must fit until each other one has ended."""
-    running = Running(np.array([50, 70]), np.array([10, 60]), np.array([100, 100]), np.array([True, True]))
+    running = Running([50, 70], [10, 60], [100, 100], [True, True])
     rules = SglangRules(ignores_eos=True, reserves_by_ratio=by_ratio)
 
     def judged(available: int, outputs: int) -> Verdict:

@@ -193,6 +193,40 @@ def test_iterations_together_write_and_load_what_single_ones_do(asked: dict[str,
     assert together == single
 
 
+@pytest.mark.parametrize("policy", ["timeout", "wait_complete"])
+def test_requests_wait_for_storage_while_others_run_and_while_none_does(policy: str, tmp_path: Path) -> None:
+    """A store reads a prefix of 1,536 tokens, which the host no longer has, in 2 s. With `timeout` a request waits for
+    1.375 s."""
+    known = {"prompt_len": 1600, "output_len": 3, "prefix_ids": [0, 1, 2]}
+    others = [{"arrival_s": 10.0 * number, "prompt_len": 1600, "output_len": 2} for number in range(1, 9)]
+    while_none_runs = {"arrival_s": 100.0} | known
+    while_one_runs = [{"arrival_s": 200.0, "prompt_len": 40, "output_len": 900}, {"arrival_s": 200.1} | known]
+    more = [{"arrival_s": one["arrival_s"] + 100} for one in others]
+    rows = [
+        {"arrival_s": 0.0} | known,
+        *others,
+        while_none_runs,
+        *[one | of for one, of in zip(others, more, strict=True)],
+    ]
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"request_id": number} | row for number, row in enumerate([*rows, *while_one_runs])]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "engine": "sglang",
+        **HOST,
+        "kv_disk_bytes": 40_000 * BLOCK_BYTES,
+        "kv_disk_bandwidth": 1e8,
+        "kv_tier_prefetch": policy,
+        "max_tokens_in_paged_kvcache": 4096,
+    }
+    together, single = (replay(trace, tmp_path / str(one), one, **values) for one in (True, False))
+    assert together == single
+    answered = [json.loads(line) for line in together["requests.jsonl"].splitlines()]
+    waited_s = [one["transfer_end_s"] - one["transfer_start_s"] for one in answered if "transfer_end_s" in one]
+    expected_s = 1.375 if policy == "timeout" else 96 * BLOCK_BYTES / 1e8
+    assert waited_s == pytest.approx([expected_s] * 2, abs=0.05)
+
+
 def test_a_fleet_with_stores_gives_the_same_files_again(tmp_path: Path) -> None:
     trace = write_rows(tmp_path / "trace.jsonl", Random(6), 60, sessions=True)
     values = {"kv_remote_bytes": 10**12, "kv_disk_bytes": 10**9, "max_tokens_in_paged_kvcache": 4096}

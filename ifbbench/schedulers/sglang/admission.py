@@ -7,9 +7,6 @@ from enum import Enum
 from operator import itemgetter
 from typing import NamedTuple
 
-import numpy as np
-
-from ifbbench.engine.arrays import NO_ROWS, BoolArray, Rows
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.schedulers.sglang.rules import SglangRules
 
@@ -41,16 +38,16 @@ class Need(NamedTuple):
 
 class Running(NamedTuple):
     """The requests that decode, [requests]: lengths of their prompts, how many outputs they have and may have, and
-    whether they are certain to have all, None if none is. With a tree, prompts are not read, and of outputs only how
+    whether they are certain to have all, empty if none is. With a tree, prompts are not read, and of outputs only how
     many more there may be."""
 
-    prompt_len: Rows
-    outputs: Rows
-    max_new_tokens: Rows
-    ignores_eos: BoolArray | None
+    prompt_len: list[int]
+    outputs: list[int]
+    max_new_tokens: list[int]
+    ignores_eos: list[bool]
 
 
-NONE_RUNNING = Running(NO_ROWS, NO_ROWS, NO_ROWS, None)
+NONE_RUNNING = Running([], [], [], [])
 
 
 class PrefillPass:
@@ -73,15 +70,14 @@ class PrefillPass:
     ) -> None:
         self._rules, self._page_size, self._available = rules, page_size, available
         self._ratio, self._keeps_prefixes, self._running = ratio, keeps_prefixes, running
-        self._total = self._now = float(num_mixed)
-        if len(running.outputs):
-            expected = np.minimum(running.max_new_tokens - running.outputs, MAX_EXPECTED)
-            certain = None if rules.reserves_by_ratio else running.ignores_eos
-            if certain is not None and np.logical_and.reduce(certain):
-                self._total += int(np.add.reduce(expected))
-            else:
-                shares = expected * ratio if certain is None else np.where(certain, expected, expected * ratio)
-                self._total = sum(shares.tolist(), self._total)  # one after the other, as SGLang rounds
+        self._now = float(num_mixed)
+        total, outputs, most, certain = float(num_mixed), running.outputs, running.max_new_tokens, running.ignores_eos
+        if rules.reserves_by_ratio:
+            certain = []
+        for index in range(len(outputs)):  # one after the other, as SGLang rounds
+            expected = min(most[index] - outputs[index], MAX_EXPECTED)
+            total += expected if certain and certain[index] else expected * ratio
+        self._total = total
         self._input = rules.max_prefill_tokens - num_mixed
         self._chunk = None if rules.chunk_size is None else rules.chunk_size - num_mixed
         self._ends: list[tuple[float, int]] | None = None
@@ -201,12 +197,11 @@ class PrefillPass:
 
     def _ends_of_running(self) -> list[tuple[float, int]]:
         """After how many tokens each running request ends, and how many it holds by then."""
-        running = self._running
-        outputs = running.max_new_tokens * self._ratio
-        if running.ignores_eos is not None:
-            outputs = np.where(running.ignores_eos, running.max_new_tokens, outputs)
-        held = running.prompt_len + running.outputs
-        return list(zip((outputs - running.outputs).tolist(), held.tolist(), strict=True))
+        running, certain, ends = self._running, self._running.ignores_eos, list[tuple[float, int]]()
+        for index, outputs in enumerate(running.outputs):
+            ratio = 1.0 if certain and certain[index] else self._ratio
+            ends.append((running.max_new_tokens[index] * ratio - outputs, running.prompt_len[index] + outputs))
+        return ends
 
     def _end(self, need: Need) -> tuple[float, int]:
         """After how many tokens a chosen request ends, and how many it holds by then."""

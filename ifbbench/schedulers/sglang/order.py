@@ -6,6 +6,7 @@ from operator import attrgetter
 import numpy as np
 
 from ifbbench.engine.request import Request
+from ifbbench.schedulers.ends import NEVER
 from ifbbench.schedulers.sglang.cache import SglangCache
 from ifbbench.schedulers.sglang.radix_tree import Match, Node, RadixTree
 from ifbbench.schedulers.sglang.rules import SglangRules
@@ -30,6 +31,7 @@ class QueueOrder:
         policy = rules.schedule_policy
         self.policy = "fcfs" if policy in BY_MATCH and cache.tree is None else policy
         self._random = random.Random(rules.seed)
+        self._refreshes = cache.tree is not None and rules.eviction_policy == "lru"
         self._passes = 0
         self._work: dict[Request, int] = {}
         self._arrived_at: dict[Request, int] = {}
@@ -56,6 +58,18 @@ class QueueOrder:
             self._random.shuffle(queue)
         self._refresh(queue)
 
+    @property
+    def passes_to_change(self) -> int:
+        """The pass after so many, at least one, may bring a queue that stays the same into another order, or use
+        prefixes."""
+        if self.policy in BY_MATCH or self.policy == "random":
+            return 1
+        return REFRESH_INTERVAL - (self._passes - 1) % REFRESH_INTERVAL if self._refreshes else NEVER
+
+    def passed(self, count: int) -> None:
+        """So many passes change nothing: see `passes_to_change`."""
+        self._passes += count
+
     def chunk_limit(self, rest: int, queue: list[Request], budget: int) -> int | None:
         """shortest-prefill-first: what the prompt that is being cut may have, so that shorter ones fit beside it."""
         page = self._cache.page_size
@@ -72,7 +86,7 @@ class QueueOrder:
 
     def _refresh(self, queue: list[Request]) -> None:
         """The prefixes of the first waiting requests stay in the tree, that of the head longest."""
-        if self._cache.tree is None or self._rules.eviction_policy != "lru" or not queue:
+        if not self._refreshes or not queue:
             return
         self._passes += 1
         if self._passes % REFRESH_INTERVAL == 1:

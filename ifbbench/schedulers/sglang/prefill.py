@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.interfaces import SchedulerStalled
 from ifbbench.engine.plan import Limit
 from ifbbench.engine.request import Request
@@ -23,6 +20,7 @@ LIMITS = {Verdict.NO_TOKEN: Limit.KV_BLOCKS, Verdict.OTHER: Limit.NUM_TOKENS}
 
 def decide_prefill(state: SglangState, decision: Decision) -> bool:
     """Decide a prefill batch; whether there is one."""
+    state.awaits_only = False
     if state.rules.preempts or not len(state.running):
         state.is_full = False
     if (state.is_full or not state.queue) and state.chunked is None:
@@ -52,20 +50,28 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
 
 
 def _new_pass(state: SglangState) -> PrefillPass:
-    table, rows, tree = state.table, state.running.rows, state.kv_cache.tree
-    deferred: int | Rows = table.deferred_confirmed
-    if deferred and state.has_finishing:  # those with the last output in flight are counted one by one
-        deferred = np.array([deferred if request.in_generation else 0 for request in state.running], np.int64)
-    outputs, maximum = table.confirmed[rows] + deferred, table.reserved[rows]
-    ends = table.stop_after[rows] == maximum if state.rules.ignores_eos else None
+    table, rows, tree, deferred = state.table, state.running.rows, state.kv_cache.tree, state.table.deferred_confirmed
+    # Lists, because few requests run where speed counts.
+    outputs: list[int] = table.confirmed[rows].tolist()
+    maximum: list[int] = table.reserved[rows].tolist()
+    ends, prompt_len = list[bool](), list[int]()
+    if state.rules.ignores_eos:
+        stops: list[int] = table.stop_after[rows].tolist()
+        ends = [stop == maximum[index] for index, stop in enumerate(stops)]
     if tree is None:  # outputs of before a retraction count too
-        joined = table.joined[rows]
-        outputs, maximum = outputs + joined, maximum + joined
+        prompt_len = table.original_prompt_len[rows].tolist()
+        for index, joined in enumerate(table.joined[rows].tolist()):
+            outputs[index] += joined
+            maximum[index] += joined
+    if deferred:
+        for index, request in enumerate(state.running.requests):
+            if request.in_generation:  # those with the last output in flight are counted one by one
+                outputs[index] += deferred
     return PrefillPass(
         state.rules,
         state.kv_cache.page_size,
         lambda: state.kv_cache.available,
-        Running(table.original_prompt_len[rows] if tree is None else NO_ROWS, outputs, maximum, ends),
+        Running(prompt_len, outputs, maximum, ends),
         state.ratio.current,
         len(rows) if state.rules.mixes_chunks else 0,
         tree is not None,
@@ -87,7 +93,7 @@ def _continue(state: SglangState, request: Request, batch: PrefillPass) -> None:
 
 def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> None:
     """Try the waiting requests in order, up to the first that does not fit."""
-    preempts = state.rules.preempts
+    preempts, num_awaiting = state.rules.preempts, 0
     for request in state.queue:
         state.left_out = request if decision.awaits else None
         if batch.state() is Verdict.OTHER:
@@ -100,6 +106,7 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
             return
         if state.storage is not None and not state.storage.may_try(request):
             decision.awaits = True
+            num_awaiting += 1
             continue
         verdict = _try(state, decision, request, batch)
         if verdict is not Verdict.CONTINUE:
@@ -107,6 +114,7 @@ def _try_waiting(state: SglangState, decision: Decision, batch: PrefillPass) -> 
                 state.is_full = len(decision.chosen) > 0 or len(state.running) > 0
             state.limit_of_head = LIMITS[verdict]
             return
+    state.awaits_only = num_awaiting == len(state.queue) and not preempts
 
 
 def _try(state: SglangState, decision: Decision, request: Request, batch: PrefillPass) -> Verdict:
@@ -116,7 +124,7 @@ def _try(state: SglangState, decision: Decision, request: Request, batch: Prefil
         decision.has_lost = True
         return Verdict.CONTINUE
     if match is not None and 0 < match.host_length < MIN_LOADED:
-        match = match._replace(host_length=0, host_node=match.node)
+        match = match.on_device()
     state.kv_cache.lock(match)
     need = _need_of(state, request, *((0, 0) if match is None else (match.length, match.host_length)))
     state.judged[request] = need.new_tokens + need.loaded

@@ -7,7 +7,7 @@ only the host has are only such nodes.
 
 from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -87,14 +87,16 @@ RANKS: dict[str, Callable[[Node], Rank]] = {
 }
 
 
-class Match(NamedTuple):
+class Match:
     """The longest prefix in the tree: `length` tokens on the device, which end at `node`, and `host_length` further
     ones that only the host has, which end at `host_node`."""
 
-    length: int
-    node: Node
-    host_length: int
-    host_node: Node
+    def __init__(self, length: int, node: Node, host_length: int, host_node: Node) -> None:
+        self.length, self.node, self.host_length, self.host_node = length, node, host_length, host_node
+
+    def on_device(self) -> "Match":
+        """The part on the device."""
+        return Match(self.length, self.node, 0, self.node)
 
 
 def _is_locked_below(node: Node) -> bool:

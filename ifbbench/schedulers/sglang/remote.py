@@ -107,7 +107,7 @@ class RemoteRequests:
                 return
             match = cache.match(request, request.prompt_len - 1)
             if match is not None:
-                match = match._replace(host_length=0, host_node=match.node)
+                match = match.on_device()
             cache.lock(match)
             missing = request.prompt_len - (0 if match is None else match.length)
             expected = missing + min(max_outputs(request), MAX_EXPECTED) - self._retractable

@@ -212,7 +212,7 @@ class SglangScheduler(QueueingScheduler):
         cut = queue_head = None
         if state.chunked is not None:
             blocked.append(cut := LeftOut(state.chunked, Limit.NUM_TOKENS))
-        held = list(state.running) if chosen else []
+        held = list(state.running.requests) if chosen else []
         if held:
             blocked.append(LeftOut(held[0], Limit.PREFILL))
         if state.queue and state.limit_of_head is not None:
@@ -283,7 +283,13 @@ class SglangScheduler(QueueingScheduler):
         """A batch is in flight. With overlap, requests whose last output is in it do not decode again (Overlap)."""
         state = self.state
         state.in_flight.append(batch)
-        last = state.generation.finish_scheduling() if batch.is_joint else self._last_outputs(batch.outputs)
+        if batch.is_joint:
+            last = state.generation.finish_scheduling()
+        else:
+            prompts = [chunk.request for chunk in batch.chunks if chunk.is_last]
+            last = [request for request in prompts if self._is_async and request.max_new_tokens == 1]
+            if len(batch.outputs) > len(prompts):
+                last += self._last_outputs(batch.outputs[len(prompts) :])
         for request in last:
             request.finish_scheduling()
             state.has_finishing = True
@@ -363,12 +369,14 @@ class SglangScheduler(QueueingScheduler):
         if state.storage is not None and self.kv_cache.host is not None and self.kv_cache.host.writes_back:
             return 1  # what is evicted is written when it is
         is_tried = bool(state.queue) and (not state.is_full or self.rules.preempts)
-        if plan.chunks or plan.paused or state.chunked is not None or is_tried:
+        if plan.chunks or plan.paused or state.chunked is not None or (is_tried and not state.awaits_only):
             return 1
-        if plan.continued or not self.remote.is_settled:
+        if plan.continued or not self.remote.is_settled or (state.storage is not None and state.storage.is_freeing):
             return 1
         plan.awaits_in_flight = any(batch.chunks for batch in state.in_flight)
         steps, to_receiving = certain_steps(state, plan.rows), state.arrived.steps_to_receiving()
+        if is_tried:  # while the queue waits for storage
+            steps = min(steps, state.order.passes_to_change)
         return steps if to_receiving is None else min(steps, to_receiving)
 
     def positions(self, plan: Plan) -> tuple[Positions, AdapterUse | None]:
@@ -390,6 +398,8 @@ class SglangScheduler(QueueingScheduler):
             return growth
         growth = repeat(self.state, plan.rows, count, num_decided)
         self._ran(plan, count)
+        if self.state.awaits_only:
+            self.state.order.passed(count - num_decided)
         self.state.ratio.decay(count - num_decided)
         self._submitted(Scheduled((), plan.rows, count, self.state.generation.is_active))
         return growth

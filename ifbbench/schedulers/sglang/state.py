@@ -29,7 +29,8 @@ class SglangState:
     storage: behind the host memory, None without any.
     is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest
     decision. has_finishing: the last output of some running request may be in flight. limit_of_head: why the head of
-    the queue waits; or `left_out`, which stands behind requests that wait for storage. judged: tokens that waiting
+    the queue waits; or `left_out`, which stands behind requests that wait for storage. awaits_only: all in the queue
+    wait for storage. judged: tokens that waiting
     requests lacked when they were last judged, or ran. kept: requests that are complete, and whose pages are being sent
     to another engine. in_host: those that were retracted to host memory.
     """
@@ -60,6 +61,7 @@ class SglangState:
         self.is_full = self.has_left = self.has_finishing = False
         self.limit_of_head: Limit | None = None
         self.left_out: Request | None = None
+        self.awaits_only = False
         self.ratio = NewTokenRatio(rules.conservativeness)
         self.order = QueueOrder(rules, self.kv_cache)
         self.judged: dict[Request, int] = {}

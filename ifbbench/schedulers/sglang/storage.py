@@ -2,6 +2,7 @@
 they were copied to the host, and prefetched to the host while a request waits (`prefetch_from_storage`,
 `check_prefetch_progress` and `drain_storage_control_queues` of SGLang 0.5.23)."""
 
+from collections import deque
 from math import inf
 
 from ifbbench.engine.arrays import IntArray
@@ -77,7 +78,7 @@ class Storage:
         self.occupied = 0
         self.waiting: dict[Request, Waiting] = {}
         self._asked: list[Request] = []  # of which storage has not answered
-        self._writing: list[tuple[Transfer, tuple[Node, int]]] = []
+        self._writing: deque[tuple[Transfer, tuple[Node, int]]] = deque()  # they arrive in this order
         # Prefetches that were ended before all had come, and pages that they hold until the read on its way has.
         self._ended: list[tuple[list[Transfer], IntArray]] = []
         self._to_free: list[IntArray] = []  # by the next check
@@ -87,6 +88,11 @@ class Storage:
         """Whether something is on its way for a request."""
         waiting = self.waiting.get(request)
         return waiting is not None and waiting.prefetch is not None
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether the next check gives up pages of the host."""
+        return len(self._to_free) > 0
 
     def held_pages(self) -> list[int]:
         """Pages of the host that are in no tree (for `check_consistency`)."""
@@ -143,11 +149,8 @@ class Storage:
                 prefetch.completed = min(come * BATCH_PAGES, len(prefetch.own))
                 if come == len(prefetch.transfers):
                     self._insert(waiting, prefetch, max([one.arrived_s for one in prefetch.transfers]))
-        arrived = [one for one in self._writing if one[0].arrived_s <= now_s]
-        if arrived:
-            self._writing = [one for one in self._writing if one not in arrived]
-            for _, locked in arrived:
-                self._tree.unlock_host(locked)
+        while self._writing and self._writing[0][0].arrived_s <= now_s:
+            self._tree.unlock_host(self._writing.popleft()[1])
         for own in self._to_free:
             self._host.free.give_up(own)
         self._to_free = []
@@ -230,7 +233,8 @@ class Storage:
     def _has_expired(self, waiting: Waiting, prefetch: Prefetch, now_s: float) -> bool:
         if prefetch.own is not None and prefetch.completed == len(prefetch.own):
             return False
-        return waiting.held_s is not None and now_s > waiting.held_s + waiting.timeout_s
+        # SGLang asks whether more time has passed. Here the clock may stop at the deadline, and wait for it again.
+        return waiting.held_s is not None and now_s >= waiting.held_s + waiting.timeout_s
 
     def has_lost(self, request: Request, match: Match | None) -> bool:
         """Whether a request matches less than when it was looked up, so that it is looked up again and not tried now
