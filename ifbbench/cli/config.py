@@ -56,8 +56,10 @@ def show(
     file = path or config_file
     rows = shown_settings(file, options)
     if as_tool is not None:
-        given = {row["name"]: row["value"] for row in rows if row["source"] not in (DEFAULT, DERIVED)}
-        click.echo(write_line(given, as_tool))
+        given = [row for row in rows if row["source"] not in (DEFAULT, DERIVED)]
+        if file is not None and file.is_dir():  # it has every setting, most of which were not given
+            given = [row for row in given if row["source"] == OPTION or row["value"] != row["default"]]
+        click.echo(write_line({row["name"]: row["value"] for row in given}, as_tool))
         return
     if changed:
         rows = [row for row in rows if row["value"] != row["default"]]
