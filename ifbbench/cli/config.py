@@ -103,7 +103,10 @@ def _text_of(line: str) -> str:
     """`line`, or the content of the file or of standard input that it names."""
     if line == "-":
         return sys.stdin.read()
-    if len(line.split()) != 1 or not (path := Path(line)).is_file():
+    try:
+        if len(line.split()) != 1 or not (path := Path(line)).is_file():
+            return line
+    except OSError:  # too long for a name
         return line
     try:
         return read_text(path)

@@ -83,11 +83,15 @@ def test_the_version_of_an_image_is_named_with_the_one_that_is_simulated() -> No
         ("services: {a: {image: nginx, command: [nginx]}}", "starts no server"),
         ("image: vllm/vllm-openai\ncommand: --model 'm", "check its quotes"),
         ("a: [", "starts no server"),
+        ("a: &x [*x]", "starts no server"),
+        ("[" * 3000, "starts no server"),
     ],
 )
 def test_what_starts_no_server_is_refused(text: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         read_line(text)
+    result = CliRunner().invoke(main, ["config", "from", "--", text])
+    assert (result.exit_code, words in result.output) == (2, True)
 
 
 def test_a_line_with_json_is_no_yaml() -> None:
