@@ -189,7 +189,8 @@ def _files_in(directory: Path) -> tuple[str, ...]:
 def built_in_shape(name: str) -> str | None:
     """The built-in shape that a model's name (`meta-llama/Llama-3.1-8B-Instruct`) or directory refers to: that of the
     longest known name with which a part of it begins, from the last part on; None if there is none."""
-    shapes: dict[str, str | None] = {shape: shape for shape in built_in_models() if shape != TINY} | {**OTHER_NAMES}
+    shapes: dict[str, str | None] = {shape: shape for shape in built_in_models() if shape != TINY}
+    shapes |= OTHER_NAMES
     known = sorted(shapes, key=len, reverse=True)
     for part in reversed(name.lower().replace("_", "-").split("/")):
         plain = part.removeprefix("meta-")

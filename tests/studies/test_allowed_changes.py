@@ -12,7 +12,9 @@ SIMULATED = {"device": "sim:h200-sxm"}
 def allowed(values: dict[str, Any], waited_s: dict[str, float], longest: int, windows: bool = False) -> Allowed:
     config = RunConfig(**SIMULATED | values)
     resolved = build_engine(config).config.as_dict()
-    blocks = {"max": 100, "peak_used": 90} | ({"per_window_size": {"8192": {}, "100": {}}} if windows else {})
+    blocks: dict[str, Any] = {"max": 100, "peak_used": 90}
+    if windows:
+        blocks["per_window_size"] = {"8192": {}, "100": {}}
     limits = {"batch_size": 0.0, "num_tokens": 0.0, "kv_blocks": 1.0, "none": 0.0}
     summary = {"kv_blocks": blocks, "bound_by": limits, "waiting_by_limit": waited_s, "pauses": 0}
     summary |= {"peak_scheduled_requests": 8, "overloaded": False}
