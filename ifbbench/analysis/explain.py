@@ -2,7 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from ifbbench.analysis.generation_time import PROMPTS
 from ifbbench.analysis.number_texts import number_of, percent
@@ -10,7 +13,8 @@ from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import TENSORRT_LLM, Words, setting_of, words_of
 from ifbbench.errors import InputError
-from ifbbench.rundir.metrics import fullest_window
+from ifbbench.rundir.line_types import IN_BATCH
+from ifbbench.rundir.metrics import fullest_window, own_seconds
 from ifbbench.rundir.reader import waiting_field
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.timeline import NO_REQUEST
@@ -171,7 +175,7 @@ def request_life(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> Reques
     spans, iterations = run.spans.get(request_id, []), run.iterations
     arrival_s = run.arrival_s(request_id)
     # A span lasts until the next one begins, and the last one until the end.
-    ends = [max(iterations.start_of(span.first), arrival_s) for span in spans[1:]]
+    ends = [max(_begin_s(run, before, span), arrival_s) for before, span in pairwise(spans)]
     last_s = row.get("end_s")
     if spans:
         ends.append(float(last_s) if last_s is not None else iterations.end_of(spans[-1].last))
@@ -186,6 +190,15 @@ def request_life(run: RecordedRun, heads: HeadsOfLine, request_id: Id) -> Reques
     return RequestLife(
         request_id, arrival_s, row, stretches, dict(row.get("attribution_s") or {}), words=words_of(run.config)
     )
+
+
+def _begin_s(run: RecordedRun, before: Span, span: Span) -> float:
+    """When `span` begins, which follows `before`: as in attributions (`RequestTimeline.attribution`)."""
+    begin_s = run.iterations.start_of(span.first)
+    if before.phase in IN_BATCH and span.phase in IN_BATCH:
+        ended = np.array([max(span.first - run.data.num_micro_batches, 0)])
+        begin_s = max(begin_s, float(run.iterations.delivered_at(ended)[0]))
+    return begin_s
 
 
 def _stretches(run: RecordedRun, heads: HeadsOfLine, span: Span, start_s: float, end_s: float) -> list[Stretch]:
@@ -215,8 +228,10 @@ def _stretches(run: RecordedRun, heads: HeadsOfLine, span: Span, start_s: float,
 class IterationFacts:
     """What one iteration ran and decided.
 
-    used, available: of each limit: requests, tokens, KV blocks. window: of several attention windows, the tokens of the
-    fullest one, which the KV blocks are of; empty with one window. contexts: (request, tokens) of each chunk.
+    own_s: the part of its duration after the iteration before it, of its micro batch, had ended; less than all of it
+    where iterations are decided one ahead. used, available: of each limit: requests, tokens, KV blocks. window: of
+    several attention windows, the tokens of the fullest one, which the KV blocks are of; empty with one window.
+    contexts: (request, tokens) of each chunk.
     generating: ids of the requests that generated a token. bound_by: the limit that left out the first request.
     waiting: requests that wait. aside: those that generate and do not run. left_out: the first request that was left
     out, and the limit. missing: how much more of the limit it needed; None where the recording does not say.
@@ -226,6 +241,7 @@ class IterationFacts:
     number: int
     start_s: float
     duration_s: float
+    own_s: float
     bound_by: str
     left_out: tuple[Id, str] | None
     missing: float | None
@@ -286,6 +302,7 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         number,
         float(iterations.start_s[index]),
         float(iterations.end_s[index] - iterations.start_s[index]),
+        float(own_seconds(iterations.start_s, iterations.end_s, run.data.num_micro_batches)[index]),
         iterations.limits[int(iterations.limit[index])],
         left_out,
         None

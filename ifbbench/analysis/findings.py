@@ -17,7 +17,7 @@ from ifbbench.analysis.turns import Turns
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import BINDING, setting_of, words_of
 from ifbbench.errors import InputError
-from ifbbench.rundir.metrics import TRANSFER, WAITING_ITERATION, limit_waited_for
+from ifbbench.rundir.metrics import TRANSFER, WAITING_ITERATION, limit_waited_for, own_seconds
 from ifbbench.rundir.rows import Id
 
 # The text names waiting that no limit caused from this share on: some requests of every run come during an iteration.
@@ -52,7 +52,8 @@ class Findings:
     @cached_property
     def by_time(self) -> dict[str, float]:
         """Share of the time of all iterations that each limit bound."""
-        return self._shares(self.run.iterations.end_s - self.run.iterations.start_s)
+        iterations = self.run.iterations
+        return self._shares(own_seconds(iterations.start_s, iterations.delivered_s, self.run.data.num_micro_batches))
 
     def _shares(self, weights: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, float]:
         iterations = self.run.iterations

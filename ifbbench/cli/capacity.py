@@ -79,9 +79,9 @@ def capacity(
 ) -> None:
     """How much KV cache fits beside MODEL, and how many requests run in it at once.
 
-    MODEL is a built-in model (tiny) or a directory with config.json. Nothing is loaded or run; requests are assumed to
-    share no blocks. With --prefill_replicas and --decode_replicas: what each replica of both sides holds, and which
-    ratio of them balances.
+    MODEL is a built-in model (llama-3.1-8b, …), the name of a published one (openai/gpt-oss-120b), or a directory with
+    config.json. Nothing is loaded or run; requests are assumed to share no blocks. With --prefill_replicas and
+    --decode_replicas: what each replica of both sides holds, and which ratio of them balances.
     """
     if model_name is not None:
         if options["model"] not in (None, model_name):

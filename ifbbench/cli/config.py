@@ -2,6 +2,7 @@
 JSON schema of config files."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,10 @@ import click
 
 from ifbbench.cli.given_settings import COMMAND_KEYS, config_table, given_config, read_config_file
 from ifbbench.cli.options import Command, SettingsCommand, json_instead_of_tables
+from ifbbench.compressed import read_text
+from ifbbench.errors import InputError
 from ifbbench.settings.config import FLEET_SETTINGS, RunConfig, settings
-from ifbbench.settings.servers import SERVERS, read_line, write_line
+from ifbbench.settings.servers import SERVERS, plain_line, read_line, write_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,8 +49,10 @@ def show(
     file = path or config_file
     rows = shown_settings(file, options)
     if as_tool is not None:
-        given = {row["name"]: row["value"] for row in rows if row["source"] not in (DEFAULT, DERIVED)}
-        click.echo(write_line(given, as_tool))
+        given = [row for row in rows if row["source"] not in (DEFAULT, DERIVED)]
+        if file is not None and file.is_dir():  # it has every setting, most of which were not given
+            given = [row for row in given if row["source"] == OPTION or row["value"] != row["default"]]
+        click.echo(write_line({row["name"]: row["value"] for row in given}, as_tool))
         return
     if changed:
         rows = [row for row in rows if row["value"] != row["default"]]
@@ -64,15 +69,17 @@ def show(
 @click.argument("line", metavar="LINE")
 @json_instead_of_tables
 def from_line(line: str, as_json: bool) -> None:
-    """Print the config file of a command line that starts a server (vLLM, SGLang, trtllm-serve), given as one argument.
+    """Print the config file of a command line that starts a server (vLLM, SGLang, trtllm-serve).
 
-    Options that are not simulated, or have no effect on schedule and times, are named in its comments and on standard
-    error.
+    LINE is the command line as one argument, YAML of Docker Compose or Kubernetes with it, a file that holds either, or
+    - for standard input. Options that are not simulated, or have no effect on schedule and times, are named in comments
+    and on standard error.
 
     Example: ifbbench config from "vllm serve meta-llama/Llama-3.1-8B --max-num-seqs 64" > server.yaml
     """
     from ifbbench.models.named_models import has_experts
 
+    line = _text_of(line)
     found = read_line(line, has_experts)
     for remark in found.remarks():
         click.echo(remark, err=True)
@@ -81,8 +88,23 @@ def from_line(line: str, as_json: bool) -> None:
         return
     import yaml
 
-    comments = "".join(f"# {text}\n" for text in (" ".join(line.split()), *found.remarks()))
+    comments = "".join(f"# {text}\n" for text in (plain_line(line), *found.remarks()))
     click.echo(comments + yaml.safe_dump(found.values, sort_keys=False), nl=False)
+
+
+def _text_of(line: str) -> str:
+    """`line`, or the content of the file or of standard input that it names."""
+    if line == "-":
+        return sys.stdin.read()
+    try:
+        if len(line.split()) != 1 or not (path := Path(line)).is_file():
+            return line
+    except OSError:  # too long for a name
+        return line
+    try:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text ({error}); check the file.") from error
 
 
 @config.command(cls=Command)

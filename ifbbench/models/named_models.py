@@ -119,6 +119,7 @@ FAMILIES: Mapping[str, Family] = {
         expected={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     ),
     "mixtral": _simulated(experts, num_experts="num_local_experts"),
+    "qwen3_vl_text": Family(query_key_norm=True, defaults={"head_dim": 128}, is_simulated_only=True),
     "qwen3_moe": _simulated(qwen_moe, query_key_norm=True, defaults={"head_dim": 128, "intermediate_size": 1}),
     "qwen3_next": _simulated(qwen3_next, query_key_norm=True, defaults={"head_dim": 256, "intermediate_size": 1}),
     "gpt_oss": _simulated(gpt_oss, defaults={"mlp_bias": True, "sliding_window": 128}, num_experts="num_local_experts"),
@@ -146,7 +147,33 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 # Models of text and images, whose decoder is described in `text_config`: the `model_type` of that.
-OF_TEXT_CONFIG = {"llama4": "llama4_text", "gemma3": "gemma3_text"}
+OF_TEXT_CONFIG = {
+    "llama4": "llama4_text",
+    "gemma3": "gemma3_text",
+    "kimi_k25": "kimi_k2",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5_moe": "qwen3_next",
+}
+# Published models that begin with the name of a shape and have another one, or have the shape of another name; None for
+# those of which no shape is built in.
+OTHER_NAMES: Mapping[str, str | None] = {
+    "deepseek-r1-0528-qwen3-8b": "qwen3-8b",
+    "deepseek-r1-distill": None,
+    "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
+    "deepseek-r1-distill-llama-70b": "llama-3.3-70b",
+    "deepseek-v3.1": "deepseek-v3",
+    "glm-4.7": "glm-4.6",
+    "glm-4.7-flash": None,
+    "kimi-k2.6": "kimi-k2.5",
+    "kimi-k2.7": "kimi-k2.5",
+    "kimi-k2-thinking": "kimi-k2.5",
+    "llama-3.1-70b": "llama-3.3-70b",
+    "minimax-m2.1": "minimax-m2",
+    "minimax-m2.5": "minimax-m2",
+    "minimax-m2.7": "minimax-m2",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+}
 
 
 def built_in_models() -> list[str]:
@@ -160,14 +187,16 @@ def _files_in(directory: Path) -> tuple[str, ...]:
 
 
 def built_in_shape(name: str) -> str | None:
-    """The built-in shape that a model's name (`meta-llama/Llama-3.1-8B-Instruct`) or directory refers to: the longest
-    one with which a part of it begins, from the last part on; None if there is none."""
-    shapes = sorted((shape for shape in built_in_models() if shape != TINY), key=len, reverse=True)
+    """The built-in shape that a model's name (`meta-llama/Llama-3.1-8B-Instruct`) or directory refers to: that of the
+    longest known name with which a part of it begins, from the last part on; None if there is none."""
+    shapes: dict[str, str | None] = {shape: shape for shape in built_in_models() if shape != TINY}
+    shapes |= OTHER_NAMES
+    known = sorted(shapes, key=len, reverse=True)
     for part in reversed(name.lower().replace("_", "-").split("/")):
         plain = part.removeprefix("meta-")
-        for shape in shapes:
-            if plain == shape or plain.startswith(f"{shape}-"):
-                return shape
+        for one in known:
+            if plain == one or plain.startswith(f"{one}-"):
+                return shapes[one]
     return None
 
 
@@ -197,7 +226,10 @@ def config_path(name: str | Path) -> Path:
     if shape.is_file():
         return shape
     names = built_in_models()
-    hint = did_you_mean(str(given), [*names, SMOLLM2]) or " Check the path."
+    if (of_path := built_in_shape(str(given))) is not None:
+        hint = f" For the built-in shape of that name, give {of_path}."
+    else:
+        hint = did_you_mean(str(given), [*names, SMOLLM2]) or " Check the path."
     raise InputError(
         f"--model: {str(given)!r} is neither a directory nor a built-in model. Expected a directory with "
         f"config.json and safetensors, a GGUF file, {SMOLLM2}, or one of {', '.join(names)}.{hint}"

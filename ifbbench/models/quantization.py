@@ -110,10 +110,12 @@ def _of_files(directory: Path) -> Quantization | None:
 
 def _of_config(path: Path) -> Quantization | None:
     config = _read(path) or {}
-    if not config.get("quantization_config"):
+    of_text = config.get("text_config")  # of models of text and images
+    found = config.get("quantization_config") or (isinstance(of_text, dict) and of_text.get("quantization_config"))
+    if not found:
         return None
     with located(str(path)):
-        fields = table(config["quantization_config"], "quantization_config")
+        fields = table(found, "quantization_config")
         format, cache = _format_of(fields), FP8 if _is_fp8(fields.get("kv_cache_scheme")) else None
     return _quantization(format, cache, f"quantization_config in {path.name}")
 

@@ -42,6 +42,7 @@ SHOWN_CHANGE = 0.005
 REMARKS = {
     "kv_cache_dtype": "It rounds keys and values otherwise, which may change answers; that is not measured here.",
     "max_queue_size": "It refuses requests.",
+    "max_seq_len": "It refuses longer requests, of which the trace has none.",
 }
 
 

@@ -248,9 +248,11 @@ def print_iteration(facts: IterationFacts, console: Console) -> None:
     ran = f"{number_of(len(facts.contexts) + len(facts.recomputes), 'context chunk')} and "
     ran += number_of(len(facts.generating), "generation request")
     aside = f"; {number_of(facts.aside, 'running request')} stood aside for prompts" if facts.aside else ""
+    own = f", the last {facts.own_s * 1000:,.2f} of them after the one before it had ended"
+    ahead = own if facts.own_s < 0.999 * facts.duration_s else ""
     console.print(
-        f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms. It "
-        f"ran {ran}{aside}; {left_out} left out.\n",
+        f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms"
+        f"{ahead}. It ran {ran}{aside}; {left_out} left out.\n",
         soft_wrap=True,
     )
     table = plain_table("Limit", numbers=["used", "of"])

@@ -10,7 +10,15 @@ from ifbbench.engine.drafts import DraftCounts
 from ifbbench.rundir.client_figures import client_figures
 from ifbbench.rundir.client_side import UNKNOWN_FIGURES
 from ifbbench.rundir.drafts import DraftTotals
-from ifbbench.rundir.metrics import BOUND_BY, Population, by_group, limit_waited_for, shares_of_limits, slow_ttft_s
+from ifbbench.rundir.metrics import (
+    BOUND_BY,
+    Population,
+    by_group,
+    limit_waited_for,
+    own_seconds,
+    shares_of_limits,
+    slow_ttft_s,
+)
 from ifbbench.rundir.reader import RunData, delivered_s, producing_spans
 from ifbbench.rundir.run_directory import write_json
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
@@ -50,7 +58,7 @@ def recorded_figures(run: RunData, window: Window | None = None) -> dict[str, An
             size: {"max": pool, "peak_used": int(np.nanmax(used[chosen], initial=0))}
             for size, (used, pool) in blocks.items()
         }
-        of_iterations = _of_iterations(iterations[chosen], requests, thinned, windows)
+        of_iterations = _of_iterations(iterations[chosen], requests, thinned, windows, run.num_micro_batches)
         drafts = _of_drafts(iterations[chosen], thinned)
     done, failed = (requests[requests["outcome"] == outcome] for outcome in ("completed", "failed"))
     if window is not None:
@@ -108,10 +116,14 @@ def restrict_summary(run: RunData) -> dict[str, Any]:
 
 
 def _of_iterations(
-    iterations: pd.DataFrame, requests: pd.DataFrame, thinned: bool, windows: dict[str, dict[str, int]]
+    iterations: pd.DataFrame,
+    requests: pd.DataFrame,
+    thinned: bool,
+    windows: dict[str, dict[str, int]],
+    every: int,
 ) -> dict[str, Any]:
     """What the iterations did and what bound them. thinned: whether only some of them were recorded. windows: see
-    `kv_blocks.per_window_size` of `summary.json`."""
+    `kv_blocks.per_window_size` of `summary.json`. every: the number of micro batches."""
     recomputed = _total(requests if thinned else iterations, "recomputed_tokens" if thinned else "tokens_recomputed")
     computed, empty, padding = (
         _total(iterations, name) for name in ("budget_used", "empty_generation_slots", "padding_tokens")
@@ -128,7 +140,7 @@ def _of_iterations(
         "padding_waste": None if thinned else (empty + padding) / slots if slots else 0.0,
         **_of_cache(iterations, windows, thinned),
         "peak_scheduled_requests": int(iterations["scheduled_requests"].max()) if len(iterations) else 0,
-        **shares_of_limits(limits, numbers, delivered_s(iterations) - iterations["start_s"].to_numpy(dtype=float)),
+        **shares_of_limits(limits, numbers, own_seconds(iterations["start_s"], delivered_s(iterations), every)),
     }
 
 

@@ -378,6 +378,8 @@ class Phase:
 
 
 RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
+# Phases of a request that holds a place in the batch, whether it runs or not.
+IN_BATCH = frozenset((*RUNNING, Phase.SKIPPED))
 
 
 class SpanLine(Struct, gc=False):

@@ -37,11 +37,22 @@ TRANSFER = "transfer"
 def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats) -> dict[str, dict[str, float]]:
     """Which share of the iterations each limit bound, by number (`bound_by`) and by time (`bound_by_time`).
 
-    numbers: of each iteration, the position of its limit in `limits`. seconds: how long it took."""
+    numbers: of each iteration, the position of its limit in `limits`. seconds: how long it took, see `own_seconds`."""
     numbers = np.asarray(numbers, np.int64)
     counts, times = np.bincount(numbers, minlength=len(limits)), np.bincount(numbers, seconds, minlength=len(limits))
     shares = {"bound_by": counts / (counts.sum() or 1), "bound_by_time": times / (times.sum() or 1.0)}
     return {title: dict(zip(limits, of_each.tolist(), strict=True)) for title, of_each in shares.items()}
+
+
+def own_seconds(starts: ArrayLike, ends: ArrayLike, num_micro_batches: int) -> Floats:
+    """How long each iteration took, without the time for which the one before it (of its micro batch) still ran, as it
+    does where iterations are decided one ahead. Iterations of several servers may follow each other."""
+    begins, ends = np.array(starts, np.float64), np.asarray(ends, np.float64)
+    every = num_micro_batches
+    follows = begins[every:] >= begins[:-every]
+    begins[every:] = np.where(follows, np.clip(ends[:-every], begins[every:], ends[every:]), begins[every:])
+    seconds: Floats = ends - begins
+    return seconds
 
 
 @cache

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from mypy_extensions import mypyc_attr
 
 from ifbbench.clock import Clock, WallClock
@@ -20,7 +19,7 @@ from ifbbench.files import removed, replace_file, writing
 from ifbbench.rundir.drafts import DraftTotals
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import JsonLinesWriter
-from ifbbench.rundir.metrics import BOUND_BY, shares_of_limits
+from ifbbench.rundir.metrics import BOUND_BY, own_seconds, shares_of_limits
 from ifbbench.rundir.request_metrics import ClassOf, RequestMetrics
 from ifbbench.rundir.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, write_json
 from ifbbench.rundir.spans import SecondsOf, SpanTracker
@@ -40,6 +39,7 @@ class IterationTotals:
         self.slots = self.padded_slots = self.empty_generation_slots = 0
         self.pauses = self.recomputed_tokens = self.computed_tokens = 0
         self.iterations = self.peak_scheduled = self.peak_active = 0
+        self.num_micro_batches = 1
         # Both are None where the cache has no blocks.
         self.peak_used_blocks: int | None = None
         self.max_blocks: int | None = None
@@ -59,6 +59,7 @@ class IterationTotals:
         computed, padded = record.budget_used, record.padding + record.idle * count
         scheduled = len(record.context) + record.num_generation
         self.iterations += count
+        self.num_micro_batches = record.num_micro_batches
         if scheduled > self.peak_scheduled:
             self.peak_scheduled = scheduled
         if record.active > self.peak_active:
@@ -108,7 +109,7 @@ class IterationTotals:
             "kv_blocks": dict(zip(("max", "peak_used", "tokens_per_block"), blocks, strict=True)) | of_windows,
             "kv_tokens": dict(zip(("max", "peak_held", "peak_filled"), tokens, strict=True)),
             "peak_scheduled_requests": self.peak_scheduled,
-            **shares_of_limits(list(self.limits), self.limit_of, np.asarray(ends) - np.asarray(starts)),
+            **shares_of_limits(list(self.limits), self.limit_of, own_seconds(starts, ends, self.num_micro_batches)),
         }
 
     def draft_figures(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class RequestMetrics:
     def add_request(self, timeline: RequestTimeline, starts: Sequence[float], ends: Sequence[float]) -> RequestLine:
         """Take in a completed request; returns its line of `requests.jsonl`. starts, ends: [iterations], seconds."""
         request, arrival_s, stretches = timeline.request, timeline.arrival_s, timeline.token_iterations
-        attribution = timeline.attribution(starts, ends[timeline.last_iteration])
+        attribution = timeline.attribution(starts, ends)
         if request.earlier is not None:
             attribution = {ROUTER: arrival_s - request.earlier.arrival_s} | attribution
             arrival_s = request.earlier.arrival_s

@@ -11,7 +11,7 @@ _SUMS = (
 )  # fmt: skip
 _PEAKS = (
     "peak_scheduled", "peak_active", "peak_used_blocks", "max_blocks", "tokens_per_block", "max_tokens",
-    "peak_held_tokens", "peak_filled_tokens",
+    "peak_held_tokens", "peak_filled_tokens", "num_micro_batches",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from ifbbench.engine.plan import ContextChunk, Limit
 from ifbbench.engine.records import IterationRecord
 from ifbbench.engine.request import Request
 from ifbbench.rundir.drafts import steps_of, stretches_of
-from ifbbench.rundir.line_types import RUNNING, Phase, SpanLine
+from ifbbench.rundir.line_types import IN_BATCH, RUNNING, Phase, SpanLine
 from ifbbench.rundir.lines import JsonLinesWriter, encode
 from ifbbench.rundir.metrics import TRANSFER, WAITING_BEHIND, WAITING_FOR, WAITING_ITERATION, HeadOfLine
 
@@ -165,18 +165,26 @@ class RequestTimeline:
             self.extra = self.extra or []
             self.extra.append((iteration, count))
 
-    def attribution(self, starts: Sequence[float], end_s: float) -> dict[str, float]:
+    def attribution(self, starts: Sequence[float], ends: Sequence[float]) -> dict[str, float]:
         """Seconds by what the request did or waited for; they add up to its end-to-end latency.
 
-        A span lasts until the next one begins. Before the first, the request waits for an iteration to begin. In the
-        queue and behind the head of the line, it waits for the limit that holds the head; if none does, it came while
-        an iteration was decided, and waits for the next one. While keys and values are on their
-        way to it, it waits for these, whatever else the span is."""
+        starts, ends: of each iteration, in seconds. A span lasts until the next one begins. An iteration that begins
+        while the one before still runs counts from the end of that, so that a prompt lasts until its first token and
+        not only until the next iteration is decided.
+
+        Before the first span, the request waits for an iteration to begin. In the queue and behind the head of the
+        line, it waits for the limit that holds the head; if none does, it came while an iteration was decided, and
+        waits for the next one. While keys and values are on their way to it, it waits for these, whatever else the span
+        is."""
         seconds: dict[str, float] = {}
         name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
-        loads = self.request.loads
+        loads, was_in_batch, every = self.request.loads, False, self.every
         for span in self.closed:
             until_s = starts[span.first]
+            is_in_batch = span.phase in IN_BATCH
+            if was_in_batch and is_in_batch and span.first >= every and ends[span.first - every] > until_s:
+                until_s = ends[span.first - every]
+            was_in_batch = is_in_batch
             if until_s < arrival_s:
                 until_s = arrival_s
             for load in loads:
@@ -190,7 +198,7 @@ class RequestTimeline:
             self._attribute(seconds, name, begin_s, until_s)
             name, begin_s = span.name, until_s
         # The last span is one in which the request ran.
-        seconds[name] = seconds.get(name, 0.0) + end_s - begin_s
+        seconds[name] = seconds.get(name, 0.0) + ends[self.last_iteration] - begin_s
         return seconds
 
     def _attribute(self, seconds: dict[str, float], name: str, begin_s: float, until_s: float) -> None:

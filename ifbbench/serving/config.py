@@ -47,9 +47,10 @@ class ServerConfig(FrontDoorConfig):
         "else none is needed.",
     )
     served_model_name: str | None = _server(None, "Name of the model in responses. Default: that of --model.")
-    metrics_names: str = _server(
-        METRICS_NAMES[0],
-        "Names in /metrics: those of TensorRT-LLM's Triton backend, or of vLLM.",
+    metrics_names: str | None = _server(
+        None,
+        "Names in /metrics: those of TensorRT-LLM's Triton backend, or of vLLM. Default: vllm with --engine vllm, else "
+        "trtllm.",
         choices=METRICS_NAMES,
     )
     default_max_tokens: int = _server(
@@ -89,3 +90,8 @@ class ServerConfig(FrontDoorConfig):
 def server_settings() -> tuple[Setting, ...]:
     """All settings of the server, in the order of `ServerConfig`."""
     return settings_of(ServerConfig)
+
+
+def metrics_names_of(server: ServerConfig, engine: str) -> str:
+    """The names in /metrics of a server with this engine."""
+    return server.metrics_names or (engine if engine in METRICS_NAMES else METRICS_NAMES[0])

@@ -31,7 +31,7 @@ from ifbbench.replay.run import check_no_fleet
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.fleet import replica_directory
 from ifbbench.serving.app import DRAINED, Endpoints
-from ifbbench.serving.config import FrontDoorConfig, ServerConfig
+from ifbbench.serving.config import FrontDoorConfig, ServerConfig, metrics_names_of
 from ifbbench.serving.connections import BoundedRate, LimitedConnection
 from ifbbench.serving.fleet import AnyService, FleetMetrics, FleetService, served_router
 from ifbbench.serving.fleet_recording import FleetRecording
@@ -257,7 +257,7 @@ def endpoints_of(service: AnyService, config: RunConfig, server: ServerConfig) -
     """The HTTP endpoints of `service`. InputError if the served name of the model is also one of an adapter."""
     engine = service.engine
     name = _model_name(config, server)
-    metrics = _metrics_of(service, name, server.metrics_names)
+    metrics = _metrics_of(service, name, metrics_names_of(server, config.engine))
     adapters = adapter_names(config)
     rules = ReadingRules(
         config.model,

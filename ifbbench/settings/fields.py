@@ -252,10 +252,18 @@ def range_in_words(
     return " and".join(words) + (f" ({unit})" if unit else "")
 
 
+# Beginnings of so many letters say which names are meant, if these are not more.
+_LONG, _MOST_NAMES = 4, 4
+
+
 def did_you_mean(word: str, known: Sequence[str], number_of_names: int = 1) -> str:
-    """` Did you mean NAME?` with the known names nearest to `word`; empty if none is near."""
-    near = difflib.get_close_matches(_folded(word), [_folded(one) for one in known], n=number_of_names, cutoff=0.5)
-    names = [next(one for one in known if _folded(one) == match) for match in near]
+    """` Did you mean NAME?` with the known names nearest to `word`; empty if none is near. The nearest are those that
+    begin with it, then those with which it begins, then those that are spelt like it."""
+    folded, whole = {_folded(one): one for one in known}, _folded(word)
+    names = [one for name, one in folded.items() if name.startswith(whole)] if len(whole) >= _LONG else []
+    names = names or [one for name, one in folded.items() if len(name) >= _LONG and whole.startswith(name)]
+    if not 0 < len(names) <= _MOST_NAMES:
+        names = [folded[name] for name in difflib.get_close_matches(whole, folded, number_of_names, 0.5)]
     return f" Did you mean {', '.join(names)}?" if names else ""
 
 

@@ -17,12 +17,15 @@ Settings = dict[str, Any]
 
 # What a smaller batch relieves: the device, which every request in the batch waits for.
 DEVICE = "device"
+# What SGLang's mixed chunks relieve: requests that generate stand aside for prompts.
+ASIDE = "prefill"
 FACTORS = (2.0, 0.5, 4.0, 0.25)
 HOST_CACHE_BYTES = 16 << 30
 MAX_TP_SIZE = 8
 MEMORY_FRACTIONS = (0.95, 0.8, 0.5)
 MEMORY_UTILIZATIONS = (0.95, 0.97, 0.8)
 WATERMARKS = (0.01, 0.05)
+MULTIPLE = 256  # of sequence lengths
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Allowed:
     """The single changes that the settings of a run allow.
 
     config: as asked. resolved: each setting as the run had it. summary: of the run. waited_s: request-seconds by limit,
-    and DEVICE. peak_tokens: most tokens of an iteration. has_prefixes, has_priorities: whether requests of the trace
-    share beginnings, or have several priorities. not_known: settings whose effect on the device is not known."""
+    DEVICE and ASIDE. peak_tokens: most tokens of an iteration. has_prefixes, has_priorities: whether requests of the
+    trace share beginnings, or have several priorities. longest: tokens of the longest of them with its output.
+    not_known: settings whose effect on the device is not known."""
 
     config: RunConfig
     resolved: Mapping[str, Any]
@@ -40,6 +44,7 @@ class Allowed:
     peak_tokens: int
     has_prefixes: bool
     has_priorities: bool
+    longest: int = 0
     not_known: Sequence[str] = ()
 
     def changes(self) -> list[Settings]:
@@ -136,6 +141,9 @@ class Allowed:
 
     def _of_trtllm(self) -> Iterator[tuple[str, Settings]]:
         now = self.resolved
+        # The memory of several attention windows is divided by their lengths, and the longest is that of a sequence.
+        if self.summary["kv_blocks"].get("per_window_size") and 0 < 2 * self.longest <= (now["max_seq_len"] or 0):
+            yield "kv_blocks", {"max_seq_len": self.longest // MULTIPLE * MULTIPLE + MULTIPLE}
         for policy in POLICIES:
             yield "kv_blocks", {"policy": policy}
         yield "num_tokens", {"enable_chunked_context": not now["enable_chunked_context"]}
@@ -164,7 +172,7 @@ class Allowed:
         now = self.resolved
         for factor in FACTORS:
             yield "kv_blocks", {"schedule_conservativeness": now["schedule_conservativeness"] * factor}
-        yield "prefill", {"enable_mixed_chunk": not now["enable_mixed_chunk"]}
+        yield ASIDE, {"enable_mixed_chunk": not now["enable_mixed_chunk"]}
         yield "num_tokens", {"max_prefill_tokens": 2 * now["max_prefill_tokens"]}
         yield "", {"disable_overlap_schedule": not now["disable_overlap_schedule"]}
         for policy in SCHEDULE_POLICIES:

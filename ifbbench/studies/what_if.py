@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ifbbench.analysis.findings import Findings
-from ifbbench.analysis.generation_time import PROMPTS
+from ifbbench.analysis.generation_time import HELD, PROMPTS
 from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.build.engines import engine_defaults
@@ -28,7 +28,7 @@ from ifbbench.settings.names import from_mapping, setting
 from ifbbench.settings.objectives import parse_objectives
 from ifbbench.simulated.expected_error import difference_errors
 from ifbbench.simulated.hardware import load_hardware
-from ifbbench.studies.allowed_changes import DEVICE, Allowed, Settings
+from ifbbench.studies.allowed_changes import ASIDE, DEVICE, Allowed, Settings
 from ifbbench.studies.fitted_run import NOT_FITTED, REPLAY, fit_device, replay_endpoint, replayed_config
 from ifbbench.studies.points import PointResult, in_one_line, run_all, summarise
 from ifbbench.studies.replayed_settings import base_config, command_of, trace_of, unsayable
@@ -362,15 +362,17 @@ class WhatIf:
             int(np.max(self._run.iterations.budget_used, initial=0)),
             any(request.prefix_ids or request.prompt_tokens for request in first),
             len({request.priority for request in first}) > 1,
+            int(np.max(np.asarray(columns.prompt_len) + np.asarray(columns.max_new_tokens), initial=0)),
             NOT_FITTED if self._is_fitted else (),
         )
 
     def _device_s(self, goal: Goal) -> dict[str, float]:
-        """The request-seconds that prompts took of the time between tokens, which a first token does not wait for."""
+        """The request-seconds that prompts took of the time between tokens, which a first token does not wait for: of
+        batches with both, and while requests that generate stood aside."""
         generation = self._findings.generation
         if generation is None or goal.path.startswith(("ttft_s", "queue_time_s")):
             return {}
-        return {DEVICE: generation.of_run[PROMPTS]}
+        return {DEVICE: generation.of_run[PROMPTS], ASIDE: generation.of_run[HELD]}
 
     def _summaries(
         self,

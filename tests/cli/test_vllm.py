@@ -264,3 +264,12 @@ def test_the_commands_print_configs_and_lines(tmp_path, monkeypatch) -> None:
     assert read_line(printed).values == {name: value for name, value in MEANT.items() if name != "dtype"} | {
         "enable_chunked_context": True
     }
+
+
+def test_the_line_of_a_run_has_no_defaults(tmp_path: Path) -> None:
+    options = ["--engine", "vllm", "--device", "null", "--max-num-seqs", "8", "--output", str(tmp_path / "run")]
+    assert CliRunner().invoke(main, ["run", "documentation", *options]).exit_code == 0
+    line = CliRunner().invoke(main, ["config", "show", str(tmp_path / "run"), "--as", "vllm"]).stdout
+    assert "--max-num-seqs 8" in line
+    assert not [option for option in ("--watermark", "--seed", "enable-dbo", "--stream-interval") if option in line]
+    assert read_line(line).values["max_batch_size"] == 8

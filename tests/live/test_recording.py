@@ -329,3 +329,31 @@ def test_a_server(tmp_path: Path) -> None:
     report = check_server(tmp_path / "server", 60, seed=1, port=8139, blocks=36, mode="sync")
     assert report["differences"] == {}
     assert report["recording"]["requests"] == 60
+
+
+ONLY_RECORDING = """
+import sys
+NEEDED = {"ifbbench", "msgspec", "numpy", "mypy_extensions", "typing_extensions"}
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        first = name.partition(".")[0]
+        if first not in NEEDED and first not in sys.stdlib_module_names and not first.endswith("__mypyc"):
+            raise ImportError(f"{name} is not in the environment of the server")
+sys.meta_path.insert(0, Missing())
+from ifbbench.live import sglang
+from ifbbench.live.writer import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_recording_needs_no_package_that_servers_lack(tmp_path: Path) -> None:
+    """docs/live.md installs without dependencies, so that the PyTorch of a server stays as it is."""
+    directory = tmp_path / "recording"
+    done = subprocess.run(
+        [sys.executable, "-c", ONLY_RECORDING, str(directory)],
+        input=b64decode(CASES[0]["events"]),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert summary(directory)["requests"]["completed"] > 0

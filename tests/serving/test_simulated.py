@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from ifbbench.replay.run import run_trace
-from ifbbench.serving.config import ServerConfig
+from ifbbench.serving.config import ServerConfig, metrics_names_of
 from ifbbench.serving.server import serve
 from ifbbench.settings.config import RunConfig
 from ifbbench.virtual_clock import MAX_LAG_S
@@ -208,6 +208,20 @@ def test_a_recording_says_what_a_replay_cannot_repeat(tmp_path: Path) -> None:
     assert json.loads((recorded / "summary.json").read_text())["replay_differs"]["stopped_before_output"] == 1
     printed = CliRunner().invoke(main, ["report", str(recorded)]).output
     assert "A replay of this recording may decide otherwise: requests stopped before their first token" in printed
+
+
+def test_metrics_have_the_names_of_the_engine_unless_others_are_asked_for() -> None:
+    assert [metrics_names_of(ServerConfig(), engine) for engine in ("trtllm", "vllm", "sglang")] == [
+        "trtllm",
+        "vllm",
+        "trtllm",
+    ]
+    assert metrics_names_of(ServerConfig(metrics_names="trtllm"), "vllm") == "trtllm"
+
+
+def test_an_engine_has_its_names_in_its_metrics() -> None:
+    with server_process(*MODEL, "--engine", "vllm") as server:
+        assert scrape(server)["vllm:num_requests_running"] == 0
 
 
 def test_vllm_names() -> None:

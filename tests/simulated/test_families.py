@@ -7,6 +7,7 @@ import pytest
 from ifbbench.errors import InputError
 from ifbbench.models.layers import LayerKind, Mixer, Mlp
 from ifbbench.models.named_models import load_model_config
+from ifbbench.models.quantization import quantization_of
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 5, "num_experts_per_tok": 6}),
@@ -92,3 +93,34 @@ def test_a_model_of_text_and_images_is_that_of_its_text(tmp_path):
 
     assert model.windows == ((32,) * 5 + (None,)) * 2
     assert model.hidden_size == 64
+
+
+def test_qwen3_5_has_the_parameters_of_its_model_card(tmp_path):
+    """As Qwen publishes it: 397 billion, 17 of them for a token."""
+    text = {"hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 2}
+    text |= {"head_dim": 256, "full_attention_interval": 4, "moe_intermediate_size": 1024, "num_experts": 512}
+    text |= {"num_experts_per_tok": 10, "shared_expert_intermediate_size": 1024, "vocab_size": 248320}
+    text |= {"linear_num_key_heads": 16, "linear_num_value_heads": 64, "linear_key_head_dim": 128}
+    text |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 262144}
+    model = load_model_config(write(tmp_path, model_type="qwen3_5_moe", text_config=text))
+
+    assert model.num_parameters / 1e9 == pytest.approx(397, rel=0.01)
+    assert model.active_parameters / 1e9 == pytest.approx(17, rel=0.03)
+
+
+def test_qwen3_vl_has_the_decoder_of_qwen3(tmp_path):
+    text = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    text |= {"intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 262144}
+    model = load_model_config(write(tmp_path, model_type="qwen3_vl", text_config=text))
+
+    assert model.num_parameters == load_model_config("qwen3-8b").num_parameters
+
+
+def test_the_data_type_of_weights_may_stand_with_the_text(tmp_path):
+    groups = {"group_0": {"weights": {"type": "int", "num_bits": 4}}}
+    quantized = {"quant_method": "compressed-tensors", "config_groups": groups}
+    path = write(tmp_path, model_type="kimi_k25", text_config={"quantization_config": quantized})
+
+    found = quantization_of(path)
+    assert found is not None
+    assert found.dtype == "int4"

@@ -6,7 +6,8 @@ import pytest
 
 from ifbbench.build.engine import build_engine
 from ifbbench.errors import InputError
-from ifbbench.models.named_models import built_in_models, load_model_config
+from ifbbench.models.named_models import OTHER_NAMES, built_in_models, load_model_config, published_shape
+from ifbbench.models.quantization import quantization_of
 from ifbbench.settings.config import HARDWARE_PROFILES, RunConfig
 from ifbbench.simulated.hardware import hardware_names, load_hardware
 
@@ -55,6 +56,13 @@ PUBLISHED_PARAMETERS = {
     "glm-4.5": 352.8,
     "minimax-m2": 228.7,
     "gemma-3-27b": 27.01,
+    "qwen3-4b": 4.022,
+    "qwen3-8b": 8.191,
+    "qwen3-14b": 14.768,
+    "qwen3-coder-480b-a35b": 480.15,
+    "glm-4.5-air": 106.85,
+    "glm-4.6": 352.8,
+    "kimi-k2.5": 1026.4,
 }
 # By their model cards, rounded: all, and those that a token uses. Scout's 109 include vision, GLM's 355 its layer for
 # multi-token prediction.
@@ -69,6 +77,9 @@ PUBLISHED_ROUNDED = {
     "minimax-m2": (230, 10),
     "gemma-3-27b": (27, 27),
     "gpt-oss-120b": (117, 5.1),
+    "qwen3-coder-480b-a35b": (480, 35),
+    "glm-4.5-air": (106, 12),
+    "kimi-k2.5": (1000, 32),
 }
 SHARES = ("matmul", "matmul_fp8", "context_attention", "memory", "generation_attention", "network")
 
@@ -98,6 +109,11 @@ def test_gpus_of_a_generation_share_their_constants():
     assert load_hardware("h100-sxm").constants is not None
     assert load_hardware("h100-sxm").constants == load_hardware("h200-sxm").constants
     assert load_hardware("h100-sxm").constants != load_hardware("a100-80gb-sxm").constants
+
+
+def test_a_profile_with_more_words_is_near_the_one_that_it_begins_with():
+    with pytest.raises(InputError, match=r"Did you mean b200\?"):
+        load_hardware("b200-sxm")
 
 
 def test_names_are_taken_as_people_write_them():
@@ -165,6 +181,54 @@ def test_parameters_are_those_of_the_model_cards(name, published):
 
 def test_all_built_in_shapes_are_covered():
     assert set(built_in_models()) == {"tiny", "tiny-mla", *PUBLISHED_PARAMETERS}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek-r1"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "llama-3.3-70b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", None),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "qwen3-8b"),
+        ("deepseek-ai/DeepSeek-V3.1-Terminus", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-V3.2", None),
+        ("zai-org/GLM-4.5-Air-FP8", "glm-4.5-air"),
+        ("zai-org/GLM-4.7", "glm-4.6"),
+        ("zai-org/GLM-4.7-Flash", None),
+        ("moonshotai/Kimi-K2-Instruct-0905", "kimi-k2"),
+        ("moonshotai/Kimi-K2-Thinking", "kimi-k2.5"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-30b-a3b"),
+        ("meta-llama/Meta-Llama-3.1-70B-Instruct", "llama-3.3-70b"),
+        ("MiniMaxAI/MiniMax-M2.5", "minimax-m2"),
+        ("MiniMaxAI/MiniMax-M3", None),
+    ],
+)
+def test_a_published_name_is_that_of_its_own_shape(name, shape):
+    assert published_shape(name) == shape
+
+
+def test_other_names_are_those_of_built_in_shapes():
+    assert {shape for shape in OTHER_NAMES.values() if shape is not None} <= set(built_in_models())
+    assert set(OTHER_NAMES).isdisjoint(built_in_models())
+
+
+def test_weights_of_kimi_k2_thinking_have_four_bits():
+    found = quantization_of("moonshotai/Kimi-K2-Thinking")
+    assert found is not None
+    assert found.dtype == "int4"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("llama-4", r"Did you mean llama-4-maverick, llama-4-scout\?"),
+        ("qwen3-235b", r"Did you mean qwen3-235b-a22b\?"),
+        ("/models/deepseek-r1", r"For the built-in shape of that name, give deepseek-r1\."),
+    ],
+)
+def test_the_error_for_a_model_names_those_that_may_be_meant(name, nearest):
+    with pytest.raises(InputError, match=nearest):
+        load_model_config(name)
 
 
 def test_bytes_of_a_token_in_the_kv_cache():

@@ -118,6 +118,7 @@ def page_data(run: RecordedRun) -> dict[str, Any]:
         "windows": {size: pool for size, (_, pool) in run.iterations.blocks_of_window.items()},
         "kv_peak": peak_blocks(summary),
         "recorded_every": run.data.recorded_every,
+        "micro_batches": run.data.num_micro_batches,
         "ids": [str(one) for one in ids],
         **names,
         "phases": PHASES,
@@ -199,6 +200,8 @@ def _add_iterations(block: Block, run: RecordedRun) -> None:
     block.add("iteration.start_us", np.diff(start, prepend=0))
     duration = np.round((iterations.end_s - iterations.start_s) * MICROSECONDS).astype(np.int64)
     block.add("iteration.duration_us", duration)
+    delivery = np.round((iterations.delivered_s - iterations.end_s) * MICROSECONDS).astype(np.int64)
+    block.add("iteration.delivery_us", delivery)
     block.add("iteration.used_blocks", np.nan_to_num(iterations.used_blocks).astype(np.int64))
     for size, (used, _) in iterations.blocks_of_window.items():
         block.add(f"iteration.used_blocks.{size}", np.nan_to_num(used).astype(np.int64))

@@ -2,6 +2,7 @@
 
 const TYPES = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, f8: Float64Array };
 const CONTEXT = 0, GENERATION = 1, RECOMPUTE = 2, PAUSED = 3, WAITING = 4, SKIPPED = 5;
+const IN_BATCH = new Set([CONTEXT, GENERATION, RECOMPUTE, SKIPPED]);
 const BEHIND = "head_of_line", QUEUE = "batch_size", CONCURRENCY = "concurrency";
 const BLOCK = 64;
 
@@ -88,6 +89,8 @@ class Run {
     this.number = summed(get("iteration.number"));
     this.start = summed(get("iteration.start_us")).map(us => us / 1e6);
     this.duration = Float64Array.from(get("iteration.duration_us"), us => us / 1e6);
+    const delivery = get("iteration.delivery_us");
+    this.delivered = this.start.map((start, i) => start + this.duration[i] + delivery[i] / 1e6);
     this.count = this.number.length;
     this.dense = this.number[this.count - 1] - this.number[0] === this.count - 1;
     // Begin and end of each iteration alone: with overlap, one begins when those before have ended.
@@ -121,6 +124,7 @@ class Run {
     const i = this.place(iteration);
     return this.timeOf(iteration, this.start) + this.duration[i];
   }
+  deliveredAt(iteration) { return this.timeOf(Math.max(iteration, 0), this.delivered); }
   place(iteration) {
     if (this.dense) return Math.min(Math.max(iteration - this.number[0], 0), this.count - 1);
     return Math.max(lastUpTo(this.number, iteration), 0);
@@ -153,7 +157,13 @@ class Run {
     for (let r = 0; r < this.requests; r++) {
       const arrival = this.request.arrival_s[r], ended = this.request.end_s[r];
       const low = offset[r], high = offset[r + 1];
-      for (let i = low; i < high; i++) s.from[i] = Math.max(this.startOf(s.first[i]), arrival || 0);
+      for (let i = low; i < high; i++) {
+        s.from[i] = Math.max(this.startOf(s.first[i]), arrival || 0);
+        // An iteration that begins while the one before still runs counts from the end of that, as in attributions.
+        if (i > low && IN_BATCH.has(s.phase[i - 1]) && IN_BATCH.has(s.phase[i])) {
+          s.from[i] = Math.max(s.from[i], this.deliveredAt(s.first[i] - this.header.micro_batches));
+        }
+      }
       for (let i = low; i < high; i++) {
         s.to[i] = i + 1 < high ? s.from[i + 1] : Number.isFinite(ended) ? ended : this.endOf(s.first[i] + s.length[i]);
       }

@@ -94,7 +94,7 @@ function drawStrip(context, run, strip, top, width, view, colours) {
     context.setLineDash([]);
     label(context, `limit ${grouped(strip.limit)}`, LEFT + 4, y - 13, colours.limit, colours);
   } else {
-    label(context, `up to ${grouped(Math.ceil(highest - 1e-9))}${strip.limit ? ` of ${grouped(strip.limit)}` : ""}`, LEFT + 4, top + 1, colours.muted, colours);
+    label(context, `up to ${grouped(Math.max(Math.ceil(highest - 1e-9), 0))}${strip.limit ? ` of ${grouped(strip.limit)}` : ""}`, LEFT + 4, top + 1, colours.muted, colours);
   }
 }
 

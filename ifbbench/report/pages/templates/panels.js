@@ -37,8 +37,11 @@ function showSummary(runs, content) {
   const section = document.getElementById("summary");
   section.append(tilesOf(runs));
   for (const run of runs) section.append(element("p", { class: "advice" }, element("strong", {}, runs.length > 1 ? `What held requests in ${run.label}: ` : "What held requests: "), run.header.waited));
-  for (const run of runs) for (const best of (run.header.what_if.best || []).slice(0, 1)) section.append(element("p", { class: "advice" },
-    element("strong", {}, `Recommended${runs.length > 1 ? ` for ${run.label}` : ""}, of what was tried: `), `${best.options}: ${best.effect}. `, element("a", { href: "#what-if" }, "All that was tried")));
+  for (const run of runs) for (const best of (run.header.what_if.best || []).filter(one => one.title.startsWith("Recommended"))) {
+    const worse = best.worse.length ? `; worse: ${best.worse.join(", ")}` : "";
+    section.append(element("p", { class: "advice" }, element("strong", {}, `${best.title}${runs.length > 1 ? `, for ${run.label}` : ""}, of what was tried: `),
+      `${best.options}: ${best.effect}${worse}. `, ...best.remarks.map(remark => `${remark} `), element("a", { href: "#what-if" }, "All that was tried")));
+  }
   if (runs.length > 1) {
     const found = content.divergence;
     section.append(element("p", { class: "advice", id: "divergence" }, element("strong", {}, "First different decision: "),

@@ -1,0 +1,89 @@
+"""Command lines in YAML of Docker Compose and Kubernetes: the words that each container runs."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ifbbench.errors import InputError
+
+# What a container runs: of Kubernetes `command` and `args`, of Docker Compose `entrypoint` and `command`.
+IMAGE, RUN = "image", ("entrypoint", "command", "args")
+ENVIRONMENTS = ("env", "environment")
+# $(NAME) of Kubernetes, ${NAME} and ${NAME:-default} of Docker Compose.
+_VARIABLE = re.compile(r"\$\((\w+)\)|\$\{(\w+)(?::?-([^}]*))?\}")
+_DOCUMENTS = re.compile(r"^---.*$", re.MULTILINE)
+
+
+def container_lines(text: str) -> list[list[str]]:
+    """The image and the words of each container in `text`; of a list of words, these. None where `text` is no YAML, or
+    describes no container."""
+    from yaml import YAMLError
+
+    from ifbbench.settings.yaml_text import parse_yaml
+
+    try:
+        documents = [parse_yaml(document, as_texts=True) for document in _DOCUMENTS.split(text)]
+    except (YAMLError, InputError, RecursionError):
+        return []
+    found = list[list[str]]()
+    for document in documents:
+        found += [_texts(document)] if isinstance(document, list) and _texts(document) else _containers(document)
+    return found
+
+
+def _containers(value: Any) -> Iterator[list[str]]:
+    """The words of each container at or below `value`."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _containers(item)
+    if not isinstance(value, dict):
+        return
+    words = [word for name in RUN for word in _words(value.get(name))]
+    if words:
+        known = _environment(value)
+        yield [_filled(word, known) for word in (*_words(value.get(IMAGE)), *words)]
+    else:
+        for item in value.values():
+            yield from _containers(item)
+
+
+def _words(value: Any) -> list[str]:
+    """The words of `command: vllm serve m` or of a list of words; none of another value."""
+    if isinstance(value, str):
+        try:
+            return shlex.split(value.replace("\\\n", " "))
+        except ValueError as error:
+            raise InputError(f"{value!r} cannot be split into words ({error}); check its quotes.") from error
+    return _texts(value)
+
+
+def _texts(value: Any) -> list[str]:
+    """The items of a list of texts; none of another value."""
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return list(value) if is_list else []
+
+
+def _environment(container: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of a container, which are a table, or a list of NAME=VALUE or of `name` and `value`."""
+    known = dict[str, str]()
+    for listed in (container.get(name) for name in ENVIRONMENTS):
+        for item in listed if isinstance(listed, list) else [listed]:
+            if isinstance(item, str):
+                name, _, value = item.partition("=")
+                known[name] = value
+            elif isinstance(item, dict) and isinstance(item.get("name"), str):
+                known[item["name"]] = str(item.get("value", ""))
+            elif isinstance(item, dict):
+                known |= {str(name): str(value) for name, value in item.items()}
+    return known
+
+
+def _filled(word: str, known: Mapping[str, str]) -> str:
+    """`word` with the values of its variables; those without one stay as they are."""
+
+    def value(found: re.Match[str]) -> str:
+        kubernetes, compose, default = found.groups()
+        return known.get(kubernetes or compose, found[0] if default is None else default)
+
+    return _VARIABLE.sub(value, word)
