@@ -94,6 +94,8 @@ class SteppedReplica:
         self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None
     ) -> None:
         """The request at `index` of the whole trace was sent to it. earlier: see Request."""
+        if self.engine.tiers is not None and self.loop.is_idle:  # a shared store must not be asked at an earlier time
+            self.clock.wait_until(arrival_s)
         append(self._columns, columns, index, arrival_s)
         self.members.append(index)
         self.client.offer(arrival_s, earlier)
@@ -134,6 +136,8 @@ class SteppedReplica:
             if counts == self._idle_at:
                 raise RunFailed("no progress: no request of a replica is active, and its engine fetches none.")
             self._idle_at = counts
+        elif self.engine.tiers is not None:  # what others have begun since may arrive earlier than was known
+            self.loop.wake()
         return True
 
     def fail(self, time_s: float, error_of: Callable[[int], str | None]) -> list[tuple[int, int]]:

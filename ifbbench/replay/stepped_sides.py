@@ -42,7 +42,7 @@ from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
 from ifbbench.rundir.request_metrics import RequestMetrics
 from ifbbench.settings.config import VLLM, RunConfig
-from ifbbench.virtual_clock import VirtualClock, tick
+from ifbbench.virtual_clock import VirtualClock, tick, to_seconds
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -184,6 +184,8 @@ class SteppedSides:
 
     def _step(self, one: SideReplica, now_s: float, known_s: float) -> None:
         one.known_s = now_s
+        if one.engine.tiers is not None:  # others may write to a store: a queue looks there in each iteration
+            one.engine.tiers.others_s = to_seconds(self._now_ns + 1)
         try:
             if not one.advance():  # once a request has got blocks, another one may at once
                 one.known_s = known_s

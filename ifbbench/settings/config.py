@@ -149,6 +149,8 @@ TIER_SETTINGS = (
     "kv_tier_prefetch",
     "kv_tier_prefetch_threshold",
 )
+# Settings of SGLang's host memory, which its storage is behind.
+HOST_SETTINGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_write_policy")
 TIER_WRITE_POLICIES = ("write_through", "write_back")
 TIER_PREFETCHES = NO_PREFETCH, BEST_EFFORT, WAIT_COMPLETE, BY_TIMEOUT = (
     "none",
