@@ -363,8 +363,8 @@ class SteppedFleet:
             one.view.state = one.state_at(read_ns / NANOSECONDS)
 
     def _has_to_read(self, next_s: float) -> bool:
-        """Whether states were to be read before `next_s`, and are now: an answer then may let a request arrive that sees
-        them."""
+        """Whether states were to be read before `next_s`, and are now: an answer then may let a request arrive that
+        sees them."""
         if not self._age_ns or not self._front.sees_state or self.front.is_open_loop or next_s == inf:
             return False
         read_ns = read_at_ns(next_s, self._age_ns)

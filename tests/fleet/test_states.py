@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from ifbbench.engine.stepped_loop import SteppedLoop
 from ifbbench.replay.run import run_trace
 from tests.fleet.test_conservation import draw_fleet
-from tests.fleet.test_fleet import config_of, lines, write_rows
+from tests.fleet.test_fleet import config_of, write_rows
 
 
 def draw_reading(draw: Random, path: Path) -> dict[str, Any]:
