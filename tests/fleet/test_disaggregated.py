@@ -404,6 +404,15 @@ def test_more_iterations_at_once_leave_the_files_of_single_ones(engine: str, see
     check_iterations_at_once(seed, tmp_path, engine)
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_pipeline_stages_run_many_iterations_at_once(reuse: bool, tmp_path: Path) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(3), 30)
+    policy = "guaranteed_no_evict" if reuse else "max_utilization"
+    values = {"engine": "trtllm", "pp_size": 2, "enable_kv_cache_reuse": reuse, "policy": policy}
+    steps = check_single_iterations(tmp_path, trace, values)
+    assert steps[0] < 0.7 * steps[1]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_same_settings_give_the_same_files(engine: str, tmp_path: Path) -> None:
     trace = write_rows(tmp_path / "trace.jsonl", Random(4), 40, sessions=True)
