@@ -25,13 +25,15 @@ MATTERS = 0.1
 @dataclass(frozen=True)
 class SideTimes:
     """Seconds of all completed requests together: until an iteration of a prefill replica ran them, in transfers,
-    waiting for blocks of decode replicas, in all, and until their first tokens."""
+    waiting for blocks of decode replicas, in all, and until their first tokens. load_s: in loads from stores, which
+    neither the queues nor the transfers include."""
 
     prefill_queue_s: float
     transfer_s: float
     decode_wait_s: float
     e2e_s: float
     ttft_s: float
+    load_s: float
 
 
 class SidesFindings:
@@ -53,12 +55,15 @@ class SidesFindings:
             queued_s -= decode_wait_s
         if "retries" in prefilled:  # the time of earlier attempts is no one's queue
             queued_s -= _seconds(prefilled[prefilled["retries"].notna()], ROUTER)
+        transfer_s, load_s = _seconds(done, TRANSFER), 0.0
+        if (self.run.summary or {}).get("kv_tiers"):
+            sent = prefilled[prefilled["decode_replica"].notna()]
+            transfer_s = float((sent["transfer_end_s"] - sent["transfer_start_s"]).sum()) if len(sent) else 0.0
+            load_s = max(0.0, round(_seconds(done, TRANSFER) - transfer_s, 9))
+            # Loads on a decode replica, after a pause, are in no queue; they are rare.
+            queued_s -= min(load_s, queued_s)
         return SideTimes(
-            queued_s,
-            _seconds(done, TRANSFER),
-            decode_wait_s,
-            float(done["e2e_s"].sum()),
-            float(done["ttft_s"].sum()),
+            queued_s, transfer_s, decode_wait_s, float(done["e2e_s"].sum()), float(done["ttft_s"].sum()), load_s
         )
 
     def sentences(self) -> list[str]:
@@ -78,9 +83,11 @@ class SidesFindings:
             "in transfers": times.transfer_s,
             "waiting for blocks of decode replicas": times.decode_wait_s,
         }
-        texts = [f"{significant(spent)} request-seconds {what}" for what, spent in lost.items()]
+        if (self.run.summary or {}).get("kv_tiers"):
+            lost["in loads from stores"] = times.load_s
+        *texts, last = [f"{significant(spent)} request-seconds {what}" for what, spent in lost.items()]
         share = percent(sum(lost.values()) / times.ttft_s) if times.ttft_s else "none"
-        found.append(f"Requests spent {texts[0]}, {texts[1]} and {texts[2]}: {share} of the time until first tokens.")
+        found.append(f"Requests spent {', '.join(texts)} and {last}: {share} of the time until first tokens.")
         found.append(self._limit(lost))
         return found
 
@@ -92,6 +99,7 @@ class SidesFindings:
         side = {
             "in the queues of prefill replicas": "The prefill side holds requests back most",
             "in transfers": "The link between the sides holds requests back most",
+            "in loads from stores": "The stores hold requests back most",
             "waiting for blocks of decode replicas": "The KV caches of the decode side hold requests back most",
         }[what]
         return f"{side} ({percent(spent / self.times.ttft_s)} of the time until first tokens)."

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ifbbench.build.missing_settings import refuse_missing
 from ifbbench.errors import InputError
 from ifbbench.schedulers.sglang.rules import SglangRules
-from ifbbench.settings.config import BY_TIMEOUT, RETRACTION_POLICIES, RunConfig
+from ifbbench.settings.config import BY_TIMEOUT, HOST_SETTINGS, RETRACTION_POLICIES, RunConfig
 from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting
 
@@ -120,7 +120,7 @@ def check_sglang(config: RunConfig) -> None:
         )
     if config.enable_hierarchical_cache and not keeps_prefixes:
         raise InputError("--enable_hierarchical_cache: needs the radix cache; leave one of them out.")
-    for name in ("hicache_ratio", "hicache_size", "hicache_write_policy"):
+    for name in HOST_SETTINGS[1:]:
         if getattr(config, name) != setting(name).default and not config.enable_hierarchical_cache:
             raise InputError(f"--{name}: needs --enable_hierarchical_cache; add it, or leave this out.")
     for name in ("retraction_policy", "disable_priority_preemption", "priority_scheduling_preemption_threshold"):

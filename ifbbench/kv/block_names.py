@@ -4,9 +4,10 @@ from ifbbench.engine.request import Request
 from ifbbench.engine.tokens import KnownTokens
 
 
-def block_names(known: KnownTokens, first: int, end: int, size: int, before: int | None) -> list[int]:
+def block_names(known: KnownTokens, first: int, end: int, size: int, before: int | None, owner: int = 0) -> list[int]:
     """The names of the blocks `first` to `end` - 1 of `size` tokens, or fewer where tokens are not known. before: the
-    name of the block before the first; None if that is the first of all.
+    name of the block before the first; None if that is the first of all. owner: of the names, if that is not 0, of
+    blocks that have symbols of one request alone: another engine may use the same symbols.
 
     A block that goes on with the next symbols of the block before has the next number."""
     names = list[int]()
@@ -15,7 +16,8 @@ def block_names(known: KnownTokens, first: int, end: int, size: int, before: int
         names += range(before + 1, before + runs.pop(0)[1])
     for key, length in runs:
         last = names[-1] if names else hash(known.identity) if before is None else before
-        following = hash((last, key))
+        is_own = owner > 0 and not isinstance(key, bytes) and min(key[::2]) < 0
+        following = hash((last, key, owner)) if is_own else hash((last, key))
         names += range(following, following + length)
     return names
 

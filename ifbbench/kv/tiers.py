@@ -76,6 +76,10 @@ class KvTiers:
                 loading.transfers.append((store, store.load(self.owner, of_store, now_s)))
         self._loading.append(loading)
 
+    def is_loading(self, request: Request) -> bool:
+        """Whether blocks are on their way to `request`."""
+        return any(one.request is request for one in self._loading)
+
     def waits_for_prefetch(self, request: Request, keys: Sequence[Hashable]) -> bool:
         """Whether blocks of `keys`, the first that the device has not, are on their way to the first store for a
         request that may start. It is looked for once."""
@@ -127,6 +131,12 @@ class KvTiers:
             new: list[int | None] = [*keys[first:]]
             self.write(new + [None] * (last - first - len(new)), keys[:first])
 
+    def write_received(self, names: BlockNames, request: Request, end: int) -> None:
+        """The first `end` tokens of a request have come from another engine: write the blocks that they fill, as far as
+        the stores have not got them from there. That engine has written what others cannot look for."""
+        if keys := names.shared(request, 0, end // self._size):
+            self.write(keys)
+
     def forget(self, request: Request) -> None:
         """`request` has ended: it waits for nothing."""
         self._loading = [one for one in self._loading if one.request is not request]
@@ -166,12 +176,13 @@ class KvTiers:
         self._advance()
         if self._prefetching:
             self._take_prefetched(self._clock.now())
-        arrived = [one for one in self._loading if one.arrived_s < inf]
+        now_s = self._clock.now()
+        # Another engine may have advanced a store further.
+        arrived = [one for one in self._loading if one.arrived_s <= now_s]
         if not arrived:
             return ()
-        self._loading = [one for one in self._loading if one.arrived_s == inf]
+        self._loading = [one for one in self._loading if one.arrived_s > now_s]
         arrived.sort(key=lambda one: one.arrived_s)
-        now_s = self._clock.now()
         for one in arrived:
             tokens = {store.name: len(keys) * self._size for store, keys in zip(self.stores, one.keys, strict=True)}
             one.request.loads = (*one.request.loads, KvLoad(one.begin_s, one.arrived_s, tokens, one.request.pauses > 0))

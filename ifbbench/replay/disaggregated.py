@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.build.engine import Engine
+from ifbbench.build.kv_tiers import DISK, REMOTE, has_tiers, make_tiers, remote_store
 from ifbbench.build.resolve import kv_value_bytes
 from ifbbench.errors import InputError, RunFailed
 from ifbbench.fleet.events import ReplicaEvent, read_events
@@ -19,7 +20,15 @@ from ifbbench.fleet.sides import check_sides, side_values
 from ifbbench.models.config import ModelConfig
 from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.replay.client import ReplayClient
-from ifbbench.replay.fleet import NO_SIDE_OUTPUTS, Ended, check_computing, check_settings, closed, price_of
+from ifbbench.replay.fleet import (
+    NO_SIDE_OUTPUTS,
+    SAME_IN_A_STORE,
+    Ended,
+    check_computing,
+    check_settings,
+    closed,
+    price_of,
+)
 from ifbbench.replay.fleet_changes import Changes
 from ifbbench.replay.replica_processes import ReplicaEngines
 from ifbbench.replay.side_replica import SideReplica
@@ -39,12 +48,23 @@ from ifbbench.replay.single import (
 from ifbbench.replay.stepped_sides import SteppedSides
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.disaggregated import DECODE, PREFILL, SIDES, reserves_first, transfer_figures, write_lines
-from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_directory
+from ifbbench.rundir.fleet import Member, fleet_figures, imbalance, replica_directory, tier_figures
 from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.request_metrics import RequestMetrics
 from ifbbench.rundir.servers import add_server
-from ifbbench.settings.config import BY_LAYER, ENGINES, FLEET_SETTINGS, ROUTERS, SGLANG, TIER_SETTINGS, RunConfig
+from ifbbench.settings.config import (
+    BY_LAYER,
+    ENGINES,
+    FLEET_SETTINGS,
+    HOST_SETTINGS,
+    ROUTERS,
+    SGLANG,
+    TIER_SETTINGS,
+    TRTLLM,
+    VLLM,
+    RunConfig,
+)
 from ifbbench.settings.modes import BatchingType
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
@@ -68,6 +88,11 @@ NOT_BUILT = {
 }
 
 
+# Why the decode replicas of an engine have no stores.
+NO_STORES_OF_DECODE = {
+    TRTLLM: "TensorRT-LLM's KV cache connector is built for prefill replicas only",
+    SGLANG: "SGLang's storage is built for prefill replicas only, not for decode replicas with HiCache",
+}
 # Settings that mean nothing where transfers are measured, and what does not go with keys and values there.
 NOT_MEASURED = ("transfer_bandwidth", "transfer_latency")
 NOT_SENT = ("return_log_probs", "return_context_logits", "return_generation_logits")
@@ -139,7 +164,7 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
             "or use --replicas."
         )
     usual = RunConfig()
-    for name, why in (NOT_BUILT | dict.fromkeys(TIER_SETTINGS, "stores are not built")).items():
+    for name, why in NOT_BUILT.items():
         if getattr(config, name) != getattr(usual, name):
             raise InputError(f"--{name}: {why} with --prefill_replicas and --decode_replicas; leave it out.")
     router = config.router or ROUTERS[0]
@@ -163,7 +188,20 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
                 "--type v1, --kv_cache_type contiguous: are not built with --prefill_replicas and --decode_replicas; "
                 "leave them out."
             )
+    _check_stores(config.engine, prefill, decode)
     return routers, (prefill, decode)
+
+
+def _check_stores(engine: str, prefill: RunConfig, decode: RunConfig) -> None:
+    """InputError for stores that the replicas of a side cannot have."""
+    if engine != VLLM and decode.tier_settings:
+        raise InputError(f"--decode {decode.tier_settings[0]}: {NO_STORES_OF_DECODE[engine]}; leave it out.")
+    if prefill.kv_remote_bytes and decode.kv_remote_bytes:
+        for name in (*SAME_IN_A_STORE, "kv_remote_bytes", "kv_remote_bandwidth", "kv_remote_latency"):
+            if getattr(prefill, name) != getattr(decode, name):
+                raise InputError(
+                    f"--prefill, --decode: both sides share the remote store, and need the same {name}; give it once."
+                )
 
 
 def _check_computing(own: RunConfig, config: RunConfig) -> None:
@@ -182,9 +220,26 @@ def _check_computing(own: RunConfig, config: RunConfig) -> None:
 
 def own_values(config: RunConfig, side: str) -> dict[str, Any]:
     """The settings in which the replicas of a side differ. A decode engine of SGLang keeps no prefixes unless it is
-    told to (`--disaggregation-decode-enable-radix-cache`)."""
-    keeps_none = side == DECODE and config.engine == SGLANG
-    return ({"enable_kv_cache_reuse": False} if keeps_none else {}) | side_values(config, side)
+    told to (`--disaggregation-decode-enable-radix-cache`). Only prefill replicas have stores, but for vLLM, whose
+    MultiConnector both sides have."""
+    values: dict[str, Any] = {}
+    if side == DECODE and config.engine == SGLANG:
+        values = {"enable_kv_cache_reuse": False}
+    if side == DECODE and config.engine != VLLM and config.tier_settings:
+        names = TIER_SETTINGS if config.engine != SGLANG else (*TIER_SETTINGS, *HOST_SETTINGS)
+        values |= {name: getattr(RunConfig, name) for name in names}
+    given = side_values(config, side)
+    return values | _without_stores(config, given) | given
+
+
+def _without_stores(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the stores that a side has not because it is given without, by default."""
+    usual = RunConfig()
+    absent = [kind for kind in (DISK, REMOTE) if given.get(f"kv_{kind}_bytes") == 0]
+    left_out = [name for name in TIER_SETTINGS if any(name.startswith(f"kv_{kind}_") for kind in absent)]
+    if absent and not has_tiers(config.with_values(**given)):
+        left_out = list(TIER_SETTINGS)
+    return {name: getattr(usual, name) for name in left_out}
 
 
 def _engines(
@@ -193,7 +248,7 @@ def _engines(
     """An engine for each replica, those of prefill first."""
     if not own[0].makes_no_tokens:
         return _computing_engines(stack, trace, config, own, progress)
-    engines: list[Engine] = []
+    engines, remote = list[Engine](), None
     for side, count in zip(own, (config.prefill_replicas, config.decode_replicas), strict=True):
         for number in range(count):
             if number:
@@ -201,6 +256,11 @@ def _engines(
                     engine = stack.enter_context(engine_for(trace, side, sends=True))
             else:
                 engine = stack.enter_context(engine_for(trace, side, progress, sends=True))
+            if engine.config.kv_remote_bytes:
+                if remote is None:
+                    remote = remote_store(engine.config, engine.model)
+                own_number, resolved = len(engines) + 1, engine.config
+                engine = replace(engine, tiers=make_tiers(resolved, engine.model, engine.clock, remote, own_number))
             # The null device takes no time on the one clock of a fleet.
             is_real_time = not isinstance(engine.clock, VirtualClock)
             engines.append(replace(engine, clock=VirtualClock()) if is_real_time else engine)
@@ -247,7 +307,7 @@ def _description(trace: Trace, config: RunConfig, engine: Engine, own: RunConfig
     """The content of run.json: what the decode replicas have but for their own settings, which are in `decode`."""
     description = describe(trace, engine, own)
     given = config.as_dict()
-    names = {*FLEET_SETTINGS, *side_values(config, DECODE), "concurrency", "duration"}
+    names = {*FLEET_SETTINGS, *own_values(config, DECODE), "concurrency", "duration"}
     description["config"] |= {name: given[name] for name in names} | {"router": config.router or ROUTERS[0]}
     description["derived"] = [name for name in description["derived"] if name not in names]
     description["derived"] += ["router"] if config.router is None else []
@@ -380,4 +440,6 @@ def _summary(trace: Trace, config: RunConfig, ran: _Ran) -> tuple[dict[str, Any]
     figures["transfers"] = transfer_figures(ran.fleet.lines, ran.bytes_per_token)
     if ran.engines[0].makes_tokens:
         figures["transfers"]["bytes"] = ran.fleet.moved_bytes
+    if tiers := tier_figures(summaries):
+        summary |= {"kv_tiers": tiers}
     return summary | {"fleet": figures}, whole

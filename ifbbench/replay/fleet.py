@@ -65,7 +65,7 @@ from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.servers import add_server, parts_of
-from ifbbench.settings.autoscale import TTFT, AutoscaleRule, parse_autoscale
+from ifbbench.settings.autoscale import KV_USE, QUEUE, TTFT, AutoscaleRule, parse_autoscale
 from ifbbench.settings.config import BY_ITERATION, FLEET_SETTINGS, LOGGED_ENGINES, ROUTERS, SIDE_OUTPUTS, RunConfig
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
@@ -401,8 +401,11 @@ def _run_stepped(
         def make_replica(number: int, like: int) -> SteppedReplica:
             sees_first_tokens = PREFILLS in plan.router.looks_at
             sees_first_tokens |= plan.rule is not None and plan.rule.measure == TTFT
+            shows_state = STATE in plan.router.looks_at
+            shows_state |= plan.rule is not None and plan.rule.measure in (KV_USE, QUEUE)
             engine = make_engine(configs[like])
-            one = SteppedReplica(number, engine, with_drawn_loras(trace, engine), make_recorder, sees_first_tokens)
+            share = with_drawn_loras(trace, engine)
+            one = SteppedReplica(number, engine, share, make_recorder, sees_first_tokens, shows_state=shows_state)
             if config.responses_json:
                 one.client.keep_outputs()
             return one

@@ -216,11 +216,10 @@ class Changes:
             if seen:
                 return float(sum(seen) / len(seen))
             return None if any(one.is_busy for one in fleet.replicas) or fleet.waiting else 0.0
-        states = [one.state() for one in serving]
         if measure == KV_USE:
-            return float(sum(state.kv_use for state in states))
+            return float(sum(one.state_at(time_s).kv_use for one in serving))
         if measure == QUEUE:
-            return float(sum(state.queued for state in states) + len(fleet.waiting))
+            return float(sum(one.state_at(time_s).queued for one in serving) + len(fleet.waiting))
         return float(sum(one.view.requests for one in serving) + len(fleet.waiting))
 
     def _is_up(self, number: int) -> bool:

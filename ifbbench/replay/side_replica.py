@@ -8,6 +8,7 @@ from ifbbench.build.engine import Engine
 from ifbbench.engine.interfaces import KvScheduler
 from ifbbench.engine.request import EarlierAttempts, Request
 from ifbbench.engine.responses import Response
+from ifbbench.kv.tiers import KvTiers
 from ifbbench.replay.routed import RoutedClient, RoutedServedClient
 from ifbbench.replay.stepped_fleet import MakeRecorder, SteppedReplica
 from ifbbench.rundir.line_types import RequestLine
@@ -20,9 +21,10 @@ class KvMailbox:
     held: those that are complete, while their blocks are kept. completions: of these, when their prompts were complete,
     until the fleet takes them. reservations: those that have got blocks for what is sent to them, until the fleet takes
     them, and when. receiving: these requests, until that has come. withdrawn: requests that were sent to another
-    replica."""
+    replica. tiers: the stores of the engine, from which others of its requests load."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: KvTiers | None = None) -> None:
+        self._tiers = tiers
         self.held: dict[int, Request] = {}
         self.completions: list[tuple[float, Request]] = []
         self.reservations: list[tuple[float, Request]] = []
@@ -72,6 +74,8 @@ class KvMailbox:
 
     def reserved(self, requests: Sequence[Request], now_s: float) -> None:
         for request in requests:
+            if self._tiers is not None and self._tiers.is_loading(request):
+                continue
             self.receiving[request.index] = request
             self.reservations.append((now_s, request))
 
@@ -81,7 +85,7 @@ class KvMailbox:
 
     def take_received(self) -> Sequence[Request]:
         received, self._received = self._received, []
-        return received
+        return received if self._tiers is None else [*received, *self._tiers.take_received()]
 
     def take_stopped(self) -> Sequence[int]:
         stopped, self._stopped = self._stopped, []
@@ -210,7 +214,7 @@ class SideReplica(SteppedReplica):
         is_prefill: bool,
         reserves_first: bool,
     ) -> None:
-        self.is_prefill, self.mail, self.known_s = is_prefill, KvMailbox(), inf
+        self.is_prefill, self.mail, self.known_s = is_prefill, KvMailbox(engine.tiers), inf
         clients: tuple[type[RoutedClient], type[RoutedServedClient]] = _ReceivingClient, _ReceivingServedClient
         if is_prefill:
             clients = _SendingClient, _AcceptedClient if reserves_first else _SendingServedClient

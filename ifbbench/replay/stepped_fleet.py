@@ -25,7 +25,7 @@ from ifbbench.replay.routed import Routed, RoutedClient, RoutedServedClient, app
 from ifbbench.replay.single import client_of, loop_of, next_event_s, wait
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.settings.config import RunConfig
-from ifbbench.virtual_clock import VirtualClock
+from ifbbench.virtual_clock import VirtualClock, tick, to_seconds
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import ID, SECONDS, RequestColumns, Trace, TraceRequest, columns_of
 
@@ -36,7 +36,8 @@ SHOWN_EVERY = 256
 
 
 class SteppedReplica:
-    """A replica in steps. members: the index in the whole trace of each of its requests.
+    """A replica in steps. members: the index in the whole trace of each of its requests. shows_state: its state is read
+    (`state_at`).
 
     clients: the classes of its client, without and with a serving process."""
 
@@ -48,6 +49,7 @@ class SteppedReplica:
         make_recorder: MakeRecorder,
         sees_first_tokens: bool = False,
         *,
+        shows_state: bool = False,
         clients: tuple[type[RoutedClient], type[RoutedServedClient]] = (RoutedClient, RoutedServedClient),
     ) -> None:
         self.engine = engine
@@ -64,6 +66,7 @@ class SteppedReplica:
         assert isinstance(loop, SteppedLoop)
         loop.sees_first_tokens |= sees_first_tokens
         self.loop = loop
+        loop.may_be_interrupted = shows_state
         self.clock = engine.clock
         self.members = array("q")
         self.view = Replica(number, PrefixIndex(engine.config.max_tokens_in_paged_kvcache or 2**62))
@@ -94,6 +97,8 @@ class SteppedReplica:
         self, columns: RequestColumns, index: int, arrival_s: float, earlier: EarlierAttempts | None = None
     ) -> None:
         """The request at `index` of the whole trace was sent to it. earlier: see Request."""
+        if self.engine.tiers is not None and self.loop.is_idle:  # a shared store must not be asked at an earlier time
+            self.clock.wait_until(arrival_s)
         append(self._columns, columns, index, arrival_s)
         self.members.append(index)
         self.client.offer(arrival_s, earlier)
@@ -134,6 +139,8 @@ class SteppedReplica:
             if counts == self._idle_at:
                 raise RunFailed("no progress: no request of a replica is active, and its engine fetches none.")
             self._idle_at = counts
+        elif self.engine.tiers is not None:  # what others have begun since may arrive earlier than was known
+            self.loop.wake()
         return True
 
     def fail(self, time_s: float, error_of: Callable[[int], str | None]) -> list[tuple[int, int]]:
@@ -179,8 +186,14 @@ class SteppedReplica:
         found, self._ttfts = self._ttfts, []
         return found
 
+    def state_at(self, time_s: float) -> ReplicaState:
+        """What it reports at `time_s`: iterations that are run together until then are taken in, but for the last one,
+        which has not ended."""
+        self.loop.interrupt(tick(time_s))
+        return self.state()
+
     def state(self) -> ReplicaState:
-        """What it reports now."""
+        """What it reports at the beginning of its latest iterations."""
         scheduler = self.loop.scheduler
         # The clock is later than what the client knows: it must not be asked.
         cache, queued = scheduler.cache_state(), len(scheduler.waiting) + len(self.members) - self.client.handed_out
@@ -340,9 +353,24 @@ class SteppedFleet:
             return True
         if not self._run_all(read_ns / NANOSECONDS):
             return False
+        self._take_states(read_ns)
+        return True
+
+    def _take_states(self, read_ns: int) -> None:
+        """Read the states of the replicas, which have run until then."""
         self._read_ns = read_ns
         for one in self.replicas:
-            one.view.state = one.state()
+            one.view.state = one.state_at(read_ns / NANOSECONDS)
+
+    def _has_to_read(self, next_s: float) -> bool:
+        """Whether states were to be read before `next_s`, and are now: an answer then may let a request arrive that
+        sees them."""
+        if not self._age_ns or not self._front.sees_state or self.front.is_open_loop or next_s == inf:
+            return False
+        read_ns = read_at_ns(next_s, self._age_ns)
+        if read_ns <= self._read_ns:
+            return False
+        self._take_states(read_ns)
         return True
 
     def _take_answers(self, one: SteppedReplica, before_s: float) -> None:
@@ -368,6 +396,8 @@ class SteppedFleet:
             answered_s, first = min(answered, default=(inf, -1))
             times = sorted((one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy)
             next_s, chosen = times[0] if times else (inf, -1)
+            if self._has_to_read(min(answered_s, next_s)):
+                continue
             if answered_s < time_s and answered_s <= next_s:
                 self._take_answer(self.replicas[first])
                 if self.front.next_event_s != event_s:
@@ -378,7 +408,8 @@ class SteppedFleet:
             one = self.replicas[chosen]
             others_s = times[1][0] if len(times) > 1 else inf
             if one.engine.tiers is not None:
-                one.engine.tiers.others_s = others_s
+                # Iterations that are interrupted must not look into a store again: a queue looks there in each one.
+                one.engine.tiers.others_s = to_seconds(tick(next_s) + 1) if one.loop.may_be_interrupted else others_s
             one.client.answers_let_in = not self.front.is_open_loop
             # A step asks and writes a store only when it begins, and at its end, which is held.
             one.client.horizon_s = time_s if self.front.is_open_loop else min(time_s, others_s, answered_s)

@@ -26,6 +26,7 @@ from ifbbench.engine.plan import ContextChunk
 from ifbbench.engine.request import EarlierAttempts, Request, computed_tokens
 from ifbbench.engine.sent_batches import SentChunk
 from ifbbench.errors import RunFailed
+from ifbbench.fleet.front import read_at_ns
 from ifbbench.fleet.links import Links, MeasuredLinks, left_after_prefill
 from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
 from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, RoutedRequest, Router
@@ -42,7 +43,7 @@ from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
 from ifbbench.rundir.request_metrics import RequestMetrics
 from ifbbench.settings.config import VLLM, RunConfig
-from ifbbench.virtual_clock import VirtualClock, tick
+from ifbbench.virtual_clock import VirtualClock, tick, to_seconds
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import Trace, columns_of
 
@@ -114,6 +115,8 @@ class SteppedSides:
             busy = [(one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy]
             next_s, at = min(busy, default=(inf, -1))
             known_s = min(self._read_s(event_s), answered_s, self._links.next_s, self.changes.next_s)
+            if self._has_to_read(min(known_s, next_s)):
+                continue
             if known_s < inf and known_s <= next_s:
                 self._come_to(known_s)
                 self._take_event(known_s, event_s, answered_s, answering)
@@ -149,8 +152,7 @@ class SteppedSides:
         """When states are read for an arrival at `event_s`; or then, if they need not be read before."""
         if event_s == inf or STATE not in self._looks_at:
             return event_s
-        time_ns = round(event_s * NANOSECONDS)
-        read_ns = time_ns - time_ns % self._age_ns if self._age_ns else time_ns
+        read_ns = read_at_ns(event_s, self._age_ns)
         return event_s if read_ns == self._read_ns else read_ns / NANOSECONDS
 
     def _take_event(self, now_s: float, event_s: float, answered_s: float, answering: int) -> None:
@@ -173,8 +175,7 @@ class SteppedSides:
 
     def _take_states(self, event_s: float) -> bool:
         """Read the states of all replicas, if they are to be read now; whether they were."""
-        time_ns = round(event_s * NANOSECONDS)
-        read_ns = time_ns - time_ns % self._age_ns if self._age_ns else time_ns
+        read_ns = read_at_ns(event_s, self._age_ns)
         if read_ns == self._read_ns:
             return False
         self._read_ns = read_ns
@@ -182,8 +183,21 @@ class SteppedSides:
             one.view.state = self._interrupt(one).state()
         return True
 
+    def _has_to_read(self, next_s: float) -> bool:
+        """Whether states were to be read before `next_s`, and are now: what happens then may let a request arrive that
+        sees them."""
+        if not self._age_ns or STATE not in self._looks_at or self.front.is_open_loop or next_s == inf:
+            return False
+        read_ns = read_at_ns(next_s, self._age_ns)
+        if read_ns <= self._read_ns:
+            return False
+        self._come_to(read_ns / NANOSECONDS)
+        return self._take_states(next_s)
+
     def _step(self, one: SideReplica, now_s: float, known_s: float) -> None:
         one.known_s = now_s
+        if one.engine.tiers is not None:  # others may write to a store: a queue looks there in each iteration
+            one.engine.tiers.others_s = to_seconds(self._now_ns + 1)
         try:
             if not one.advance():  # once a request has got blocks, another one may at once
                 one.known_s = known_s

@@ -82,6 +82,10 @@ class Passage:
             reserving = self._before() if self.reserves_first and self.reserved_s >= 0 else {}
             parts = [held, reserving, first.attribution_s]
             if first is not last:
+                line.disk_reused_tokens, line.remote_reused_tokens = (
+                    first.disk_reused_tokens,
+                    first.remote_reused_tokens,
+                )
                 line.pauses += first.pauses
                 line.recomputed_tokens += first.recomputed_tokens
                 parts += [self._between(), last.attribution_s]
@@ -150,7 +154,9 @@ def write_lines(directory: Path, recording_format: str, lines: Iterable[RequestL
 def transfer_figures(lines: Sequence[RequestLine], bytes_per_token: float) -> dict[str, Any]:
     """The entry `transfers` of a fleet's figures: how many there were, their tokens and bytes, how long each took, and
     how long requests waited for blocks of decode replicas. local_requests: those whose prompts were computed there."""
-    sent = [line for line in lines if isinstance(line.transfer_tokens, int)]
+    # Requests of one replica may have tokens that came from stores.
+    between = [line for line in lines if line.prefill_replica is not None and line.decode_replica is not None]
+    sent = [line for line in between if isinstance(line.transfer_tokens, int)]
     tokens = sum(line.transfer_tokens for line in sent if isinstance(line.transfer_tokens, int))
     waits_s = [value_of(line.attribution_s.get(DECODE_BLOCKS, 0.0)) for line in sent if line.attribution_s]
     return {

@@ -86,6 +86,8 @@ READING, ARRIVALS, APART, TIERS = "reading", "arrivals", "prefill and decode apa
 BY_ITERATION = "iteration"
 # When keys and values of a prompt are sent.
 TRANSFERS = BY_WHOLE, BY_LAYER = "whole", "layer"
+# Settings of SGLang's host memory, which its storage is behind.
+HOST_SETTINGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_write_policy")
 TIER_WRITE_POLICIES = ("write_through", "write_back")
 TIER_PREFETCHES = NO_PREFETCH, BEST_EFFORT, WAIT_COMPLETE, BY_TIMEOUT = (
     "none",

@@ -21,6 +21,7 @@ from tests.fleet.test_fleet import FILES, SEEDS_AT_ONCE, assert_equal_runs, conf
 
 BLOCK_BYTES = KV_BYTES * BLOCK
 DISK, REMOTE = "disk", "remote"
+SIDES = {"prefill_replicas": 1, "decode_replicas": 1}
 HOST: dict[str, Any] = {"enable_hierarchical_cache": True, "tokens_per_block": 16, "kv_remote_bytes": 0}
 
 
@@ -290,7 +291,19 @@ def test_an_infinitely_quick_store_is_a_larger_cache(tmp_path: Path) -> None:
         ({"kv_disk_latency": 0.5}, "--kv_disk_latency: there is no such store; add --kv_disk_bytes"),
         ({"kv_tier_write_policy": "write_back"}, "there is no store; add --kv_disk_bytes or --kv_remote_bytes"),
         ({"kv_disk_bytes": 10**9, "device": "null"}, "loads no blocks"),
-        ({"kv_disk_bytes": 10**9, "prefill_replicas": 1, "decode_replicas": 1}, "stores are not built"),
+        (
+            {"engine": "trtllm", **SIDES, "kv_disk_bytes": 10**9, "decode": "kv_disk_bytes=1000000000"},
+            "--decode kv_disk_bytes: TensorRT-LLM's KV cache connector is built for prefill replicas only",
+        ),
+        (
+            {"engine": "sglang", **SIDES, **HOST, "kv_disk_bytes": 10**9, "decode": "kv_disk_bytes=1000000000"},
+            "--decode kv_disk_bytes: SGLang's storage is built for prefill replicas only",
+        ),
+        (
+            {**SIDES, "kv_remote_bytes": 10**9, "decode": "tokens_per_block=32"},
+            "both sides share the remote store, and need the same tokens_per_block",
+        ),
+        ({**SIDES, "kv_tier_write_policy": "write_back"}, "there is no store"),
         ({"kv_remote_bytes": 10**9, "replica_config": "tp.yaml"}, "replicas that share a store"),
     ],
 )

@@ -251,7 +251,7 @@ def test_micro_batches_are_advanced_together(
 ) -> None:
     """With overlap and pipeline stages, where turns may have no requests, or more than their share."""
     overlap = None if parts[0] is None else Overlap(parts[0])
-    config = config_of(**changes | {"overlap": overlap, "pp_size": parts[1], "reuse": ReuseRules()}, max_input_len=95)
+    config = config_of(**changes | {"overlap": overlap, "pp_size": parts[1]}, max_input_len=95)
     trace, folder = trace_of(rows), tmp_path_factory.mktemp("runs")
     run(trace, config, folder / "apart", together=False, concurrency=concurrency, every=every)
     recorder = run(trace, config, folder / "together", together=True, concurrency=concurrency, every=every)

@@ -109,7 +109,8 @@ class RadixTree:
     host memory.
 
     evictable, protected: tokens on the device, in nodes that nothing uses, and in the others. keeps_names: whether
-    nodes know what storage calls their pages. copied: called with each node that was copied to the host.
+    nodes know what storage calls their pages; owner: see `block_names`. copied: called with each node that was copied
+    to the host.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class RadixTree:
         self._offered: dict[Node, None] = {}
         self._leaves: list[tuple[Any, ...]] = []
         self._num_offers, self._max_leaves = 0, MIN_LEAVES
-        self.keeps_names = False
+        self.keeps_names, self.owner = False, 0
         self.copied: Callable[[Node], None] | None = None
         self._num_segments = 0
         # Nodes that the present insertion copies to the host.
@@ -357,7 +358,7 @@ class RadixTree:
         """`node` holds these tokens: what storage calls its pages."""
         if self.keeps_names and node.parent is not None:
             size, before = self.page_size, node.parent.names[-1] if node.parent.names else None
-            node.names = block_names(known, begin // size, end // size, size, before)
+            node.names = block_names(known, begin // size, end // size, size, before, self.owner)
 
     def lock_host(self, node: Node) -> tuple[Node, int]:
         """What the host has of a node stays there; returns what `unlock_host` needs. Parts of it stay, too, once it is

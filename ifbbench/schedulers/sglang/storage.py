@@ -82,7 +82,7 @@ class Storage:
         # Prefetches that were ended before all had come, and pages that they hold until the read on its way has.
         self._ended: list[tuple[list[Transfer], IntArray]] = []
         self._to_free: list[IntArray] = []  # by the next check
-        self._tree.keeps_names, self._tree.copied = True, self._write
+        self._tree.keeps_names, self._tree.owner, self._tree.copied = True, tiers.owner, self._write
 
     def has_ongoing(self, request: Request) -> bool:
         """Whether something is on its way for a request."""
@@ -131,7 +131,7 @@ class Storage:
             return
         prefetch = waiting.prefetch = Prefetch(node, self._tree.lock_host(node), known, begin, asked)
         size, before = self._size, node.names[-1] if node.names else None
-        names = block_names(known, begin // size, (begin + asked) // size, size, before)
+        names = block_names(known, begin // size, (begin + asked) // size, size, before, self.tiers.owner)
         prefetch.names = names[: len(self.tiers.find(names))]
         self.occupied += asked
         self._asked.append(request)

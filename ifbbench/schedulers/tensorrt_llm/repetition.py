@@ -86,9 +86,7 @@ class Repetition:
         if config.max_in_flight == 1:
             return True
         # An iteration with two passes has two batches in flight.
-        if config.batching_type is BatchingType.INFLIGHT:
-            return False
-        return config.is_async or not config.reuse.enabled
+        return config.batching_type is not BatchingType.INFLIGHT
 
     @property
     def num_in_flight(self) -> int:
@@ -173,12 +171,13 @@ class Repetition:
         steps = min(certain, *[max_steps(window, self._turn) for window in self._windows])
         if self._reuses_blocks and self._active.context and self._kv_cache.num_reuse_changes:
             # What generation fills is stored, which may change which of the waiting requests starts.
-            steps = min(steps, steps_until_block(self._windows[0]))
+            steps = min(steps, 1 if self._num_turns > 1 else steps_until_block(self._windows[0]))
         if self._num_turns > 1:
             steps = self._certain_turns(plan, steps)
         steps = min(steps, self._ends.steps_to_first(self._max_in_flight, with_ending=True))
-        # What a batch in flight completes is not known here. What is stored depends on what was collected.
-        if self._max_in_flight > 1 and (batches or self._reuses_blocks):
+        # What a batch in flight completes is not known here. What is stored depends on what was collected, which with
+        # several micro batches is each earlier token of a request.
+        if self._max_in_flight > 1 and (batches or (self._reuses_blocks and self._num_turns == 1)):
             steps = min(steps, 1)
         for window in self._windows:
             steps = min(steps, fitting_steps(window, steps, plan.valid_until_next_allocation, self._turn))
@@ -211,9 +210,10 @@ class Repetition:
             if (micro_batch := int(table.micro_batch[request.slot])) != NO_MICRO_BATCH:
                 steps = min(steps, (micro_batch - self._turn) % self._num_turns)
         if self._pauses:  # none does while each request has the blocks of its next two steps, too
-            blocks = ceil_div(ceil_div(steps, self._num_turns) + 2, config.tokens_per_block)
-            if any(window.count * blocks > window.free_blocks for window in self._windows):
-                return 1
+            for window in self._windows:
+                if window.count:
+                    tokens = window.free_blocks // window.count * config.tokens_per_block
+                    steps = min(steps, max((tokens - 2) * self._num_turns, 1))
         return steps
 
     def cycle(self, plan: Plan) -> list[Plan]:
@@ -280,26 +280,29 @@ class Repetition:
         those of generation. Of equal blocks the first remains, so that the order decides when it is free. Returns the
         blocks without known tokens that were taken after each step since the first, [steps]."""
         completing = [request for request in plan.context if request.is_last_chunk]
-        if not completing and steps_until_block(cache) > steps:
+        if not completing and self._num_turns == 1 and steps_until_block(cache) > steps:
             return [0] * steps
-        rows, size = plan.rows, cache.attention_window.tokens_per_block
-        all_registered = cache.cached_tokens(rows) + cache.attention_window.bubble
-        starting: dict[int, list[int]] = {}
-        for index, until_block in enumerate((-all_registered % size).tolist()):
-            for step in range(until_block, steps, size):
-                starting.setdefault(step, []).append(index)
+        size, turns, table = cache.attention_window.tokens_per_block, self._num_turns, self._active.table
+        starting: dict[int, list[tuple[int, int, int]]] = {}  # by step: rows, their tokens, and steps of them before
+        for turn, rows in enumerate([plan.rows] if turns == 1 else self._rows_of[:steps]):
+            all_registered = (cache.cached_tokens(rows) + cache.attention_window.bubble).tolist()
+            for row, registered in zip(rows.tolist(), all_registered, strict=True):
+                for before in range(-registered % size, (steps - turn + turns - 1) // turns, size):
+                    starting.setdefault(turn + before * turns, []).append((row, registered + before, before))
         counters, new_blocks = cache.counters, list[int]()
         for step in range(steps):
-            indices = starting.get(step)
-            if indices is not None:
-                registered = all_registered[indices] + step
-                cache.grow(rows[indices], registered)
+            growing = starting.get(step, ())
+            if growing:
+                cache.grow(np.array([row for row, _, _ in growing]), np.array([tokens for _, tokens, _ in growing]))
             new_blocks.append(counters.allocated_new)
             for request in completing:
                 cache.store_generated(request.slot, request.prompt_len - 1)
-            if indices is not None:
-                for row, num_tokens in zip(rows[indices].tolist(), registered.tolist(), strict=True):
-                    cache.store_known(self._active.by_slot[row], num_tokens)
+            for row, tokens, before in growing:
+                # The tokens of its steps before this one are collected then, but not counted yet.
+                uncounted = before if turns > 1 else 0
+                table.confirmed[row] += uncounted
+                cache.store_known(self._active.by_slot[row], tokens)
+                table.confirmed[row] -= uncounted
         return [after - new_blocks[0] for after in new_blocks]
 
     def _run_turns(self, plan: Plan, count: int) -> None:

@@ -267,6 +267,8 @@ class VllmScheduler(QueueingScheduler):
         if tiers is not None and not tiers.writes_back:
             for chunk in self.state.in_flight.oldest.chunks:
                 if not chunk.request.has_left:
+                    if chunk.start < chunk.request.remote_len:  # a prompt that another engine has computed
+                        tiers.write_received(self.kv_cache.names, chunk.request, chunk.start)
                     tiers.write_filled(self.kv_cache.names, chunk.request, chunk.start, chunk.start + chunk.length)
         self.state.in_flight.collected(times)
         return in_order
