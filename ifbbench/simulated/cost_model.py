@@ -486,8 +486,8 @@ class CostModel:
         return self._product(name, layers * flops, layers * moved, self._expert_flops_per_s, self._expert_bytes_per_s)
 
     def _expert_rows(self, tokens: int, rows: float) -> OperationCost:
-        """Copying of `rows` to their experts and adding up of their outputs. Some kernels also pass over the rows of the
-        experts of other devices, for all tokens that a device has: with exchanged tokens those with an expert there."""
+        """Copying of `rows` to their experts, and adding up of their outputs. Some kernels also pass over the rows of
+        experts on other devices, for all tokens that a device has: with exchanged tokens those with an expert there."""
         shard, share, layers = self.shard, self.hardware.constants, self._counts[Mlp.EXPERTS]
         listed = float(tokens * shard.model.experts_per_token)
         if self._experts is not None and shard.attention_dp_size > 1:

@@ -69,8 +69,8 @@ class EngineOverhead:
     settings: Mapping[str, Any]
 
     def applied_to(self, hardware: HardwareProfile, kv_cache_dtype: str, dtype: str = "") -> HardwareProfile:
-        """`hardware` as this engine uses it, with weights in `dtype`. A profile that was calibrated has the constants of the engine that was
-        measured, and host times of its own where these could be determined."""
+        """`hardware` as this engine uses it, with weights in `dtype`. A profile that was calibrated has the constants
+        of the engine that was measured, and host times of its own where these could be determined."""
         base, measured = hardware.constants, hardware.calibration
         determined = measured.get("determined", ("host_iteration_s", "host_request_s")) if measured else ()
         changed: dict[str, float] = {}
@@ -149,6 +149,8 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
 def _constants(given: Any, title: str) -> dict[str, float]:
     """Constants in place of those of an architecture, checked."""
     return {
-        name: number(value, f"{title}.{name}", 0.0) if name in MAY_BE_ZERO else number(value, f"{title}.{name}", above=0)
+        name: number(value, f"{title}.{name}", 0.0)
+        if name in MAY_BE_ZERO
+        else number(value, f"{title}.{name}", above=0)
         for name, value in table(given, title, CONSTANTS).items()
     }
