@@ -418,9 +418,9 @@ def cache_layout(
     """The KV cache of a `config` with resolved limits.
 
     part: of the model that has its keys and values in this memory; None if all. memory_bytes: for keys and values on
-    the device; None for devices without memory. Where the user gives no size, the cache is at most as large as a full
-    batch of the longest sequences; otherwise it has that size, reduced to what memory holds. InputError if not a single
-    block fits."""
+    the device; None for devices without memory. Where the user gives a size, the cache has it, reduced to what memory
+    holds; otherwise that of a simulated device has all this memory, and others have at most a full batch of the longest
+    sequences. InputError if not a single block fits."""
     longest = _resolved(config.max_seq_len)
     size = config.tokens_per_block
     own, stored = (model, range(model.num_layers)) if part is None else (part.config, part.layers)
@@ -481,10 +481,13 @@ def _vllm_cache_layout(
 
 
 def _num_blocks(config: RunConfig, full_batch: int, in_memory: int | None, host_blocks: int = 0) -> int:
-    """The number of blocks: those that a full batch takes, or of the size that the user gives, as far as memory has
-    room. InputError if that is none, or too many."""
+    """The number of blocks: as many as memory has room for, and no more than the user asks for, or, on devices that are
+    not simulated, than a full batch takes. InputError if that is none, or too many."""
     max_tokens, size = config.max_tokens_in_paged_kvcache, config.tokens_per_block
-    wanted = min(full_batch, MAX_BLOCKS) if max_tokens is None else ceil_div(max_tokens, size)
+    if max_tokens is not None:
+        wanted = ceil_div(max_tokens, size)
+    else:
+        wanted = MAX_BLOCKS if config.hardware is not None else min(full_batch, MAX_BLOCKS)
     blocks = wanted if in_memory is None else min(wanted, in_memory)
     if max_tokens is not None and blocks < wanted:
         _log.warning(

@@ -82,10 +82,10 @@ def find_device(config: RunConfig, memory_bytes: int | None = None) -> Device:
 class Pool:
     """The KV cache of all devices together.
 
-    layout: the cache of a run, with no more blocks than a full batch can fill. windows: the same attention windows with
-    the blocks that memory has room for. layer_bytes: of one token in one layer. weight_bytes: weights on each device.
-    budget_bytes: memory that the cache may take; None if the settings alone decide its size. state_bytes: of recurrent
-    layers of a full batch, on each device.
+    layout: the cache of a run, on a real device with no more blocks than a full batch can fill. windows: the same
+    attention windows with the blocks that memory has room for. layer_bytes: of one token in one layer. weight_bytes:
+    weights on each device. budget_bytes: memory that the cache may take; None if the settings alone decide its size.
+    state_bytes: of recurrent layers of a full batch, on each device.
     """
 
     layout: CacheLayout

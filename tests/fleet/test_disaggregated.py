@@ -569,6 +569,22 @@ def test_prefills_wait_for_blocks_of_the_decode_side(engine: str, tmp_path: Path
         assert (after["first_scheduled_s"] >= before["end_s"] - 0.01) == (engine == "sglang")
 
 
+@pytest.mark.parametrize("engine", ["trtllm", "vllm"])
+def test_a_prefill_replica_has_room_for_prompts_in_transfer_beside_a_full_batch(engine: str, tmp_path: Path) -> None:
+    """Its batch is one prompt, a transfer takes as long as several, and no prompt waits for the blocks of another."""
+    rows = [{"request_id": number, "arrival_s": 0.0, "prompt_len": 1000, "output_len": 2} for number in range(8)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fleet = fleet_of(
+        tmp_path / "fleet", trace, engine=engine, prefill="max_batch_size=1,max_seq_len=1024", transfer_bandwidth=1e9
+    )
+    used = [line["Used KV cache blocks"] for line in lines(fleet / "replica=0" / "iterations.jsonl")]
+    block = 16 if engine == "vllm" else 32
+    assert max(used) > 4 * ceil(1000 / block)
+    for row in lines(fleet / "requests.jsonl"):
+        assert row["attribution_s"].get("waiting_kv_blocks", 0.0) == 0.0
+
+
 def test_what_is_left_of_a_transfer_by_layer() -> None:
     assert left_after_prefill(320, 32, rate=1e6, computing_s=0.1) == 10  # the last layer
     assert left_after_prefill(320, 32, rate=0.0, computing_s=0.1) == 320

@@ -142,6 +142,16 @@ def test_the_last_block_counts_though_memory_ends_within_it(tokens, blocks):
     assert layout_of(tokens * BYTES_PER_TOKEN).windows[0].num_blocks == blocks
 
 
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+def test_a_simulated_device_has_the_blocks_of_all_its_memory(engine):
+    """As a server has: blocks of prefixes, and of prompts on their way to a decode replica, outlive a full batch."""
+    settings = {"device": "sim:h100-sxm", "engine": engine, "tokens_per_block": 32}
+    null_block = engine == "vllm"
+    memory_bytes = (1000 + null_block) * 32 * BYTES_PER_TOKEN
+    assert layout_of(memory_bytes, **settings).windows[0].num_blocks == 1000
+    assert layout_of(memory_bytes, **settings, max_tokens_in_paged_kvcache=640).windows[0].num_blocks == 20
+
+
 def test_what_was_asked_for_yields_to_memory_with_a_warning(caplog):
     assert layout_of(100 * BYTES_PER_TOKEN, max_tokens_in_paged_kvcache=128).windows[0].num_blocks == 4
     assert caplog.messages == []
