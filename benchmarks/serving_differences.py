@@ -1,5 +1,5 @@
-"""Errors of predicted ratios: of two rows that one server was measured in, with more GPUs or with more clients; which of
-two deployments is better under one load, and which of an aggregated and a disaggregated one at equal GPUs."""
+"""Errors of predicted ratios: of two rows that one server was measured in, with more GPUs or with more clients; which
+of two deployments is better under one load, and which of an aggregated and a disaggregated one at equal GPUs."""
 
 import json
 from collections import defaultdict
@@ -56,13 +56,13 @@ def _errors(pairs: Sequence[tuple[Comparison, Comparison]]) -> dict[str, Any]:
 
 def better_deployment(comparisons: Iterable[Comparison]) -> dict[str, Any]:
     """Compare pairs of aggregated deployments on the same GPU with the same random lengths and clients. Returns in how
-    many the one with more output tokens/s of each GPU is predicted, of those that differ by more than NOISE in it, and of
-    all. Rows that repeat a measurement count once, with their medians."""
+    many the one with more output tokens/s of each GPU is predicted, of those that differ by more than NOISE in it, and
+    of all. Rows that repeat a measurement count once, with their medians."""
     repeated: defaultdict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for one in comparisons:
         if one.metric == "throughput" and one.row.get("lengths_of") and not one.row.get("sides"):
-            load, deployment = (json.dumps([one.row.get(n) for n in names]) for names in (UNDER_ONE_LOAD, OF_DEPLOYMENT))
-            repeated[load, deployment].append(one)
+            load, deployment = ([one.row.get(name) for name in names] for names in (UNDER_ONE_LOAD, OF_DEPLOYMENT))
+            repeated[json.dumps(load), json.dumps(deployment)].append(one)
     of_load: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for (load, _), rows in repeated.items():
         gpus = rows[0].row["num_gpus"]
