@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.fit_rows import FIT, JUDGED, part_of
 from benchmarks.serving_bands import bands, held_out, write_bands
-from benchmarks.serving_differences import better_apart, differences
+from benchmarks.serving_differences import better_apart, better_deployment, differences
 from benchmarks.serving_rows import (
     METRICS,
     Comparison,
@@ -122,8 +122,10 @@ def report(comparisons: Sequence[Comparison]) -> dict[str, Any]:
             _print_table(f"{part} rows, by {name}", groups)
         found[f"{part}_fastest_degree"] = fastest_degree(own)
         found[f"{part}_differences"] = differences(own)
+        found[f"{part}_better_deployment"] = better_deployment(own)
         print(
             f"\n{part} rows, fastest number of GPUs: {found[f'{part}_fastest_degree']}\n"
+            f"{part} rows, the better of two deployments under one load: {found[f'{part}_better_deployment']}\n"
             f"{part} rows, ratios of two: {json.dumps(found[f'{part}_differences'])}\n"
         )
     found["better_apart"] = better_apart(comparisons)

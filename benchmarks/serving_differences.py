@@ -1,5 +1,5 @@
-"""Errors of predicted ratios: of two rows that one server was measured in, with more GPUs or with more clients; and
-which of an aggregated and a disaggregated deployment is better at equal GPUs."""
+"""Errors of predicted ratios: of two rows that one server was measured in, with more GPUs or with more clients; which
+of two deployments is better under one load, and which of an aggregated and a disaggregated one at equal GPUs."""
 
 import json
 from collections import defaultdict
@@ -18,6 +18,9 @@ DIFFER_IN: Mapping[str, Sequence[str]] = {"tensor parallelism": ("tp", "num_gpus
 # is better is known where their tokens/s of each GPU differ by more than a factor of NOISE: rows that repeat a
 # measurement differ by up to 9 %.
 DEPLOYED = ("source", "engine", "gpu", "model", "dtype", "lengths_of", "drafts")
+# Two deployments under one load have these in common, and differ in one of the others.
+UNDER_ONE_LOAD = ("source", "gpu", "model", "lengths_of", "concurrency")
+OF_DEPLOYMENT = ("engine", "dtype", "drafts", "tp", "ep", "dp_attention")
 SIMILAR_TPOT, NOISE = 1.25, 1.1
 NAMES = ("source", "engine", "version", "gpu", "num_gpus", "tp", "model", "dtype", "input", "output", "concurrency")
 
@@ -51,6 +54,35 @@ def _errors(pairs: Sequence[tuple[Comparison, Comparison]]) -> dict[str, Any]:
     }
 
 
+def better_deployment(comparisons: Iterable[Comparison]) -> dict[str, Any]:
+    """Compare pairs of aggregated deployments on the same GPU with the same random lengths and clients. Returns in how
+    many the one with more output tokens/s of each GPU is predicted, of those that differ by more than NOISE in it, and
+    of all. Rows that repeat a measurement count once, with their medians."""
+    repeated: defaultdict[tuple[str, str], list[Comparison]] = defaultdict(list)
+    for one in comparisons:
+        if one.metric == "throughput" and one.row.get("lengths_of") and not one.row.get("sides"):
+            load, deployment = ([one.row.get(name) for name in names] for names in (UNDER_ONE_LOAD, OF_DEPLOYMENT))
+            repeated[json.dumps(load), json.dumps(deployment)].append(one)
+    of_load: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (load, _), rows in repeated.items():
+        gpus = rows[0].row["num_gpus"]
+        figures = [[one.measured / gpus for one in rows], [one.predicted / gpus for one in rows]]
+        of_load[load].append((float(np.median(figures[0])), float(np.median(figures[1]))))
+    pairs = [(a[0] / b[0], a[1] / b[1]) for group in of_load.values() for a, b in combinations(group, 2)]
+    clear = [pair for pair in pairs if not 1 / NOISE <= pair[0] <= NOISE]
+    return {
+        "pairs": len(clear),
+        "right": _in_order(clear),
+        "all_pairs": len(pairs),
+        "all_right": _in_order(pairs),
+    }
+
+
+def _in_order(pairs: Iterable[tuple[float, float]]) -> int:
+    """In how many pairs of a measured and a predicted ratio both are above 1, or both are not."""
+    return sum((measured > 1) == (predicted > 1) for measured, predicted in pairs)
+
+
 def better_apart(comparisons: Iterable[Comparison]) -> dict[str, Any]:
     """Compare pairs of an aggregated and a disaggregated deployment with about the same measured TPOT, both of random
     lengths. Returns in how many the one with more output tokens/s of each GPU (of both sides) is predicted, and in how
@@ -75,7 +107,7 @@ def better_apart(comparisons: Iterable[Comparison]) -> dict[str, Any]:
     ratios = [(_gain(together, apart, "measured"), _gain(together, apart, "predicted")) for together, apart in pairs]
     return {
         "pairs": len(pairs),
-        "right": sum((measured > 1) == (predicted > 1) for measured, predicted in ratios),
+        "right": _in_order(ratios),
         "apart_is_better": sum(measured > 1 for measured, _ in ratios),
     }
 

@@ -42,6 +42,7 @@ COST_OF_FURTHER_HEAD = 0.08
 DISPATCH_BYTES = 1 + 4 / 128
 ATTENTION_OUTPUT = "attention output product"
 ROUTER = "router"
+EXPERT_ROWS = "expert rows"
 ALL_TO_ALL = ("expert dispatch", "expert combine")
 
 
@@ -66,7 +67,8 @@ class CostModel:
     - A matrix product computes and moves bytes: its weights once per iteration, whatever the batch. The two overlap in
       part: it takes the root of the sum of their squares, close to the longer one.
     - Experts read the weights of those that are expected to be hit by any token. With expert parallelism the part with
-      the most rows and experts decides.
+      the most rows and experts decides. Each row, a token for one expert, is copied before the products and added to
+      the others of its token afterwards, which takes a time of its own.
     - Latent attention is expanded in the context phase and absorbed in generation, see `LatentAttention`.
     - Recurrent layers read and write the state of each request.
     - The time of context attention is proportional to query-key pairs, so it is quadratic in the prompt length.
@@ -111,6 +113,7 @@ class CostModel:
         self._weight_bytes = {part: shard.weight_bytes_of(part) for part in parts}
         self._flops_per_s = {part: hardware.matmul_flops_per_s(shard.dtype_of(part)) for part in parts}
         self._expert_flops_per_s = self._flops_per_s[Mlp.EXPERTS] * share.experts
+        self._has_row_times = share.expert_row_s + share.listed_row_s > 0
         self._quantize_s = share.quantize_s if shard.dtype == "fp8_block" else 0.0
         self._value_bytes = shard.input_bytes, shard.compute_bytes
         self._context_ns = share.context_s * NANOSECONDS
@@ -410,6 +413,8 @@ class CostModel:
             self._expert_product("expert gate and up product", rows, hidden, model.up_products * size, hit),
             self._expert_product("expert down product", rows, size, hidden, hit),
         ]
+        if self._has_row_times:
+            found.append(self._expert_rows(of_all, rows))
         if size := shard.shared_expert_size:
             found += [
                 self._layer_product("shared expert gate and up", Mlp.EXPERTS, tokens, hidden, model.up_products * size),
@@ -479,6 +484,17 @@ class CostModel:
         layers = self._counts[Mlp.EXPERTS]
         flops, moved = self._work_of_product(Mlp.EXPERTS, rows, inputs, outputs, hit)
         return self._product(name, layers * flops, layers * moved, self._expert_flops_per_s, self._expert_bytes_per_s)
+
+    def _expert_rows(self, tokens: int, rows: float) -> OperationCost:
+        """Copying of `rows` to their experts, and adding up of their outputs. Some kernels also pass over the rows of
+        experts on other devices, for all tokens that a device has: with exchanged tokens those with an expert there."""
+        shard, share, layers = self.shard, self.hardware.constants, self._counts[Mlp.EXPERTS]
+        listed = float(tokens * shard.model.experts_per_token)
+        if self._experts is not None and shard.attention_dp_size > 1:
+            listed *= self._experts.parts_of_token() / shard.ep_size
+        values = layers * shard.model.hidden_size
+        seconds = values * (rows * share.expert_row_s + listed * share.listed_row_s)
+        return OperationCost(EXPERT_ROWS, 0, 2 * values * rows * shard.compute_bytes, seconds, "memory")
 
     def _work_of_product(
         self, part: Mixer | Mlp, tokens: float, inputs: int, outputs: int, matrices: float

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import ENGINE_OVERHEADS
+from ifbbench.settings.config import DTYPES, ENGINE_OVERHEADS
 from ifbbench.settings.fields import choice, did_you_mean, located, number, table, text
-from ifbbench.simulated.hardware import CONSTANTS, HardwareProfile
+from ifbbench.simulated.hardware import CONSTANTS, MAY_BE_ZERO, HardwareProfile
 
 SUFFIX = ".toml"
 # Names of earlier versions, which run.json and scripts have.
@@ -45,6 +45,7 @@ class EngineOverhead:
     generation_attention: the share of memory bandwidth that attention in generation reaches, by architecture and data
         type of the KV cache, where it is not that of the architecture.
     constants: by architecture, constants in place of its own, where this engine was measured on it.
+    constants_of_dtype: the same by architecture and data type of the weights.
     kv_share_of: what `kv_cache_free_gpu_mem_fraction` is a share of: memory that is `free` once the model is loaded, or
         the `total`, weights included.
     settings: those of `ifbbench run` that come closest to the engine's defaults.
@@ -63,12 +64,13 @@ class EngineOverhead:
     factors: Mapping[str, float]
     generation_attention: Mapping[str, Mapping[str, float]]
     constants: Mapping[str, Mapping[str, float]]
+    constants_of_dtype: Mapping[str, Mapping[str, Mapping[str, float]]]
     kv_share_of: str
     settings: Mapping[str, Any]
 
-    def applied_to(self, hardware: HardwareProfile, kv_cache_dtype: str) -> HardwareProfile:
-        """`hardware` as this engine uses it. A profile that was calibrated has the constants of the engine that was
-        measured, and host times of its own where these could be determined."""
+    def applied_to(self, hardware: HardwareProfile, kv_cache_dtype: str, dtype: str = "") -> HardwareProfile:
+        """`hardware` as this engine uses it, with weights in `dtype`. A profile that was calibrated has the constants
+        of the engine that was measured, and host times of its own where these could be determined."""
         base, measured = hardware.constants, hardware.calibration
         determined = measured.get("determined", ("host_iteration_s", "host_request_s")) if measured else ()
         changed: dict[str, float] = {}
@@ -80,6 +82,7 @@ class EngineOverhead:
             if kv_cache_dtype in attention:
                 changed["generation_attention"] = attention[kv_cache_dtype]
             changed |= self.constants.get(hardware.architecture, {})
+            changed |= self.constants_of_dtype.get(hardware.architecture, {}).get(dtype, {})
         return dataclasses.replace(
             hardware,
             host_iteration_s=hardware.host_iteration_s if "host_iteration_s" in determined else self.iteration_s,
@@ -123,13 +126,12 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
             }
             for architecture, given in table(values.get("generation_attention", {}), "generation_attention").items()
         }
-        constants = {
-            architecture: {
-                name: number(value, f"constants.{architecture}.{name}", above=0)
-                for name, value in table(given, f"constants.{architecture}", CONSTANTS).items()
-            }
-            for architecture, given in table(values.get("constants", {}), "constants").items()
-        }
+        constants, of_dtype = dict[str, dict[str, float]](), dict[str, dict[str, dict[str, float]]]()
+        for architecture, given in table(values.get("constants", {}), "constants").items():
+            prefix = f"constants.{architecture}"
+            tables = {name: value for name, value in table(given, prefix).items() if name in DTYPES}
+            constants[architecture] = _constants({name: given[name] for name in given if name not in tables}, prefix)
+            of_dtype[architecture] = {name: _constants(each, f"{prefix}.{name}") for name, each in tables.items()}
         return EngineOverhead(
             name=path.stem,
             title=text(values.get("title"), "title"),
@@ -137,7 +139,18 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
             factors={constant: number(factor, f"factors.{constant}", above=0) for constant, factor in factors.items()},
             generation_attention=shares,
             constants=constants,
+            constants_of_dtype=of_dtype,
             kv_share_of=choice(values.get("kv_share_of"), "kv_share_of", KV_SHARES_OF),
             settings=table(values.get("settings", {}), "settings"),
             **{name: number(values.get(name, OPTIONAL_TIMES.get(name)), name, 0.0) for name in TIMES},
         )
+
+
+def _constants(given: Any, title: str) -> dict[str, float]:
+    """Constants in place of those of an architecture, checked."""
+    return {
+        name: number(value, f"{title}.{name}", 0.0)
+        if name in MAY_BE_ZERO
+        else number(value, f"{title}.{name}", above=0)
+        for name, value in table(given, title, CONSTANTS).items()
+    }

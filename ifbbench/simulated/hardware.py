@@ -37,6 +37,8 @@ MAY_BE_ZERO = (
     "context_s",
     "quantize_s",
     "all_to_all_s",
+    "expert_row_s",
+    "listed_row_s",
     "expert_kernel_s",
     "expert_launch_s",
 )
@@ -71,6 +73,8 @@ class Constants:
     quantize_s: time to quantize one value of activations before a product with a scale for each block, where kernels do
         so more slowly than they read and write memory.
     experts: of what large matrix products reach, in the grouped ones of experts.
+    expert_row_s: time to copy one value of a hidden state to an expert, and to add the expert's output to the others of
+        its token. listed_row_s: the same for each expert of a token, on whichever device the expert is.
     experts_memory: of memory bandwidth, for the weights of experts.
     context_attention: of peak 16-bit FLOP/s, in context attention.
     latent_attention: of peak FLOP/s, in generation with latent attention in its absorbed form.
@@ -94,6 +98,8 @@ class Constants:
     matmul_fp4: float
     quantize_s: float
     experts: float
+    expert_row_s: float
+    listed_row_s: float
     experts_memory: float
     context_attention: float
     latent_attention: float

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import cached_property
 
 from ifbbench.clock import NANOSECONDS
-from ifbbench.simulated.cost_model import CostModel
+from ifbbench.simulated.cost_model import EXPERT_ROWS, CostModel
 from ifbbench.simulated.step_work import StepWork
 
 ROUNDING_NS = 0.5
 ALL_REDUCES = "all-reduces"
-EXPERT_PRODUCTS = ("expert gate and up product", "expert down product")
+OF_EXPERTS = ("expert gate and up product", "expert down product", EXPERT_ROWS)
 
 
 class LeastTime:
@@ -33,7 +33,7 @@ class LeastTime:
     @cached_property
     def _falling(self) -> frozenset[str]:
         """Operations whose time a token never grows with the number of tokens."""
-        return frozenset((ALL_REDUCES, *EXPERT_PRODUCTS))
+        return frozenset((ALL_REDUCES, *OF_EXPERTS))
 
     def least_ns(self, work: StepWork, min_iterations: int) -> float:
         """Nanoseconds of all iterations that do `work` together, if at least so many have outputs."""

@@ -79,6 +79,20 @@ def test_constants_of_an_architecture_are_replaced(tmp_path):
     assert of_ampere == replace(ampere.constants, kernel_s=2 * ampere.constants.kernel_s)
 
 
+def test_constants_of_weights_in_a_data_type_replace_those_of_the_architecture(tmp_path):
+    path = Path(_overhead_file(tmp_path))
+    path.write_text(
+        path.read_text()
+        + "\n[constants.hopper]\nexperts = 0.5\nexperts_memory = 0.5\n"
+        + "[constants.hopper.bf16]\nexperts = 0.25\nlisted_row_s = 0\n"
+    )
+    hopper, overhead = load_hardware("h100-sxm"), load_overhead(str(path))
+    of = {dtype: overhead.applied_to(hopper, "bf16", dtype).constants for dtype in ("bf16", "fp8")}
+
+    assert of["fp8"] == replace(hopper.constants, experts=0.5, experts_memory=0.5)
+    assert of["bf16"] == replace(hopper.constants, experts=0.25, experts_memory=0.5)
+
+
 @pytest.mark.parametrize(
     ("calibration", "iteration_s"),
     [({"determined": ["kernel_s"]}, 5e-5), ({"determined": ["host_iteration_s"]}, 1e-3), ({"model": "tiny"}, 1e-3)],

@@ -11,7 +11,7 @@ from ifbbench.clock import NANOSECONDS
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
 from ifbbench.settings.config import RunConfig
-from ifbbench.simulated.cost_model import ALL_TO_ALL, CostModel
+from ifbbench.simulated.cost_model import ALL_TO_ALL, EXPERT_ROWS, CostModel
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.hardware import HardwareProfile, Links, load_hardware
 from ifbbench.simulated.interconnect import NETWORK_SHARE
@@ -93,6 +93,34 @@ def test_activations_are_quantized_before_products_with_a_scale_for_each_block()
     # The router has 16 bits, and products of experts have constants of their own.
     attention, shared, dense = 7168 + 1536 + 512 + 16 * 128, 7168 + 256, 7168 + 2304
     assert more_s == {"fp8_block": pytest.approx(4096e-11 * (61 * attention + 58 * shared + 3 * dense)), "nvfp4": 0.0}
+
+
+@pytest.mark.parametrize(("ep_size", "attention_dp_size", "listed"), [(1, 1, 8.0), (8, 1, 8.0), (8, 8, 64 * 0.6564)])
+def test_rows_of_experts_take_time_beside_their_products(ep_size, attention_dp_size, listed):
+    """Rows of the experts of a device, and of all experts of the tokens that it has: with exchanged tokens those of
+    which one of 8 experts is on it, 1 - (7/8)^8 of all."""
+    hardware = load_hardware("h200-sxm")
+    shard = Shard(
+        load_model_config("deepseek-r1"),
+        "fp8_block",
+        "fp8",
+        tp_size=8,
+        ep_size=ep_size,
+        attention_dp_size=attention_dp_size,
+    )
+    values, seconds = 4096 * 7168 * 58, {}
+    for name in ("expert_row_s", "listed_row_s"):
+        constants = dataclasses.replace(hardware.constants, **{name: 1e-12})
+        slower = CostModel(shard, dataclasses.replace(hardware, constants=constants))
+        before, after = (
+            {one.name: one for one in each.of_tokens(4096)} for each in (CostModel(shard, hardware), slower)
+        )
+        seconds[name] = after.pop(EXPERT_ROWS).seconds
+        assert after == before
+
+    rows = shard.experts.rows(4096 * attention_dp_size) / 4096
+    assert seconds["expert_row_s"] == pytest.approx(rows * values * 1e-12)
+    assert seconds["listed_row_s"] == pytest.approx(listed * values * 1e-12, rel=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,7 +20,7 @@ from benchmarks.inferencex_recipes import TABLE as RECIPES
 from benchmarks.inferencex_rows import standard_row
 from benchmarks.serving import errors, fastest_degree
 from benchmarks.serving_bands import Known, band, bands, curve_of, held_out, limit, weighted
-from benchmarks.serving_differences import better_apart
+from benchmarks.serving_differences import better_apart, better_deployment
 from benchmarks.serving_rows import (
     AICONFIGURATOR,
     LATER_ROUNDS,
@@ -418,6 +418,23 @@ def test_which_of_aggregated_and_disaggregated_is_better_is_of_pairs_with_simila
         *measured(7, 0.010, 9999.0, 9.0, **sides, drafts="mtp"),
     ]
     assert better_apart(rows) == {"pairs": 2, "right": 1, "apart_is_better": 1}
+
+
+def test_which_of_two_deployments_under_one_load_is_better_is_judged_by_tokens_of_each_gpu():
+    def row(measured, predicted, **values):
+        # Of 8 GPUs.
+        values = {"lengths_of": "1024/1024", "tp": 8, "num_gpus": 8, "dtype": "fp8"} | values
+        return Comparison(ROW | values, "throughput", measured, predicted)
+
+    rows = [
+        *(row(measured, 800.0, date=date) for date, measured in enumerate((700.0, 800.0, 5000.0))),  # 100 a GPU
+        row(800.0, 800.0, tp=4, num_gpus=4),  # 200 a GPU: better than all others, as predicted
+        row(840.0, 700.0, dtype="nvfp4"),  # 105: within the noise of the first one, and predicted to be worse
+        row(720.0, 4000.0, drafts="mtp"),  # 90: the worst, but predicted to be the best
+        row(100.0, 900.0, concurrency=8, dtype="nvfp4"),  # another load
+        row(100.0, 900.0, sides={"prefill": {}, "decode": {}}),
+    ]
+    assert better_deployment(rows) == {"pairs": 5, "right": 2, "all_pairs": 6, "all_right": 2}
 
 
 def test_a_disaggregated_row_without_workers_is_not_replayed():
