@@ -431,8 +431,8 @@ class RequestTable:
     micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.
     any_in_flight: whether a request may be in another micro batch than the one that has its turn.
     lora_tasks: LoRA task id, -1 for none.
-    choose_row: takes one of the free rows for a request, where these are not all alike. left_row: is called with the
-        request that leaves a row.
+    choose_row: takes one of the free rows for a request, where these are not all alike. left_row: is called with a row
+        when its request leaves, and before that if the request only waits in it.
     num_transferring: requests that hold blocks while keys and values are sent to or from another engine; they do not
         run.
     """
@@ -463,7 +463,7 @@ class RequestTable:
         self.micro_batch = np.full(rows, NO_MICRO_BATCH, np.int64)
         self.any_in_flight = False
         self.choose_row: Callable[[Request], int] | None = None
-        self.left_row: Callable[[Request, int], None] | None = None
+        self.left_row: Callable[[int], None] | None = None
         self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
         self.free_rows = list(range(rows - 1, -1, -1))
 
@@ -479,12 +479,16 @@ class RequestTable:
 
     def return_row(self, row: int) -> None:
         """The request in `row` has left."""
-        request = self.requests.pop(row)
-        if self.left_row is not None:
-            self.left_row(request, row)
+        del self.requests[row]
+        self.leave_part(row)
         self.num_special -= int(self.is_special[row])
         self.micro_batch[row] = NO_MICRO_BATCH
         self.free_rows.append(row)
+
+    def leave_part(self, row: int) -> None:
+        """The request in `row` runs no more."""
+        if self.left_row is not None:
+            self.left_row(row)
 
     def begin_turn(self, micro_batch: int) -> None:
         """The requests of this micro batch can be scheduled again; those of the others are in flight."""

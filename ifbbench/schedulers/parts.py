@@ -20,11 +20,13 @@ class Parts:
     """The parts of the devices with requests of their own. The request in a row belongs to part row % number.
 
     A request is given to a part when it enters the running set, one after the other. Requests and prompt tokens of each
-    part are counted as requests enter and leave."""
+    part are counted as requests enter and leave; those whose keys and values are only sent to another engine have left
+    (TensorRT-LLM takes them out of `active_requests`), though they keep their rows."""
 
     def __init__(self, table: RequestTable, number: int, engine: str) -> None:
         self._table, self._number = table, number
         self._requests, self._tokens = [0] * number, [0] * number
+        self._prompts: dict[int, int] = {}  # by row, the prompt tokens of the requests that are counted
         self._next = 0
         rules: dict[str, Callable[[list[int]], int]] = {VLLM: self._fewest_requests, SGLANG: self._in_turn}
         self._rule = rules.get(engine, self._fewest_tokens)
@@ -40,14 +42,17 @@ class Parts:
         if not by_part:
             raise IndexError("no row is free")
         row = free_rows.pop(by_part[self._rule(sorted(by_part))])
+        self._prompts[row] = request.original_prompt_len
         self._requests[row % self._number] += 1
         self._tokens[row % self._number] += request.original_prompt_len
         return row
 
-    def leave(self, request: Request, row: int) -> None:
-        """`request`, which had `row`, has left."""
-        self._requests[row % self._number] -= 1
-        self._tokens[row % self._number] -= request.original_prompt_len
+    def leave(self, row: int) -> None:
+        """The request in `row` leaves its part, if it has not left before."""
+        prompt_len = self._prompts.pop(row, None)
+        if prompt_len is not None:
+            self._requests[row % self._number] -= 1
+            self._tokens[row % self._number] -= prompt_len
 
     def _fewest_requests(self, parts: list[int]) -> int:
         """vLLM: requests that wait count fourfold, but none waits for a part here."""

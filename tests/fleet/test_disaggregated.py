@@ -589,6 +589,28 @@ def test_a_prefill_replica_has_room_for_prompts_in_transfer_beside_a_full_batch(
         assert row["attribution_s"].get("waiting_kv_blocks", 0.0) == 0.0
 
 
+def test_each_part_of_a_prefill_replica_gets_one_prompt_while_others_are_sent(tmp_path: Path) -> None:
+    """Parts wait for the one with most tokens: equal prompts, one for each part, take one time."""
+    rows = [{"request_id": number, "arrival_s": 0.001, "prompt_len": 1000, "output_len": 2} for number in range(20)]
+    rows[0] |= {"arrival_s": 0.0, "prompt_len": 3000}  # it runs alone, and is still sent when the others come
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_prefill = "tp_size=4,attention_dp_size=4,max_batch_size=4"
+    fleet = fleet_of(
+        tmp_path / "fleet",
+        trace,
+        engine="trtllm",
+        model="qwen3-30b-a3b",
+        prefill=of_prefill,
+        decode="tp_size=4",
+        transfer_bandwidth=1e9,
+    )
+    iterations = lines(fleet / "replica=0" / "iterations.jsonl")
+    device_ms = [line["ifbbench"]["device_ms"] for line in iterations if line["Context Requests"] == 4]
+    assert len(device_ms) == 4
+    assert max(device_ms) == pytest.approx(min(device_ms))
+
+
 def test_what_is_left_of_a_transfer_by_layer() -> None:
     assert left_after_prefill(320, 32, rate=1e6, computing_s=0.1) == 10  # the last layer
     assert left_after_prefill(320, 32, rate=0.0, computing_s=0.1) == 320

@@ -196,6 +196,15 @@ def test_vllm_gives_a_request_to_the_part_with_the_fewest() -> None:
     assert parts_of_requests("vllm", [1, 1], table) == [2, 1]
 
 
+def test_what_is_only_sent_counts_in_no_part() -> None:
+    table = RequestTable(12)
+    assert parts_of_requests("trtllm", [9, 8, 7, 6], table) == [0, 1, 2, 3]
+    table.leave_part(0)
+    assert parts_of_requests("trtllm", [5], table) == [0]
+    table.requests[0].leave()  # its keys and values have been sent
+    assert parts_of_requests("trtllm", [4, 3], table) == [0, 3]
+
+
 def test_sglang_gives_requests_to_parts_in_turn() -> None:
     assert parts_of_requests("sglang", [9, 1, 1, 1, 5, 1]) == [0, 1, 2, 3, 0, 1]
     table = RequestTable(6)  # parts 2 and 3 have one row each
