@@ -61,8 +61,8 @@ def better_deployment(comparisons: Iterable[Comparison]) -> dict[str, Any]:
     repeated: defaultdict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for one in comparisons:
         if one.metric == "throughput" and one.row.get("lengths_of") and not one.row.get("sides"):
-            load, deployment = ([one.row.get(name) for name in names] for names in (UNDER_ONE_LOAD, OF_DEPLOYMENT))
-            repeated[json.dumps(load), json.dumps(deployment)].append(one)
+            load = json.dumps([one.row.get(name) for name in UNDER_ONE_LOAD])
+            repeated[load, json.dumps([one.row.get(name) for name in OF_DEPLOYMENT])].append(one)
     of_load: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for (load, _), rows in repeated.items():
         gpus = rows[0].row["num_gpus"]
