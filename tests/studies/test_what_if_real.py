@@ -22,7 +22,7 @@ from ifbbench.replay.run import run_trace
 from ifbbench.report.what_if_table import print_what_if
 from ifbbench.settings.config import RunConfig, settings
 from ifbbench.simulated.hardware import load_hardware, write_profile
-from ifbbench.studies import what_if
+from ifbbench.studies import trace_window, what_if
 from ifbbench.studies.fit import slowed
 from ifbbench.studies.fitted_run import FITTED, _base_profile
 from ifbbench.studies.trace_window import MIN_REQUESTS, window_of
@@ -247,11 +247,11 @@ def test_a_fit_ends_with_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # Windows.
 
 
-def long_run(directory: Path, **settings: Any) -> Findings:
-    """1,200 requests, of which 150 arrive in a burst."""
+def long_run(directory: Path, count: int = 1200, **settings: Any) -> Findings:
+    """So many requests, of which an eighth arrive in a burst in the middle."""
     draw, now_s, requests = random.Random(4), 0.0, []
-    for number in range(1200):
-        now_s += draw.expovariate(120.0 if 500 <= number < 650 else 12.0)
+    for number in range(count):
+        now_s += draw.expovariate(120.0 if 5 / 12 * count <= number < 13 / 24 * count else 12.0)
         requests.append((now_s, draw.randint(1, 900), draw.randint(1, 80)))
     values = {"max_tokens_in_paged_kvcache": None, "max_batch_size": 8} | settings
     return Findings(simulate(directory, "run", write_trace(directory, requests), **values))
@@ -276,8 +276,9 @@ def test_a_window_holds_the_burst_and_begins_without_a_queue(tmp_path: Path) -> 
 def test_trials_of_a_window_are_repeated_by_their_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(what_if, "MIN_REACHED", 1e12)  # no replay of all requests is quick enough
-    monkeypatch.setattr(what_if, "window_of", lambda run, ids, path, size: window_of(run, ids, path, 400))
-    findings = long_run(tmp_path)
+    monkeypatch.setattr(what_if, "MIN_REQUESTS", 130)
+    monkeypatch.setattr(trace_window, "MIN_REQUESTS", 130)
+    findings = long_run(tmp_path, count=400)
     found = tried(findings, "ttft.p99", budget_s=1e6)
     assert found.window is not None
     assert found.recommended is not None
