@@ -2,8 +2,6 @@
 
 import ctypes
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,19 +18,6 @@ pytestmark = pytest.mark.usefixtures("small_model")
 
 LIMITS = {"max_seq_len": 64, "max_tokens": 256, "max_batch_size": 2}
 
-# In a process of its own, as a run is: the heap of a process that has run thousands of tests is fragmented.
-FAULTS_OF_LARGE_TENSORS = """
-import resource, torch
-from ifbbench.torch.host import keep_freed_memory
-keep_freed_memory()
-faults = []
-for _ in range(50):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(1 << 24)
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(sum(faults[10:]) * resource.getpagesize() / (40 * 4 * (1 << 24)))
-"""
-
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
@@ -43,12 +28,6 @@ def threads() -> Iterator[None]:
 
 
 # Memory.
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the C library of another system")
-def test_freed_memory_is_reused_without_page_faults() -> None:
-    done = subprocess.run([sys.executable, "-c", FAULTS_OF_LARGE_TENSORS], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 0.8
 
 
 def test_a_c_library_without_mallopt(monkeypatch: pytest.MonkeyPatch) -> None:
