@@ -11,6 +11,8 @@ from tests.library.client import Client
 from tests.library.drive import BAD_WITH_A_MODEL
 from tests.library.managers import check_nothing_leaked, manager_of, output_of, request_of, tiny_manager_of
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 FIELDS: dict[str, Any] = {"request_id": 5, "input_ids": [1, 2], "max_new_tokens": 3}
 
 

@@ -15,6 +15,8 @@ from ifbbench import BatchManagerFailed
 from tests.library.client import PATIENCE_S, Client
 from tests.library.managers import check_nothing_leaked, manager_of, output_of, request_of, tiny_manager_of
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 ABORTED = "the batch manager was aborted"
 
 

@@ -11,8 +11,11 @@ from ifbbench.errors import InputError
 from ifbbench.serving.library.request_tensors import TENSORS
 from tests.library.client import Client
 from tests.library.managers import tiny_manager_of
+from tests.small_model import SMALL_MODEL
 
-VOCABULARY, HIDDEN = 4096, 256
+pytestmark = pytest.mark.usefixtures("small_model")
+
+VOCABULARY, HIDDEN = SMALL_MODEL.vocab_size, SMALL_MODEL.hidden_size
 BIAS = np.linspace(-1, 1, VOCABULARY, dtype=np.float32)
 TABLE = np.linspace(-1, 1, 3 * HIDDEN, dtype=np.float32).reshape(3, HIDDEN).astype(np.float16)
 
@@ -257,7 +260,7 @@ def test_tensors_are_a_mapping():
         ({"input_ids": [5, 4098], "prompt_embedding_table": TABLE, "prompt_vocab_size": 2}, "expected 0 to 4097"),
         ({"prompt_vocab_size": 2}, "prompt_vocab_size: 2 virtual tokens, but 0 rows"),
         ({"prompt_embedding_table": TABLE, "prompt_vocab_size": 4}, "but 3 rows of prompt_embedding_table"),
-        ({"prompt_embedding_table": TABLE[:, 1:]}, "prompt_embedding_table: rows of 255 numbers; expected 256"),
+        ({"prompt_embedding_table": TABLE[:, 1:]}, "prompt_embedding_table: rows of 63 numbers; expected 64"),
         ({"prompt_embedding_table": TABLE * np.nan}, "prompt_embedding_table: contains NaN"),
         ({"prompt_embedding_table": "table"}, "prompt_embedding_table: expected floats in 2 dimensions"),
         ({"lora_weights": np.zeros((1, 4))}, "an adapter needs lora_task_id, lora_weights and lora_config together"),

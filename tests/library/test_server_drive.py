@@ -19,6 +19,8 @@ from tests.library.drive import (
 )
 from tests.library.managers import check_nothing_leaked, manager_of, output_of, tiny_manager_of
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 NUM_REQUESTS = NUM_CLIENTS * REQUESTS_PER_CLIENT
 
 

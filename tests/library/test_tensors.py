@@ -10,6 +10,8 @@ from ifbbench.serving.library.client import Tensors
 from tests.library.client import Client
 from tests.library.managers import CountingExecutor, manager_of, tiny_manager_of
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 VOCABULARY = 4096
 PROMPT = [5, 6, 7, 8, 9]
 ALL_NUMBERS = {"return_log_probs": True, "return_context_logits": True, "return_generation_logits": True}
