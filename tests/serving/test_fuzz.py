@@ -28,6 +28,8 @@ from tests.attack.servers import BODIES
 from tests.serving.clients import SMALL_POOL, ServerProcess, server_process
 from tests.serving.test_protocol import with_server
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 BODY_TYPES: dict[str, type[protocol.ServerRequest]] = {
     "/v1/completions": protocol.CompletionRequest,
     "/v1/chat/completions": protocol.ChatRequest,

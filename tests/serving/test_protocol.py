@@ -24,6 +24,8 @@ from ifbbench.serving.protocol import (
 from ifbbench.serving.server import endpoints_of, running_service, serving_engine
 from ifbbench.settings.config import RunConfig
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 SIMULATED = RunConfig(device="sim:h100-sxm", model="llama-3.1-8b", max_queue_size=100)
 
 
@@ -287,4 +289,4 @@ def test_a_seed_is_random_unless_it_is_given() -> None:
         assert await tokens(seed=3) == await tokens(seed=3)
         assert await tokens() != await tokens()
 
-    with_server(use, RunConfig(device="cpu", model="tiny", cpu_threads=1))
+    with_server(use, RunConfig(device="cpu", model="tiny", cpu_threads=1, warm_up=0))
