@@ -1,6 +1,7 @@
 """Sweeps: directories, table, failing points and resumption, with pretended and with simulated runs."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from ifbbench.studies.sweep import MAX_KEPT_RUNS, LocalProcesses, remove_runs, r
 from ifbbench.workload.load import read_source
 from ifbbench.workload.trace import Trace
 from tests.processes import check_ended, children_of
+from tests.studies.held_policy import ENDED, POINTS
 
 
 @cache
@@ -381,10 +383,12 @@ def test_a_killed_sweep_gives_the_same_table_when_it_is_started_again(tmp_path):
         "--model",
         "llama-3.1-8b",
         "--max_num_samples",
-        "60",
+        "8",
         "--enable_chunked_context",
+        "--policy",
+        "tests.studies.held_policy:Held",
         "--over",
-        "max_num_tokens=512..2412:+100",
+        "max_num_tokens=512..1612:+100",
         "--keep",
         "summary",
         "--quiet",
@@ -392,18 +396,19 @@ def test_a_killed_sweep_gives_the_same_table_when_it_is_started_again(tmp_path):
     ]
     assert CliRunner().invoke(main, [*arguments, str(tmp_path / "whole")]).exit_code == 0
     command = [sys.executable, "-m", "ifbbench", *arguments, str(tmp_path / "killed"), "--processes", "2"]
-    killed = subprocess.Popen(command)
     lines = tmp_path / "killed" / "points.jsonl"
-    while killed.poll() is None and not (lines.exists() and lines.read_bytes().count(b"\n") > 4):
+    killed = subprocess.Popen(command, env=os.environ | {POINTS: str(lines)})
+    while not (lines.exists() and lines.read_bytes().count(b"\n") > ENDED):
+        assert killed.poll() is None
         sleep(0.01)
-    workers = children_of(killed.pid) if killed.poll() is None else []
+    workers = children_of(killed.pid)
     killed.kill()
     killed.wait()
     check_ended(workers)  # they end with it, and have the lock of the directory until then
     ended = lines.read_bytes().count(b"\n") - 1
-    assert ended > 3
+    assert ENDED <= ended < 12
     again = CliRunner().invoke(main, [*arguments, str(tmp_path / "killed")])
     assert again.exit_code == 0, again.output
     assert table_of(tmp_path / "killed") == table_of(tmp_path / "whole")
     labels = [json.loads(line)["run"] for line in lines.read_text().splitlines()[1:]]
-    assert len(labels) == len(set(labels)) == 20
+    assert len(labels) == len(set(labels)) == 12
