@@ -25,6 +25,7 @@ from ifbbench.cli.main import main
 from ifbbench.compressed import read_pieces
 from ifbbench.files import is_part
 from ifbbench.progress import Progress
+from ifbbench.report.style import STYLE
 from ifbbench.rundir.figures import figures
 from ifbbench.rundir.reader import load_run
 from ifbbench.rundir.run_directory import REPEATS_FILE
@@ -46,7 +47,7 @@ def run_in(place: Path) -> Sequence[str]:
 
 def flush_often() -> None:
     """Files are written in small pieces, and flushed as often as requests end. Charts are not laid out, which takes
-    more than half of the time and changes no file."""
+    more than half of the time and changes no file, and are small."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     from ifbbench import compressed
@@ -56,6 +57,7 @@ def flush_often() -> None:
     lines.BYTES_AT_ONCE = 512
     recorder.FLUSH_INTERVAL_S = 0.0
     patch.object(ConstrainedLayoutEngine, "execute").start()
+    patch.dict(STYLE, {"savefig.dpi": 40}).start()
 
 
 def attacked(arguments: Sequence[str], directory: Path, stop_at: int, is_full: bool = False) -> tuple[int, str]:
@@ -208,8 +210,11 @@ def test_a_run_that_is_stopped_at_each_change_of_a_file(
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run and a sweep."""
     directory = tmp_path_factory.mktemp("finished")
-    for arguments in (run_in(directory), sweep_in(directory)):
-        assert CliRunner().invoke(main, list(arguments)).exit_code == 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda engine, figure: None)
+        patched.setitem(STYLE, "savefig.dpi", 40)
+        for arguments in (run_in(directory), sweep_in(directory)):
+            assert CliRunner().invoke(main, list(arguments)).exit_code == 0
     check_files(directory)
     return directory
 

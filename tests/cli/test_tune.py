@@ -214,7 +214,7 @@ def test_vllm_is_tuned_with_its_own_scheduler(tmp_path):
 
 
 def test_impossible_objectives_end_with_status_1(tmp_path):
-    short = ["--max_num_samples", "30", "--quiet", "--json"]
+    short = ["--max_num_samples", "10", "--quiet", "--json"]
     result = tune(tmp_path, "--slo", "ttft.p99=1us", "--goal", "output_throughput", *short)
     assert result.exit_code == 1
     found = json.loads(result.stdout)
@@ -225,7 +225,8 @@ def test_impossible_objectives_end_with_status_1(tmp_path):
 def test_deployments_are_compared_by_what_they_cost(tmp_path):
     slo = ["--slo", "ttft.p99=500ms", "--slo", "tpot.p99=20ms"]
     kinds = ["--device", "h100-sxm,b200", "--dtype", "bf16,fp8", "--tp_size", "1,2", "--goal", "cost"]
-    result = tune(tmp_path, *kinds, *slo, "--gpu-hour-price", "h100=2.5,b200=7", "--quiet")
+    prices = ["--gpu-hour-price", "h100=2.5,b200=7"]
+    result = tune(tmp_path, *kinds, *slo, *prices, "--max_num_samples", "30", "--quiet")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "tuned/tune.json").read_text())
     rows = found["deployments"]
