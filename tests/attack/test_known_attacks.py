@@ -24,6 +24,8 @@ from tests.attack.models import MODEL
 from tests.endpoint.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token
 from tests.torch.model.test_lora_files import save_adapter
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 SPEC = "num_requests: 5\nprompt_len: {distribution: fixed, value: %s}\noutput_len: {distribution: fixed, value: 3}\n"
 
 

@@ -42,6 +42,8 @@ from ifbbench.studies.tune_files import ANSWER, SERVER_FILES
 from tests.attack.file_layer import ended, forked, in_fork, status_of
 from tests.attack.readers import read_by_every_command
 
+pytestmark = pytest.mark.usefixtures("small_model")
+
 # With few blocks, because those of the default take longer to make than the rest of the run.
 NULL = ("--device", "null", "--time_scale", "0", "--max_tokens_in_paged_kvcache", "4096", "--quiet")
 RUN = ("run", "documentation", *NULL)
