@@ -86,8 +86,6 @@ NOT_BUILT = {
     "kv_retention_priority": "retention of blocks that are sent is not built",
     "kv_retention_s": "retention of blocks that are sent is not built",
 }
-
-
 # Why the decode replicas of an engine have no stores.
 NO_STORES_OF_DECODE = {
     TRTLLM: "TensorRT-LLM's KV cache connector is built for prefill replicas only",
