@@ -196,7 +196,7 @@ def test_iterations_together_write_and_load_what_single_ones_do(asked: dict[str,
 def test_requests_wait_for_storage_while_others_run_and_while_none_does(policy: str, tmp_path: Path) -> None:
     """A store reads a prefix of 1,536 tokens, which the host no longer has, in 2 s. With `timeout` a request waits for
     1.375 s."""
-    known = {"prompt_len": 1600, "output_len": 3, "prefix_ids": [0, 1, 2]}
+    known: dict[str, Any] = {"prompt_len": 1600, "output_len": 3, "prefix_ids": [0, 1, 2]}
     others = [{"arrival_s": 10.0 * number, "prompt_len": 1600, "output_len": 2} for number in range(1, 9)]
     while_none_runs = {"arrival_s": 100.0} | known
     while_one_runs = [{"arrival_s": 200.0, "prompt_len": 40, "output_len": 900}, {"arrival_s": 200.1} | known]
