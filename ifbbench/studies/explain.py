@@ -170,7 +170,7 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
     config = as_states_allow(model, hardware, config)
     memory = plan_memory(cost_model.shard, hardware, config)
     engine = f"{overhead.title} {overhead.version}" if overhead else ""
-    # Of which the attention windows are of interest, not the numbers of blocks and of pages in host memory.
+    # Only the attention windows of the layout are used. Host memory is left out: its pages would be counted.
     layout = cache_layout(config.without(*HOST_SETTINGS), model, memory_bytes=None)
     windows = windows_of_layers(layout, model)
     parts, drafts = step.parts(shard.attention_dp_size), config.draft_len or 0
