@@ -222,9 +222,9 @@ def _check_computing(own: RunConfig, config: RunConfig) -> None:
 
 
 def own_values(config: RunConfig, side: str) -> dict[str, Any]:
-    """The settings in which the replicas of a side differ. A decode engine of SGLang keeps no prefixes, on device or
-    host, unless it is told to (`--disaggregation-decode-enable-radix-cache`). Only prefill replicas have stores; with
-    vLLM, which has its MultiConnector on both sides, decode replicas have them too."""
+    """The settings in which the replicas of a side differ. A decode engine of SGLang keeps prefixes, on device or host,
+    only with `--disaggregation-decode-enable-radix-cache`. Only prefill replicas have stores; with vLLM, which has its
+    MultiConnector on both sides, decode replicas have them too."""
     given, values = side_values(config, side), dict[str, Any]()
     without: Sequence[str] = _absent_stores(config, given)
     if side == DECODE and config.engine == SGLANG and not given.get("enable_kv_cache_reuse"):
