@@ -100,7 +100,8 @@ def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
         section, _, key = arguments.get(name, name if name in OPTIONS else "").rpartition(".")
         if key:
             table = found.setdefault(section, {}) if section else found
-            table[key] = value.upper() if section == OF_ENUMERATIONS else value
+            is_member = section == OF_ENUMERATIONS and isinstance(value, str)
+            table[key] = value.upper() if is_member else value
     return found
 
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from ifbbench.errors import InputError
+from ifbbench.settings.names import setting
 from ifbbench.settings.servers import read_line
 from ifbbench.settings.trtllm_serve import arguments_of, read_arguments
 
@@ -83,4 +84,5 @@ def test_written_arguments_are_read_again(tmp_path: Path) -> None:
     assert written["kv_cache_config"]["dtype"] == "fp8"
     path = tmp_path / "arguments.yaml"
     path.write_text(yaml.safe_dump(written))
-    assert read_arguments(path).values == values
+    read = {name: setting(name).check(value) for name, value in read_arguments(path).values.items()}
+    assert read == values
