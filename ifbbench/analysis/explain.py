@@ -231,11 +231,11 @@ class IterationFacts:
     own_s: the part of its duration after the iteration before it, of its micro batch, had ended; less than all of it
     where iterations are decided one ahead. used, available: of each limit: requests, tokens, KV blocks. window: of
     several attention windows, the tokens of the fullest one, which the KV blocks are of; empty with one window.
-    contexts: (request, tokens) of each chunk.
-    generating: ids of the requests that generated a token. bound_by: the limit that left out the first request.
-    waiting: requests that wait. aside: those that generate and do not run. left_out: the first request that was left
-    out, and the limit. missing: how much more of the limit it needed; None where the recording does not say.
-    queue_head: what holds the queue, and the limit, where that is another request. words: of the engine.
+    contexts: (request, tokens) of each chunk. generating: ids of the requests that generated a token. bound_by: the
+    limit that left out the first request. waiting: requests that wait. aside: those that generate and do not run.
+    left_out: the first request that was left out, and the limit. missing: how much more of the limit it needed; None
+    where the recording does not say. queue_head: what holds the queue, and the limit, where that is another request.
+    words: of the engine.
     """
 
     number: int

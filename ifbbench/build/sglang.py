@@ -120,7 +120,7 @@ def check_sglang(config: RunConfig) -> None:
         )
     if config.enable_hierarchical_cache and not keeps_prefixes:
         raise InputError("--enable_hierarchical_cache: needs the radix cache; leave one of them out.")
-    for name in HOST_SETTINGS[1:]:
+    for name in HOST_SETTINGS:
         if getattr(config, name) != setting(name).default and not config.enable_hierarchical_cache:
             raise InputError(f"--{name}: needs --enable_hierarchical_cache; add it, or leave this out.")
     for name in ("retraction_policy", "disable_priority_preemption", "priority_scheduling_preemption_threshold"):

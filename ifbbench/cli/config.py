@@ -10,9 +10,10 @@ import click
 
 from ifbbench.cli.given_settings import COMMAND_KEYS, config_table, given_config, read_config_file
 from ifbbench.cli.options import Command, SettingsCommand, json_instead_of_tables
-from ifbbench.compressed import read_text
+from ifbbench.compressed import STANDARD_INPUT, read_text
 from ifbbench.errors import InputError
 from ifbbench.settings.config import FLEET_SETTINGS, RunConfig, settings
+from ifbbench.settings.config_file import CONFIG_SUFFIXES
 from ifbbench.settings.servers import SERVERS, plain_line, read_line, write_line
 
 if TYPE_CHECKING:
@@ -94,12 +95,16 @@ def from_line(line: str, as_json: bool) -> None:
 
 def _text_of(line: str) -> str:
     """`line`, or the content of the file or of standard input that it names."""
-    if line == "-":
+    if line == STANDARD_INPUT:
         return sys.stdin.read()
+    path = Path(line)
     try:
-        if len(line.split()) != 1 or not (path := Path(line)).is_file():
-            return line
+        is_there = path.exists() and not path.is_dir()
     except OSError:  # too long for a name
+        return line
+    if not is_there:
+        if path.suffix in CONFIG_SUFFIXES and len(line.split()) == 1:
+            raise InputError(f"{line}: there is no such file; check the path, or give the command line itself.")
         return line
     try:
         return read_text(path)

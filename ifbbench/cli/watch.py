@@ -17,7 +17,7 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.table import Table
 
     from ifbbench.report.pages.live import Follower, Snapshot
@@ -123,7 +123,7 @@ def run_progress(label: str, quiet: bool) -> Iterator[tuple[Progress, Follow | N
     from rich.live import Live
 
     console = Console(stderr=True)
-    dashboard = Dashboard(label, console)
+    dashboard = Dashboard(label)
     with Live(dashboard, console=console, transient=True, refresh_per_second=REFRESHES_PER_SECOND):
         yield dashboard, dashboard.follow
 
@@ -160,9 +160,8 @@ def _details(directory: Path) -> Callable[[], str]:
 class Dashboard(StageProgress):
     """The stage and the remaining time, and below what the run does now."""
 
-    def __init__(self, label: str, console: "Console") -> None:
+    def __init__(self, label: str) -> None:
         super().__init__(label)
-        self._console = console
         self._directory: Path | None = None
         self._follower: Follower | None = None
 

@@ -1,6 +1,7 @@
 """What stands between requests and replicas: a router, what it saw of each replica, and its own counts."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from ifbbench.clock import NANOSECONDS
@@ -72,3 +73,9 @@ def read_at_ns(time_s: float, age_ns: int) -> int:
     """When the state was read that a router knows at `time_s`: at a multiple of its age, or just then."""
     time_ns = round(time_s * NANOSECONDS)
     return time_ns - time_ns % age_ns if age_ns else time_ns
+
+
+def is_to_be_read(time_s: float, age_ns: int, read_ns: int) -> bool:
+    """Whether states, which were read at `read_ns`, are to be read again before what happens next at `time_s`, although
+    no request is known that sees them: an answer may let one arrive."""
+    return age_ns > 0 and time_s < inf and read_at_ns(time_s, age_ns) > read_ns

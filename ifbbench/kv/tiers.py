@@ -32,12 +32,12 @@ class KvTiers:
     """The stores of an engine, which is number `owner` of those that share some of them: its `KvTransfers`.
 
     A block is read from the first store that has it, and written to each that has not; one that was read to the quicker
-    ones, once the engine takes it in. writes_back: blocks are written
-    when they are evicted from the device, else once they are computed. num_unnamed: blocks that hold what no other
-    request can look for, so far: each is a block of its own. has_queue: requests wait that may look for
-    blocks. is_awaited: the engine waits for transfers other than loads of requests. deadline_s: when it does something
-    whatever has come. prefetches: what only slower stores have is copied to the first one before a
-    request gets blocks. others_s: no other engine writes to the stores before."""
+    ones, once the engine takes it in.
+
+    writes_back: blocks are written when they are evicted from the device, else once they are computed. has_queue:
+    requests wait that may look for blocks. is_awaited: the engine waits for transfers other than loads of requests.
+    deadline_s: when it does something whatever has come. prefetches: what only slower stores have is copied to the
+    first one before a request gets blocks. others_s: no other engine writes to the stores before."""
 
     def __init__(
         self, stores: Sequence[KvStore], tokens_per_block: int, clock: Clock, writes_back: bool, owner: int = 0
@@ -45,6 +45,7 @@ class KvTiers:
         self.stores, self.writes_back, self.owner = stores, writes_back, owner
         self._size, self._clock = tokens_per_block, clock
         self._loading: list[_Loading] = []
+        # Blocks so far that no other request can look for. Each is a block of its own.
         self._num_unnamed, self.has_queue, self.others_s = 0, False, inf
         self.is_awaited, self.deadline_s, self.prefetches = False, inf, False
         self._prefetching: dict[Request, _Loading] = {}
@@ -132,8 +133,9 @@ class KvTiers:
             self.write(new + [None] * (last - first - len(new)), keys[:first])
 
     def write_received(self, names: BlockNames, request: Request, end: int) -> None:
-        """The first `end` tokens of a request have come from another engine: write the blocks that they fill, as far as
-        the stores have not got them from there. That engine has written what others cannot look for."""
+        """The first `end` tokens of a request have come from another engine: write the blocks that they fill, unless
+        the stores have them from that engine. Blocks that no other request can look for are left out: that engine has
+        written them under names of its own."""
         if keys := names.shared(request, 0, end // self._size):
             self.write(keys)
 

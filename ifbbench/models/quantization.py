@@ -110,8 +110,9 @@ def _of_files(directory: Path) -> Quantization | None:
 
 def _of_config(path: Path) -> Quantization | None:
     config = _read(path) or {}
-    of_text = config.get("text_config")  # of models of text and images
-    found = config.get("quantization_config") or (isinstance(of_text, dict) and of_text.get("quantization_config"))
+    found, of_text = config.get("quantization_config"), config.get("text_config")
+    if not found and isinstance(of_text, dict):  # a model of text and images
+        found = of_text.get("quantization_config")
     if not found:
         return None
     with located(str(path)):

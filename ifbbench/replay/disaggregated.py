@@ -86,8 +86,6 @@ NOT_BUILT = {
     "kv_retention_priority": "retention of blocks that are sent is not built",
     "kv_retention_s": "retention of blocks that are sent is not built",
 }
-
-
 # Why the decode replicas of an engine have no stores.
 NO_STORES_OF_DECODE = {
     TRTLLM: "TensorRT-LLM's KV cache connector is built for prefill replicas only",
@@ -188,14 +186,19 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
                 "--type v1, --kv_cache_type contiguous: are not built with --prefill_replicas and --decode_replicas; "
                 "leave them out."
             )
-    _check_stores(config.engine, prefill, decode)
+    _check_stores(config, prefill, decode)
     return routers, (prefill, decode)
 
 
-def _check_stores(engine: str, prefill: RunConfig, decode: RunConfig) -> None:
-    """InputError for stores that the replicas of a side cannot have."""
-    if engine != VLLM and decode.tier_settings:
-        raise InputError(f"--decode {decode.tier_settings[0]}: {NO_STORES_OF_DECODE[engine]}; leave it out.")
+def _check_stores(config: RunConfig, prefill: RunConfig, decode: RunConfig) -> None:
+    """InputError for stores that the replicas of a side cannot have, and for settings of stores that no side has."""
+    if config.engine != VLLM and decode.tier_settings:
+        raise InputError(f"--decode {decode.tier_settings[0]}: {NO_STORES_OF_DECODE[config.engine]}; leave it out.")
+    if (given := config.tier_settings) and not has_tiers(prefill) and not has_tiers(decode):
+        raise InputError(
+            f"--{given[0]}: there is no store on either side; give --kv_disk_bytes or --kv_remote_bytes, or leave this "
+            "out."
+        )
     if prefill.kv_remote_bytes and decode.kv_remote_bytes:
         for name in (*SAME_IN_A_STORE, "kv_remote_bytes", "kv_remote_bandwidth", "kv_remote_latency"):
             if getattr(prefill, name) != getattr(decode, name):
@@ -219,27 +222,24 @@ def _check_computing(own: RunConfig, config: RunConfig) -> None:
 
 
 def own_values(config: RunConfig, side: str) -> dict[str, Any]:
-    """The settings in which the replicas of a side differ. A decode engine of SGLang keeps no prefixes unless it is
-    told to (`--disaggregation-decode-enable-radix-cache`). Only prefill replicas have stores, but for vLLM, whose
-    MultiConnector both sides have."""
-    values: dict[str, Any] = {}
-    if side == DECODE and config.engine == SGLANG:
-        values = {"enable_kv_cache_reuse": False}
+    """The settings in which the replicas of a side differ. A decode engine of SGLang keeps prefixes, on device or host,
+    only with `--disaggregation-decode-enable-radix-cache`. Only prefill replicas have stores; with vLLM, which has its
+    MultiConnector on both sides, decode replicas have them too."""
+    given, values = side_values(config, side), dict[str, Any]()
+    without: Sequence[str] = _absent_stores(config, given)
+    if side == DECODE and config.engine == SGLANG and not given.get("enable_kv_cache_reuse"):
+        values, without = {"enable_kv_cache_reuse": False}, (*without, *HOST_SETTINGS)
     if side == DECODE and config.engine != VLLM and config.tier_settings:
-        names = TIER_SETTINGS if config.engine != SGLANG else (*TIER_SETTINGS, *HOST_SETTINGS)
-        values |= {name: getattr(RunConfig, name) for name in names}
-    given = side_values(config, side)
-    return values | _without_stores(config, given) | given
+        without = TIER_SETTINGS if config.engine != SGLANG else (*TIER_SETTINGS, *HOST_SETTINGS)
+    return values | {name: getattr(RunConfig, name) for name in without} | given
 
 
-def _without_stores(config: RunConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the stores that a side has not because it is given without, by default."""
-    usual = RunConfig()
+def _absent_stores(config: RunConfig, given: dict[str, Any]) -> Sequence[str]:
+    """The settings of stores that the `given` settings of a side give it none of (`kv_disk_bytes=0`)."""
     absent = [kind for kind in (DISK, REMOTE) if given.get(f"kv_{kind}_bytes") == 0]
-    left_out = [name for name in TIER_SETTINGS if any(name.startswith(f"kv_{kind}_") for kind in absent)]
     if absent and not has_tiers(config.with_values(**given)):
-        left_out = list(TIER_SETTINGS)
-    return {name: getattr(usual, name) for name in left_out}
+        return TIER_SETTINGS
+    return [name for name in TIER_SETTINGS if any(name.startswith(f"kv_{kind}_") for kind in absent)]
 
 
 def _engines(

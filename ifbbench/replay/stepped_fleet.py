@@ -14,7 +14,7 @@ from ifbbench.engine.request import EarlierAttempts, Request, computed_tokens
 from ifbbench.engine.responses import Response
 from ifbbench.engine.stepped_loop import SteppedLoop
 from ifbbench.errors import RunFailed
-from ifbbench.fleet.front import Front, offers, read_at_ns
+from ifbbench.fleet.front import Front, is_to_be_read, offers, read_at_ns
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex, prompt_pieces
 from ifbbench.fleet.router import Replica, ReplicaState, RoutedRequest, Router
 from ifbbench.progress import Progress
@@ -362,15 +362,12 @@ class SteppedFleet:
         for one in self.replicas:
             one.view.state = one.state_at(read_ns / NANOSECONDS)
 
-    def _has_to_read(self, next_s: float) -> bool:
-        """Whether states were to be read before `next_s`, and are now: an answer then may let a request arrive that
-        sees them."""
-        if not self._age_ns or not self._front.sees_state or self.front.is_open_loop or next_s == inf:
+    def _read_before(self, next_s: float) -> bool:
+        """Read the states if they are to be read before `next_s`; whether they were."""
+        sees_answers = self._front.sees_state and not self.front.is_open_loop
+        if not sees_answers or not is_to_be_read(next_s, self._age_ns, self._read_ns):
             return False
-        read_ns = read_at_ns(next_s, self._age_ns)
-        if read_ns <= self._read_ns:
-            return False
-        self._take_states(read_ns)
+        self._take_states(read_at_ns(next_s, self._age_ns))
         return True
 
     def _take_answers(self, one: SteppedReplica, before_s: float) -> None:
@@ -396,7 +393,7 @@ class SteppedFleet:
             answered_s, first = min(answered, default=(inf, -1))
             times = sorted((one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy)
             next_s, chosen = times[0] if times else (inf, -1)
-            if self._has_to_read(min(answered_s, next_s)):
+            if self._read_before(min(answered_s, next_s)):
                 continue
             if answered_s < time_s and answered_s <= next_s:
                 self._take_answer(self.replicas[first])

@@ -26,7 +26,7 @@ from ifbbench.engine.plan import ContextChunk
 from ifbbench.engine.request import EarlierAttempts, Request, computed_tokens
 from ifbbench.engine.sent_batches import SentChunk
 from ifbbench.errors import RunFailed
-from ifbbench.fleet.front import read_at_ns
+from ifbbench.fleet.front import is_to_be_read, read_at_ns
 from ifbbench.fleet.links import Links, MeasuredLinks, left_after_prefill
 from ifbbench.fleet.prefix_index import Pieces, prompt_pieces
 from ifbbench.fleet.router import PREFIXES, REQUESTS, STATE, Replica, RoutedRequest, Router
@@ -115,7 +115,7 @@ class SteppedSides:
             busy = [(one.next_time_s, at) for at, one in enumerate(self.replicas) if one.is_busy]
             next_s, at = min(busy, default=(inf, -1))
             known_s = min(self._read_s(event_s), answered_s, self._links.next_s, self.changes.next_s)
-            if self._has_to_read(min(known_s, next_s)):
+            if self._read_before(min(known_s, next_s)):
                 continue
             if known_s < inf and known_s <= next_s:
                 self._come_to(known_s)
@@ -183,15 +183,12 @@ class SteppedSides:
             one.view.state = self._interrupt(one).state()
         return True
 
-    def _has_to_read(self, next_s: float) -> bool:
-        """Whether states were to be read before `next_s`, and are now: what happens then may let a request arrive that
-        sees them."""
-        if not self._age_ns or STATE not in self._looks_at or self.front.is_open_loop or next_s == inf:
+    def _read_before(self, next_s: float) -> bool:
+        """Read the states if they are to be read before `next_s`; whether they were."""
+        sees_answers = STATE in self._looks_at and not self.front.is_open_loop
+        if not sees_answers or not is_to_be_read(next_s, self._age_ns, self._read_ns):
             return False
-        read_ns = read_at_ns(next_s, self._age_ns)
-        if read_ns <= self._read_ns:
-            return False
-        self._come_to(read_ns / NANOSECONDS)
+        self._come_to(read_at_ns(next_s, self._age_ns) / NANOSECONDS)
         return self._take_states(next_s)
 
     def _step(self, one: SideReplica, now_s: float, known_s: float) -> None:

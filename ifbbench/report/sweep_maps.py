@@ -32,7 +32,7 @@ from ifbbench.report.sweep_metrics import (
     text_of,
     ticks_of,
 )
-from ifbbench.report.sweep_table import SweepRow, meets_objectives, number_in
+from ifbbench.report.sweep_table import SweepRow, gpus_of, have_unequal_gpus, meets_objectives, number_in
 from ifbbench.rundir.reader import Floats
 
 # The metrics of heat maps, and the latencies that throughput is drawn against.
@@ -129,16 +129,21 @@ def _draw_cells(axes: Axes, grid: Floats, texts: Sequence[Sequence[str]], is_bet
 
 
 def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
-    """Throughput against TTFT p99 and TPOT p99: points by the limit that bound them, and the Pareto front, of points
-    that no other one beats in both."""
+    """Throughput, for each GPU where points have different numbers of them, against TTFT p99 and TPOT p99: points by
+    the limit that bound them, and the Pareto front, of points that no other one beats in both."""
     figure = Figure(figsize=(9.0, 4.8))
     panels = figure.subplots(1, 2, sharey=True)
     complete = [row for row in rows if is_complete(row)]
+    unequal = have_unequal_gpus(complete)
     drawn: list[tuple[Axes, list[tuple[float, float]], list[tuple[float, float, SweepRow]]]] = []
     for axes, (key, name) in zip(panels, LATENCIES.items(), strict=True):
         unit, scale = time_unit(number_in(row, key) for row in complete)
         points = [(number_in(row, key), number_in(row, THROUGHPUT), row) for row in complete]
-        known = [(x * scale, y, row) for x, y, row in points if x is not None and y is not None]
+        known = [
+            (x * scale, y / gpus_of(row) if unequal else y, row)
+            for x, y, row in points
+            if x is not None and y is not None
+        ]
         for x, y, row in known:
             axes.plot(
                 x,
@@ -160,7 +165,7 @@ def draw_pareto(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
         axes.set_ylim(0, max((y for _, y, _ in known), default=1.0) * 1.15)
         round_ticks(axes.xaxis)
         drawn.append((axes, [(x, y) for x, y, _ in known], [known[i] for i in front]))
-    panels[0].set_ylabel("output tokens/s")
+    panels[0].set_ylabel("output tokens/s of each GPU" if unequal else "output tokens/s")
     round_ticks(panels[0].yaxis)
     limits = dict.fromkeys(main_limit(row) or "none" for row in complete)
     handles = [

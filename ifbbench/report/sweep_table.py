@@ -38,6 +38,8 @@ SHARES = {"bound_by_time": "bound by\n(time)", "waiting_by_limit": "waits for\n(
 WHERE_ANY = ("goodput_requests_per_s", "goodput_share", "prefix_hit_rate", "pauses", GROWTH, "requests.failed")
 MAX_REASONS = 5
 THROUGHPUT = "output_throughput_tokens_per_s"
+# How many GPUs a point has: of a fleet, and of one simulated server.
+GPUS = ("fleet.gpus", "energy.gpus")
 # Throughput that differs by less is the same.
 EQUAL_SHARE = 1e-3
 # So many points beside the best one are named.
@@ -142,12 +144,28 @@ def objectives_of(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def best_meeting(rows: Sequence[SweepRow]) -> SweepRow | None:
-    """The point with the highest throughput of those that meet every objective; of equal ones (within a thousandth)
-    that with the lowest TTFT p99. None if there is none."""
+    """The point with the highest throughput of those that meet every objective, for each GPU where points have
+    different numbers of them: more GPUs than the objectives need are no gain. Of equal ones (within a thousandth) that
+    with the lowest TTFT p99. None if there is none."""
     met = [row for row in rows if meets_objectives(row) and number_in(row, THROUGHPUT) is not None]
-    highest = max((number_in(row, THROUGHPUT) or 0.0 for row in met), default=0.0)
-    alike = [row for row in met if (number_in(row, THROUGHPUT) or 0.0) >= highest * (1 - EQUAL_SHARE)]
+    highest = max(map(_of_each_gpu, met), default=0.0)
+    alike = [row for row in met if _of_each_gpu(row) >= highest * (1 - EQUAL_SHARE)]
     return min(alike, key=lambda row: number_in(row, "ttft_s.p99") or 0.0, default=None)
+
+
+def have_unequal_gpus(rows: Sequence[SweepRow]) -> bool:
+    """Whether points have different numbers of GPUs, so that their throughput is compared for each of them."""
+    return len(set(map(gpus_of, rows))) > 1
+
+
+def gpus_of(row: SweepRow) -> float:
+    """How many GPUs a point has; one where that is not known."""
+    return next((number for key in GPUS if (number := number_in(row, key))), 1.0)
+
+
+def _of_each_gpu(row: SweepRow) -> float:
+    """Output tokens/s of each GPU; of all of them where their number is not known."""
+    return (number_in(row, THROUGHPUT) or 0.0) / gpus_of(row)
 
 
 def best_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> str:
@@ -155,10 +173,12 @@ def best_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> str:
     best = best_meeting(rows)
     if best is None:
         return ""
-    met = sum(meets_objectives(row) is True for row in rows)
-    meet = "meets every objective:" if met == 1 else "meet every objective; the best of them is"
-    tokens_per_s = significant(number_in(best, THROUGHPUT))
-    text = f"{met} of {len(rows)} points {meet} {point_of(best, over)}, with {tokens_per_s} output tokens/s."
+    met = [row for row in rows if meets_objectives(row)]
+    meet = "meets every objective:" if len(met) == 1 else "meet every objective; the best of them is"
+    rate = f"{significant(number_in(best, THROUGHPUT))} output tokens/s"
+    if have_unequal_gpus(met):
+        rate += f" on {count(gpus_of(best))} GPUs, the most for each GPU"
+    text = f"{len(met)} of {len(rows)} points {meet} {point_of(best, over)}, with {rate}."
     beside = [f"{name}={as_text(row.get(name))} {_against(best, row)}" for name, row in _beside(best, rows, over)]
     return f"{text} Of the points beside it, {'; '.join(beside)}." if beside else text
 
@@ -194,10 +214,11 @@ def _against(best: SweepRow, row: SweepRow) -> str:
         return f"misses {', '.join(missed)}"
     if failed := number_in(row, "requests.failed"):
         return f"fails {count(failed)} requests"
-    highest, other = number_in(best, THROUGHPUT) or 0.0, number_in(row, THROUGHPUT) or 0.0
+    highest, other = _of_each_gpu(best), _of_each_gpu(row)
+    each = " for each GPU" if have_unequal_gpus([best, row]) else ""
     if abs(highest - other) <= EQUAL_SHARE * highest:
-        return "has the same throughput"
-    return f"has a throughput that is {percent(1 - other / highest, 1)} lower"
+        return f"has the same throughput{each}"
+    return f"has a throughput{each} that is {percent(1 - other / highest, 1)} lower"
 
 
 def objectives_in_words(rows: Sequence[SweepRow], over: Sequence[str]) -> list[str]:

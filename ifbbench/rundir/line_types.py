@@ -378,7 +378,7 @@ class Phase:
 
 
 RUNNING = frozenset((Phase.CONTEXT, Phase.RECOMPUTE, Phase.GENERATION))
-# Phases of a request that holds a place in the batch, whether it runs or not.
+# Phases of a request that has a batch slot, whether it runs or not.
 IN_BATCH = frozenset((*RUNNING, Phase.SKIPPED))
 
 

@@ -47,8 +47,7 @@ def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats)
 def own_seconds(starts: ArrayLike, ends: ArrayLike, num_micro_batches: int) -> Floats:
     """How long each iteration took, without the time for which the one before it (of its micro batch) still ran, as it
     does where iterations are decided one ahead. Iterations of several servers may follow each other."""
-    begins, ends = np.array(starts, np.float64), np.asarray(ends, np.float64)
-    every = num_micro_batches
+    begins, ends, every = np.array(starts, np.float64), np.asarray(ends, np.float64), num_micro_batches
     follows = begins[every:] >= begins[:-every]
     begins[every:] = np.where(follows, np.clip(ends[:-every], begins[every:], ends[every:]), begins[every:])
     seconds: Floats = ends - begins

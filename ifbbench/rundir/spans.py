@@ -22,7 +22,7 @@ _IN_QUEUE: Final = f"{WAITING_FOR}{_BATCH_SIZE}"
 # In a queue of which the scheduler names the head: all in it wait for the limit that holds the head.
 _BEHIND_NAMED_HEAD: Final = "queued"
 _NO_LIMIT: Final = "none"
-_UNSET: Final = UNSET  # compiled code finds its own constants sooner
+_UNSET: Final = UNSET  # compiled code reads a constant of its own module faster
 # Requests that generate stood aside for prompts: if nothing else is said, the queue is not held.
 _HOLDS_NO_QUEUE: Final = Limit.PREFILL.value
 _IN_LINE: Final = frozenset((_IN_QUEUE, _BEHIND_NAMED_HEAD, f"{WAITING_FOR}{HEAD_OF_LINE}"))
@@ -34,8 +34,8 @@ class Span:
 
     cause: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these phases, 1 (with
     draft tokens, or more) once they have yielded output tokens that were not there before. is_queued: whether the
-    request waited in a queue of which the scheduler names the head. last, stretch: where it ended for the
-    latest request, and its first and last iteration, a tuple that requests have in common too; -1 and None before.
+    request waited in a queue of which the scheduler names the head. last: its last iteration for the request that left
+    it latest, -1 before. stretch: (first, last), one tuple for all requests that leave it then, None before.
     """
 
     def __init__(self, phase: str, first: int, cause: str | int | None = None, chunks: list[int] | None = None) -> None:
@@ -100,7 +100,7 @@ class RequestTimeline:
         self.first_run = self.last_iteration = -1
         self.first_output = 0
         self.extra: list[tuple[int, int]] | None = None
-        self.token_iterations: list[Any] = []  # tuples, each of which compiled code would make again if it were said
+        self.token_iterations: list[Any] = []  # of (first, last); typed as tuples, compiled code would copy each
         self.produced, self.has_first_token = 0, False
 
     def begin(self, span: Span) -> SpanLine | None:

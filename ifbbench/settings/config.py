@@ -81,13 +81,11 @@ ENDPOINT_TYPES = ("openai", "openai-chat", "triton", "trtllm-serve")
 PROMPT_FORMS = ("tokens", "text")
 DEFAULT_MODEL = "tiny"
 # Families of settings, which are asked for together.
-READING, ARRIVALS, APART, TIERS = "reading", "arrivals", "prefill and decode apart", "tiers"
+READING, ARRIVALS, APART, HOST, TIERS = "reading", "arrivals", "prefill and decode apart", "host memory", "tiers"
 # The value of `arrival` with which requests come in the iterations in which a recorded engine got them.
 BY_ITERATION = "iteration"
 # When keys and values of a prompt are sent.
 TRANSFERS = BY_WHOLE, BY_LAYER = "whole", "layer"
-# Settings of SGLang's host memory, which its storage is behind.
-HOST_SETTINGS = ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_write_policy")
 TIER_WRITE_POLICIES = ("write_through", "write_back")
 TIER_PREFETCHES = NO_PREFETCH, BEST_EFFORT, WAIT_COMPLETE, BY_TIMEOUT = (
     "none",
@@ -240,7 +238,8 @@ _replay, _fleet, _endpoint, _scheduling, _vllm, _sglang, _cache, _lora, _executi
         "recording",
     )
 )
-_apart, _tier = partial(declare, "fleet", family=APART), partial(declare, "kv cache", family=TIERS)
+_apart, _host = partial(declare, "fleet", family=APART), partial(declare, "sglang", family=HOST)
+_tier = partial(declare, "kv cache", family=TIERS)
 
 
 @dataclass(frozen=True)
@@ -848,14 +847,14 @@ class RunConfig:
     radix_eviction_policy: str = _sglang(
         EVICTION_POLICIES[0], "Which prefix is evicted first.", choices=EVICTION_POLICIES
     )
-    enable_hierarchical_cache: bool = _sglang(False, "Keep prefixes in host memory, too (HiCache).")
-    hicache_ratio: float = _sglang(
+    enable_hierarchical_cache: bool = _host(False, "Keep prefixes in host memory, too (HiCache).")
+    hicache_ratio: float = _host(
         2.0, "Tokens of the host's part of the cache, relative to the device's.", above=0.0, maximum=1000.0
     )
-    hicache_size: int = _sglang(
+    hicache_size: int = _host(
         0, "Host's part of the cache on each device, in place of a ratio.", minimum=0, maximum=2**20, unit="GB"
     )
-    hicache_write_policy: str = _sglang(
+    hicache_write_policy: str = _host(
         HOST_WRITE_POLICIES[0],
         "When a prefix is copied to the host: when it is computed, when it is used again, or when it is evicted.",
         choices=HOST_WRITE_POLICIES,
@@ -1469,5 +1468,5 @@ READ_SETTINGS, ARRIVAL_SETTINGS = _family(READING), _family(ARRIVALS)
 # Settings that only a fleet with prefill and decode apart has, and those that only a fleet has.
 SIDE_SETTINGS = _family(APART)
 FLEET_SETTINGS = tuple(setting.name for setting in settings() if setting.group == "fleet")
-# Settings of the stores beneath the device memory.
-TIER_SETTINGS = _family(TIERS)
+# Settings of SGLang's host memory, which its storage is behind, and those of the stores beneath the device memory.
+HOST_SETTINGS, TIER_SETTINGS = _family(HOST), _family(TIERS)

@@ -252,17 +252,18 @@ def range_in_words(
     return " and".join(words) + (f" ({unit})" if unit else "")
 
 
-# Beginnings of so many letters say which names are meant, if these are not more.
-_LONG, _MOST_NAMES = 4, 4
+# A beginning that a word and a name have in common suggests the name if it has at least so many characters, and if it
+# suggests no more names than these.
+_MIN_BEGINNING, _MAX_NAMES = 4, 4
 
 
 def did_you_mean(word: str, known: Sequence[str], number_of_names: int = 1) -> str:
     """` Did you mean NAME?` with the known names nearest to `word`; empty if none is near. The nearest are those that
     begin with it, then those with which it begins, then those that are spelt like it."""
     folded, whole = {_folded(one): one for one in known}, _folded(word)
-    names = [one for name, one in folded.items() if name.startswith(whole)] if len(whole) >= _LONG else []
-    names = names or [one for name, one in folded.items() if len(name) >= _LONG and whole.startswith(name)]
-    if not 0 < len(names) <= _MOST_NAMES:
+    names = [one for name, one in folded.items() if name.startswith(whole)] if len(whole) >= _MIN_BEGINNING else []
+    names = names or [one for name, one in folded.items() if len(name) >= _MIN_BEGINNING and whole.startswith(name)]
+    if not 0 < len(names) <= _MAX_NAMES:
         names = [folded[name] for name in difflib.get_close_matches(whole, folded, number_of_names, 0.5)]
     return f" Did you mean {', '.join(names)}?" if names else ""
 

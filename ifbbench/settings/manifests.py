@@ -10,13 +10,13 @@ from ifbbench.errors import InputError
 # What a container runs: of Kubernetes `command` and `args`, of Docker Compose `entrypoint` and `command`.
 IMAGE, RUN = "image", ("entrypoint", "command", "args")
 ENVIRONMENTS = ("env", "environment")
-# $(NAME) of Kubernetes, ${NAME} and ${NAME:-default} of Docker Compose.
-_VARIABLE = re.compile(r"\$\((\w+)\)|\$\{(\w+)(?::?-([^}]*))?\}")
+# $(NAME) of Kubernetes; ${NAME}, ${NAME:-default} and $NAME of Docker Compose and of shells.
+_VARIABLE = re.compile(r"\$\((\w+)\)|\$\{(\w+)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 _DOCUMENTS = re.compile(r"^---.*$", re.MULTILINE)
 
 
 def container_lines(text: str) -> list[list[str]]:
-    """The image and the words of each container in `text`; of a list of words, these. None where `text` is no YAML, or
+    """The image and the words of each container in `text`; of a list of words, these. Empty where `text` is no YAML, or
     describes no container."""
     from yaml import YAMLError
 
@@ -65,15 +65,16 @@ def _texts(value: Any) -> list[str]:
 
 
 def _environment(container: Mapping[str, Any]) -> dict[str, str]:
-    """The variables of a container, which are a table, or a list of NAME=VALUE or of `name` and `value`."""
+    """The variables of a container, which are a table, or a list of NAME=VALUE or of `name` and `value`. Those whose
+    value comes from elsewhere (`valueFrom`, NAME alone) are left out."""
     known = dict[str, str]()
     for listed in (container.get(name) for name in ENVIRONMENTS):
         for item in listed if isinstance(listed, list) else [listed]:
             if isinstance(item, str):
-                name, _, value = item.partition("=")
-                known[name] = value
+                name, equals, value = item.partition("=")
+                known |= {name: value} if equals else {}
             elif isinstance(item, dict) and isinstance(item.get("name"), str):
-                known[item["name"]] = str(item.get("value", ""))
+                known |= {item["name"]: str(item["value"])} if "value" in item else {}
             elif isinstance(item, dict):
                 known |= {str(name): str(value) for name, value in item.items()}
     return known
@@ -83,7 +84,7 @@ def _filled(word: str, known: Mapping[str, str]) -> str:
     """`word` with the values of its variables; those without one stay as they are."""
 
     def value(found: re.Match[str]) -> str:
-        kubernetes, compose, default = found.groups()
-        return known.get(kubernetes or compose, found[0] if default is None else default)
+        in_parentheses, in_braces, default, plain = found.groups()
+        return known.get(in_parentheses or in_braces or plain, found[0] if default is None else default)
 
     return _VARIABLE.sub(value, word)

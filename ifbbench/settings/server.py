@@ -190,7 +190,7 @@ class Server:
 
     def options_of_image(self, words: list[str]) -> list[str] | None:
         """The words after the name of a container image that starts this server; None of another word."""
-        return words[1:] if any(words[0].startswith(image) for image in self.images) else None
+        return words[1:] if words[0].removeprefix("docker.io/").startswith(self.images) else None
 
     def read(self, words: list[str], has_experts: HasExperts) -> Line:
         """What these options mean. InputError for those that the server does not have, and for values that cannot

@@ -8,6 +8,7 @@ from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.settings.config import ENGINE_NAMES, SGLANG, VLLM, VLLM_VERSIONS
+from ifbbench.settings.fields import shown
 from ifbbench.settings.manifests import container_lines
 from ifbbench.settings.server import HasExperts, Line, Server
 from ifbbench.settings.sglang_serve import SGLANG_SERVE
@@ -21,10 +22,10 @@ SERVERS_READ = (*SERVERS.values(), TRTLLM_SERVE)
 
 # Words after which a shell begins another command, or writes to a file.
 _SHELL = frozenset(("&", "&&", "|", "||", ";", ">", ">>", "2>", "2>&1", "&>", "<"))
-
-
 # Images of containers whose tag is a version of the server, such as vllm/vllm-openai:v0.19.1.
-_TAG = re.compile(r"(vllm/vllm-openai|lmsysorg/sglang)[^:]*:v?(\d+)\.(\d+)(?:\.(\d+))?")
+_TAG = re.compile(
+    r"(?:docker\.io/)?(?:vllm/vllm-openai|lmsysorg/sglang)[^:]*:v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", re.ASCII
+)
 
 
 def read_line(text: str, has_experts: HasExperts = lambda _model: False) -> Line:
@@ -82,7 +83,7 @@ def _in_shell(words: list[str]) -> tuple[Server, list[str]] | None:
 def _read(words: list[str], has_experts: HasExperts) -> Line:
     if (found := _found(words)) is None:
         expected = " or ".join(f"`{server.usage} …`" for server in SERVERS_READ)
-        raise InputError(f"{' '.join(words[:3])!r} starts no server; expected {expected}.")
+        raise InputError(f"{shown(' '.join(words[:3]))} starts no server; expected {expected}.")
     server, options = found
     line = server.read(options, has_experts)
     for tag in filter(None, map(_TAG.match, words)):
@@ -90,16 +91,17 @@ def _read(words: list[str], has_experts: HasExperts) -> Line:
     return line
 
 
-def _take_version(tag: "re.Match[str]", server: Server, line: Line) -> None:
+def _take_version(tag: re.Match[str], server: Server, line: Line) -> None:
     """The rules of the version in the tag of an image, as far as they are here."""
-    version = f"{tag[2]}.{tag[3]}"
+    major, minor, patch = tag.groups()
+    version = f"{major}.{minor}"
     if server.engine == VLLM:
         first, last = (int(one.partition(".")[2]) for one in (VLLM_VERSIONS[0], VLLM_VERSIONS[-1]))
-        rules = f"0.{min(max(int(tag[3]), first), last)}" if tag[2] == "0" else VLLM_VERSIONS[-1]
+        rules = f"0.{min(max(int(minor), first), last)}" if major == "0" else VLLM_VERSIONS[-1]
         if rules != VLLM_VERSIONS[-1]:
             line.values["vllm_version"] = rules
     else:
-        version, rules = f"{version}.{tag[4] or 0}", server.version
+        version, rules = f"{version}.{patch or 0}", server.version
     if version != server.version:
         name = ENGINE_NAMES[server.engine]
         line.notes.append(f"{tag[0]}: simulated by the rules of {name} {rules}, with the defaults of {server.version}.")

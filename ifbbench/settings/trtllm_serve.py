@@ -52,6 +52,8 @@ ARGUMENT_NAMES = {
     },
 }
 ATTENTION_DP, DRAFTS = "enable_attention_dp", "speculative_config"
+# The arguments below it are members of enumerations, which are written in capitals.
+OF_ENUMERATIONS = "scheduler_config"
 # Limits of each rank with attention data parallelism; ours are those of all ranks.
 OF_A_RANK = ("max_batch_size", "max_num_tokens")
 # How many draft tokens a step has, by names of several versions.
@@ -98,7 +100,8 @@ def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
         section, _, key = arguments.get(name, name if name in OPTIONS else "").rpartition(".")
         if key:
             table = found.setdefault(section, {}) if section else found
-            table[key] = value.upper() if isinstance(value, str) else value
+            is_member = section == OF_ENUMERATIONS and isinstance(value, str)
+            table[key] = value.upper() if is_member else value
     return found
 
 

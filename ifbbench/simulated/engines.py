@@ -11,7 +11,7 @@ from typing import Any
 from ifbbench.errors import InputError
 from ifbbench.settings.config import DTYPES, ENGINE_OVERHEADS
 from ifbbench.settings.fields import choice, did_you_mean, located, number, table, text
-from ifbbench.simulated.hardware import CONSTANTS, MAY_BE_ZERO, HardwareProfile
+from ifbbench.simulated.hardware import CONSTANTS, HardwareProfile, checked_numbers
 
 SUFFIX = ".toml"
 # Names of earlier versions, which run.json and scripts have.
@@ -148,9 +148,5 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
 
 def _constants(given: Any, title: str) -> dict[str, float]:
     """Constants in place of those of an architecture, checked."""
-    return {
-        name: number(value, f"{title}.{name}", 0.0)
-        if name in MAY_BE_ZERO
-        else number(value, f"{title}.{name}", above=0)
-        for name, value in table(given, title, CONSTANTS).items()
-    }
+    constants = table(given, title, CONSTANTS)
+    return checked_numbers(constants, constants, f"{title}.")

@@ -256,28 +256,28 @@ def load_hardware(name_or_path: str) -> HardwareProfile:
         architectures = sorted(file.stem for file in ARCHITECTURES.glob(f"*{SUFFIX}"))
         architecture = choice(values.get("architecture"), "architecture", architectures)
         own_constants = table(values.get("constants", {}), "constants", CONSTANTS)
-        constants = _numbers(_read(ARCHITECTURES / f"{architecture}{SUFFIX}"), CONSTANTS)
-        constants |= _numbers(own_constants, own_constants, "constants.")
+        constants = checked_numbers(_read(ARCHITECTURES / f"{architecture}{SUFFIX}"), CONSTANTS)
+        constants |= checked_numbers(own_constants, own_constants, "constants.")
         peak_flops = table(values.get("peak_flops"), "peak_flops")
         if not peak_flops:
             raise InputError("peak_flops has no key; expected a data type.")
-        figures = _numbers(
+        figures = checked_numbers(
             values,
             ("memory_bytes", "memory_bandwidth", "cache_bytes", "link_bandwidth", "host_iteration_s", "host_request_s"),
         )
-        figures |= _numbers(values, [name for name in OPTIONAL if name in values])
+        figures |= checked_numbers(values, [name for name in OPTIONAL if name in values])
         watts = table(values.get("watts", {}), "watts", WATTS)
         return HardwareProfile(
             name=path.stem,
             title=text(values.get("title"), "title"),
             architecture=architecture,
-            peak_flops=_numbers(peak_flops, peak_flops, "peak_flops."),
+            peak_flops=checked_numbers(peak_flops, peak_flops, "peak_flops."),
             memory_bytes=int(figures.pop("memory_bytes")),
             cache_bytes=int(figures.pop("cache_bytes")),
             link_domain=int(figures.pop("link_domain", LINK_DOMAIN)),
             constants=Constants(**constants),
             calibration=table(values.get("calibration", {}), "calibration"),
-            watts=Watts(**_numbers(watts, WATTS, "watts.")) if watts else None,
+            watts=Watts(**checked_numbers(watts, WATTS, "watts.")) if watts else None,
             **figures,
         )
 
@@ -293,8 +293,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise InputError(f"cannot be read as TOML ({error}).") from error
 
 
-def _numbers(values: Mapping[str, Any], names: Iterable[str], prefix: str = "") -> dict[str, float]:
-    """The values of `names`, checked."""
+def checked_numbers(values: Mapping[str, Any], names: Iterable[str], prefix: str = "") -> dict[str, float]:
+    """The values of `names`, each within the range of that number."""
     return {
         name: number(values.get(name), prefix + name, 0.0)
         if name in MAY_BE_ZERO

@@ -142,8 +142,10 @@ class Allowed:
     def _of_trtllm(self) -> Iterator[tuple[str, Settings]]:
         now = self.resolved
         # The memory of several attention windows is divided by their lengths, and the longest is that of a sequence.
-        if self.summary["kv_blocks"].get("per_window_size") and 0 < 2 * self.longest <= (now["max_seq_len"] or 0):
-            yield "kv_blocks", {"max_seq_len": self.longest // MULTIPLE * MULTIPLE + MULTIPLE}
+        shorter = self.longest // MULTIPLE * MULTIPLE + MULTIPLE
+        has_windows = bool(self.summary["kv_blocks"].get("per_window_size"))
+        if has_windows and self.longest and max(shorter, 2 * self.longest - 1) < (now["max_seq_len"] or 0):
+            yield "kv_blocks", {"max_seq_len": shorter}
         for policy in POLICIES:
             yield "kv_blocks", {"policy": policy}
         yield "num_tokens", {"enable_chunked_context": not now["enable_chunked_context"]}

@@ -18,7 +18,7 @@ from ifbbench.kv.sizing import CacheLayout
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.report import bar, plain_table, print_fitting
-from ifbbench.settings.config import RunConfig
+from ifbbench.settings.config import HOST_SETTINGS, RunConfig
 from ifbbench.settings.fields import memory_size
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.engines import EngineOverhead, load_overhead
@@ -170,7 +170,8 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
     config = as_states_allow(model, hardware, config)
     memory = plan_memory(cost_model.shard, hardware, config)
     engine = f"{overhead.title} {overhead.version}" if overhead else ""
-    layout = cache_layout(config, model, memory_bytes=None)
+    # Only the attention windows of the layout are used. Host memory is left out: its pages would be counted.
+    layout = cache_layout(config.without(*HOST_SETTINGS), model, memory_bytes=None)
     windows = windows_of_layers(layout, model)
     parts, drafts = step.parts(shard.attention_dp_size), config.draft_len or 0
     work = cost_model.of_largest([part.work(windows, drafts) for part in parts])

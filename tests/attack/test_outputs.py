@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from rich.console import Console
 
 from ifbbench.cli import console
 from ifbbench.cli import run as run_command
@@ -489,7 +488,7 @@ def test_a_run_in_the_place_of_a_removed_one_is_kept(tmp_path: Path, monkeypatch
 
 def test_progress_goes_on_without_the_run_directory(tmp_path: Path) -> None:
     assert _details(tmp_path / "removed")() == ""
-    dashboard = Dashboard("run", Console())
+    dashboard = Dashboard("run")
     dashboard.follow(tmp_path / "removed")
     assert dashboard.__rich__()
 

@@ -279,3 +279,12 @@ def test_under_sglang_it_says_what_sglang_says():
     assert "python -m sglang.launch_server --model-path llama-3-8b" in done.output
     assert "--chunked-prefill-size 256" in done.output
     assert "100 such requests, all at their full length, run at once under sglang: the KV cache" in done.output
+
+
+def test_prefill_replicas_of_sglang_may_have_host_memory_which_decode_replicas_have_not():
+    sides = ("--device", "h100-sxm", "--engine", "sglang", "--prefill_replicas", "2", "--decode_replicas", "1")
+    asked = ("llama-3.1-8b", *sides, "--input-len", "1000", "--output-len", "100")
+    found, usual = answer(*asked, "--enable_hierarchical_cache"), answer(*asked)
+    assert found["summary"] == usual["summary"]
+    pages = {name: side["kv_cache"]["windows"][0]["host_blocks"] for name, side in found["sides"].items()}
+    assert pages == {"prefill": 2 * 411_526, "decode": 0}

@@ -49,6 +49,13 @@ args:
 - --model=llama-3.1-8b
 - '--speculative-config={"method": "mtp", "num_speculative_tokens": 2}'
 """
+ELSEWHERE = """
+image: docker.io/vllm/vllm-openai:v0.19.1
+env:
+- {name: MODEL, valueFrom: {configMapKeyRef: {name: a, key: b}}}
+- {name: SEQS, value: '8'}
+args: [--model=$(MODEL), --max-num-seqs=$SEQS]
+"""
 VLLM, SGLANG = {"engine": "vllm", "model": "llama-3.1-8b"}, {"engine": "sglang", "model": "gpt-oss-120b"}
 
 
@@ -58,6 +65,8 @@ VLLM, SGLANG = {"engine": "vllm", "model": "llama-3.1-8b"}, {"engine": "sglang",
         (KUBERNETES, VLLM | {"vllm_version": "0.19", "tp_size": 4, "max_batch_size": 128}),
         (COMPOSE, SGLANG | {"tp_size": 2}),
         (ARGUMENTS, VLLM | {"vllm_version": "0.15", "draft_mtp": 2}),
+        (ELSEWHERE, VLLM | {"vllm_version": "0.19", "model": "$(MODEL)", "max_batch_size": 8}),
+        (f"docker run vllm/vllm-openai:v0.{'9' * 5000} --model llama-3.1-8b", VLLM),
         ("[vllm, serve, llama-3.1-8b, --max-num-seqs, '8']", VLLM | {"max_batch_size": 8}),
         ("docker run vllm/vllm-openai:v0.32.0 --model llama-3.1-8b", VLLM),
         ("docker run --gpus all vllm/vllm-openai:latest sh -c 'vllm serve llama-3.1-8b'", VLLM),
@@ -101,7 +110,7 @@ def test_a_line_with_json_is_no_yaml() -> None:
 
 
 def test_files_and_standard_input_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "deployment.yaml"
+    file = tmp_path / "my deployment.yaml"
     file.write_text(KUBERNETES)
     from_file = CliRunner().invoke(main, ["config", "from", str(file)])
     piped = CliRunner().invoke(main, ["config", "from", "-"], input=KUBERNETES)
@@ -112,6 +121,11 @@ def test_files_and_standard_input_are_read(tmp_path: Path) -> None:
     options = ["--config", str(config), "--device", "h100-sxm", "--changed", "--as", "vllm"]
     shown = CliRunner().invoke(main, ["config", "show", *options])
     assert shown.stdout == "vllm serve llama-3.1-8b --max-num-seqs 128 --tensor-parallel-size 4\n"
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    result = CliRunner().invoke(main, ["config", "from", "deployment.yaml"])
+    assert (result.exit_code, "deployment.yaml: there is no such file" in result.output) == (2, True)
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ifbbench.errors import InputError
+from ifbbench.settings.names import setting
 from ifbbench.settings.servers import read_line
+from ifbbench.settings.trtllm_serve import arguments_of, read_arguments
 
 LLM = """\
 enable_attention_dp: true
@@ -70,3 +73,16 @@ def test_what_a_line_cannot_mean_is_named(options: str, words: str) -> None:
     with pytest.raises(InputError) as refused:
         read_line(f"trtllm-serve m {options}")
     assert words in str(refused.value)
+
+
+def test_written_arguments_are_read_again(tmp_path: Path) -> None:
+    """Members of enumerations are in capitals, data types are not."""
+    values: dict[str, Any] = {"max_batch_size": 64, "tp_size": 2, "policy": "max_utilization", "kv_cache_dtype": "fp8"}
+    values |= {"enable_chunked_context": True, "enable_kv_cache_reuse": False, "tokens_per_block": 32}
+    written = arguments_of(values | {"device": "sim:h100-sxm"})
+    assert written["scheduler_config"] == {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    assert written["kv_cache_config"]["dtype"] == "fp8"
+    path = tmp_path / "arguments.yaml"
+    path.write_text(yaml.safe_dump(written))
+    read = {name: setting(name).check(value) for name, value in read_arguments(path).values.items()}
+    assert read == values

@@ -191,7 +191,8 @@ def _replay_storage(case: Case) -> None:
     host = HostPages(case["num_host_pages"], size, case["write_policy"], keeps_copies=False)
     cache = SglangCache(case["num_pages"], size, 1, longest, True, case["eviction_policy"], host)
     clock = VirtualClock()
-    tiers = KvTiers([KvStore("remote", 10**9, 1.0, 1e18, 1.0)], size, clock, False)
+    clock.wait_until(1.0)  # the bytes of a transfer take no time beside the latency, but at 0 s a nanosecond
+    tiers = KvTiers([KvStore("remote", 10**9, 1.0, 1e30, 1.0)], size, clock, False)
     policy, threshold = case["prefetch_policy"], case["prefetch_threshold"]
     storage = Storage(tiers, cache, SglangRules(prefetch_policy=policy, prefetch_threshold=threshold))
     cache.held_by_storage = storage.held_pages

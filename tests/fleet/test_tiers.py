@@ -305,7 +305,11 @@ def test_an_infinitely_quick_store_is_a_larger_cache(tmp_path: Path) -> None:
             {**SIDES, "kv_remote_bytes": 10**9, "decode": "tokens_per_block=32"},
             "both sides share the remote store, and need the same tokens_per_block",
         ),
-        ({**SIDES, "kv_tier_write_policy": "write_back"}, "there is no store"),
+        ({**SIDES, "kv_tier_write_policy": "write_back"}, "there is no store on either side; give --kv_disk_bytes"),
+        (
+            {"engine": "trtllm", **SIDES, "kv_remote_bytes": 10**9, "prefill": "kv_remote_bytes=0"},
+            "--kv_remote_bytes: there is no store on either side",
+        ),
         ({"kv_remote_bytes": 10**9, "replica_config": "tp.yaml"}, "replicas that share a store"),
     ],
 )

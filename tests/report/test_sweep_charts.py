@@ -210,6 +210,21 @@ def test_a_label_is_nearest_to_its_own_point() -> None:
     assert labels > 3
 
 
+def test_throughput_is_drawn_for_each_gpu_where_points_have_different_numbers() -> None:
+    def heights(gpus: tuple[int, int]) -> list[float]:
+        rows = [
+            {"replicas": 1 + index, "ttft_s.p99": 1.0, "tpot_s.p99": 1.0, "error": "", "fleet.gpus": number}
+            | {"output_throughput_tokens_per_s": 120.0}
+            for index, number in enumerate(gpus)
+        ]
+        with styled():
+            axes = draw_pareto(rows, ["replicas"]).axes[0]
+        return [float(np.asarray(line.get_ydata())[0]) for line in axes.lines if line.get_marker() == "o"]
+
+    assert heights((2, 3)) == [60.0, 40.0]
+    assert heights((2, 2)) == [120.0, 120.0]
+
+
 @pytest.mark.parametrize(
     ("throughput", "knee"),
     [

@@ -227,6 +227,26 @@ def test_sweep_names_the_best_point_and_what_the_points_beside_it_did(capsys: py
     ) in text
 
 
+def test_sweep_counts_throughput_for_each_gpu_where_points_have_different_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Replicas that the objective does not need are no gain, however little more they answer."""
+
+    def point(replicas: int, per_s: float, ttft_s: float) -> dict[str, Any]:
+        slo = {"slo.ttft.p99.value": ttft_s, "slo.ttft.p99.target": 1.0, "slo.ttft.p99.met": ttft_s <= 1}
+        given = {"replicas": replicas, "ttft_s.p99": ttft_s, "fleet.gpus": 2 * replicas}
+        return {**given, "output_throughput_tokens_per_s": per_s, **slo}
+
+    rows = [point(2, 90.0, 4.0), point(3, 96.0, 0.5), point(4, 100.0, 0.3), point(8, 101.0, 0.2)]
+    print_sweep(rows, ["replicas"], Console(width=200))
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "3 of 4 points meet every objective; the best of them is replicas=3, with 96.0 output tokens/s on 6 GPUs, "
+        "the most for each GPU. Of the points beside it, replicas=2 misses ttft.p99 (4.00 s); "
+        "replicas=4 has a throughput for each GPU that is 21.9 % lower."
+    ) in text
+
+
 def test_numbers_as_people_read_them() -> None:
     assert [significant(value) for value in (0, 1234.5, 12.34, 0.01234, None, float("nan"))] == [
         "0",

@@ -27,8 +27,9 @@ def test_with_several_windows_shorter_sequences_are_tried() -> None:
     model = {"model": "llama-4-scout", "tp_size": 8}
     assert {"max_seq_len": 5120} in allowed(model, {"kv_blocks": 1.0}, 5000, windows=True).changes()
     assert {"max_seq_len": 5376} in allowed(model, {"kv_blocks": 1.0}, 5120, windows=True).changes()
-    shorter = model | {"max_seq_len": 9000}
-    for one in (allowed(shorter, {"kv_blocks": 1.0}, 5000, windows=True), allowed(model, {}, 5000)):
+    short = allowed(model | {"max_seq_len": 9000}, {"kv_blocks": 1.0}, 5000, windows=True)
+    shorter_than_a_multiple = allowed(model | {"max_seq_len": 250}, {"kv_blocks": 1.0}, 100, windows=True)
+    for one in (short, shorter_than_a_multiple, allowed(model, {}, 5000)):
         assert not any("max_seq_len" in change for change in one.changes())
 
 

@@ -71,11 +71,10 @@ class PrefillPass:
         self._rules, self._page_size, self._available = rules, page_size, available
         self._ratio, self._keeps_prefixes, self._running = ratio, keeps_prefixes, running
         self._now = float(num_mixed)
-        total, outputs, most, certain = float(num_mixed), running.outputs, running.max_new_tokens, running.ignores_eos
-        if rules.reserves_by_ratio:
-            certain = []
+        total, outputs, maximum = float(num_mixed), running.outputs, running.max_new_tokens
+        certain = [] if rules.reserves_by_ratio else running.ignores_eos
         for index in range(len(outputs)):  # one after the other, as SGLang rounds
-            expected = min(most[index] - outputs[index], MAX_EXPECTED)
+            expected = min(maximum[index] - outputs[index], MAX_EXPECTED)
             total += expected if certain and certain[index] else expected * ratio
         self._total = total
         self._input = rules.max_prefill_tokens - num_mixed

@@ -51,7 +51,7 @@ class SglangCache:
         self.held, self.named = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         self.block_tables = np.zeros((rows, 1, ceil_div(max_seq_len, page_size)), np.int32)
         self.counters = BlockCounters()
-        self.filled_tokens = self._num_evicted = 0
+        self.filled_tokens = 0
         self._in_tree: dict[int, _Held] = {}
         self.held_by_storage: Callable[[], list[int]] = list  # pages of the host, for `check_consistency`
 

@@ -60,14 +60,14 @@ class QueueOrder:
 
     @property
     def passes_to_change(self) -> int:
-        """The pass after so many, at least one, may bring a queue that stays the same into another order, or use
-        prefixes."""
+        """After so many passes, at least 1, the order of a queue that stays the same may change, or its prefixes are
+        used again."""
         if self.policy in BY_MATCH or self.policy == "random":
             return 1
         return REFRESH_INTERVAL - (self._passes - 1) % REFRESH_INTERVAL if self._refreshes else NEVER
 
     def passed(self, count: int) -> None:
-        """So many passes change nothing: see `passes_to_change`."""
+        """Count passes that change nothing, and that `sort` is not called for: see `passes_to_change`."""
         self._passes += count
 
     def chunk_limit(self, rest: int, queue: list[Request], budget: int) -> int | None:

@@ -51,7 +51,7 @@ def decide_prefill(state: SglangState, decision: Decision) -> bool:
 
 def _new_pass(state: SglangState) -> PrefillPass:
     table, rows, tree, deferred = state.table, state.running.rows, state.kv_cache.tree, state.table.deferred_confirmed
-    # Lists, because few requests run where speed counts.
+    # Lists: where speed matters few requests run, and arrays of few values are slower.
     outputs: list[int] = table.confirmed[rows].tolist()
     maximum: list[int] = table.reserved[rows].tolist()
     ends, prompt_len = list[bool](), list[int]()

@@ -26,13 +26,12 @@ class SglangState:
 
     arrived: requests that it has not received yet. queue: waiting requests. running: those that decode. last: those of
     the latest prefill batch, which have not joined `running`. chunked: the one whose prompt is computed in chunks.
-    storage: behind the host memory, None without any.
-    is_full: no request is tried before one has left. has_left: one has left `running` or `last` since the latest
-    decision. has_finishing: the last output of some running request may be in flight. limit_of_head: why the head of
-    the queue waits; or `left_out`, which stands behind requests that wait for storage. awaits_only: all in the queue
-    wait for storage. judged: tokens that waiting
-    requests lacked when they were last judged, or ran. kept: requests that are complete, and whose pages are being sent
-    to another engine. in_host: those that were retracted to host memory.
+    storage: behind the host memory, None without any. is_full: no request is tried before one has left. has_left: one
+    has left `running` or `last` since the latest decision. has_finishing: the last output of some running request may
+    be in flight. limit_of_head: why the head of the queue waits; or `left_out`, which stands behind requests that wait
+    for storage. awaits_only: all in the queue wait for storage. judged: tokens that waiting requests lacked when they
+    were last judged, or ran. kept: requests that are complete, and whose pages are being sent to another engine.
+    in_host: those that were retracted to host memory.
     """
 
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:

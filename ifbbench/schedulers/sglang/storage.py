@@ -84,11 +84,6 @@ class Storage:
         self._to_free: list[IntArray] = []  # by the next check
         self._tree.keeps_names, self._tree.owner, self._tree.copied = True, tiers.owner, self._write
 
-    def has_ongoing(self, request: Request) -> bool:
-        """Whether something is on its way for a request."""
-        waiting = self.waiting.get(request)
-        return waiting is not None and waiting.prefetch is not None
-
     @property
     def is_freeing(self) -> bool:
         """Whether the next check gives up pages of the host."""

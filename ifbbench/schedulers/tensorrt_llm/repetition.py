@@ -283,7 +283,8 @@ class Repetition:
         if not completing and self._num_turns == 1 and steps_until_block(cache) > steps:
             return [0] * steps
         size, turns, table = cache.attention_window.tokens_per_block, self._num_turns, self._active.table
-        starting: dict[int, list[tuple[int, int, int]]] = {}  # by step: rows, their tokens, and steps of them before
+        # By step, of each request that starts a block in it: its row, its tokens, and how many steps it has had before.
+        starting: dict[int, list[tuple[int, int, int]]] = {}
         for turn, rows in enumerate([plan.rows] if turns == 1 else self._rows_of[:steps]):
             all_registered = (cache.cached_tokens(rows) + cache.attention_window.bubble).tolist()
             for row, registered in zip(rows.tolist(), all_registered, strict=True):
@@ -298,7 +299,7 @@ class Repetition:
             for request in completing:
                 cache.store_generated(request.slot, request.prompt_len - 1)
             for row, tokens, before in growing:
-                # The tokens of its steps before this one are collected then, but not counted yet.
+                # By then the tokens of its steps before this one are collected. They are counted after the last step.
                 uncounted = before if turns > 1 else 0
                 table.confirmed[row] += uncounted
                 cache.store_known(self._active.by_slot[row], tokens)
