@@ -30,6 +30,7 @@ ARGUMENT_NAMES = {
     "enable_chunked_prefill": "enable_chunked_context",
     "tensor_parallel_size": "tp_size",
     "pipeline_parallel_size": "pp_size",
+    "moe_expert_parallel_size": "ep_size",
     "scheduler_config.capacity_scheduler_policy": "policy",
     "scheduler_config.context_chunking_policy": "context_chunking_policy",
     "attention_dp_config.enable_balance": "attention_dp_enable_balance",
@@ -95,8 +96,13 @@ def read_arguments(path: Path) -> Arguments:
 def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the LLM class, nested, that say these settings; those without an argument are left out."""
     arguments = {setting(own).name: argument for argument, own in ARGUMENT_NAMES.items()}
-    found = dict[str, Any]()
-    for name, value in values.items():
+    found, of_a_rank = dict[str, Any](), dict[str, Any]()
+    if (ranks := values.get("attention_dp_size") or 1) > 1:
+        found[ATTENTION_DP] = True
+        of_a_rank = {name: values[name] // ranks for name in OF_A_RANK if values.get(name) is not None}
+    if values.get("draft_mtp") is not None:
+        found[DRAFTS] = {"decoding_type": "MTP", DRAFT_TOKENS[0]: values["draft_mtp"]}
+    for name, value in {**values, **of_a_rank}.items():
         section, _, key = arguments.get(name, name if name in OPTIONS else "").rpartition(".")
         if key:
             table = found.setdefault(section, {}) if section else found

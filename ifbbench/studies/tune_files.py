@@ -91,6 +91,8 @@ IN_VLLM = (
     "enable_chunked_context",
     "enable_kv_cache_reuse",
 )
+# Given settings that decide what the limits of a server mean, and that a search does not try.
+NOT_TRIED = ("attention_dp_size", "ep_size", "redundant_experts", "draft_mtp")
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_time_s")
 STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
@@ -387,8 +389,8 @@ def write_run_config(tuning: Tuning, trace: str | None, directory: Path) -> Path
 
 
 def decided(tuning: Tuning) -> dict[str, Any]:
-    """The recommended settings without those of UNLESS_DECIDED that the search left at their default because no other
-    value was better, and that were not given."""
+    """The recommended settings, and those of NOT_TRIED, without those of UNLESS_DECIDED that the search left at their
+    default because no other value was better, and that were not given."""
     best, space = tuning.best, tuning.space
     assert best is not None
     usual, importance = dict(space.point(tp_size=best.settings["tp_size"])), tuning.importance
@@ -398,6 +400,7 @@ def decided(tuning: Tuning) -> dict[str, Any]:
         return name not in UNLESS_DECIDED or name in space.fixed or value != usual.get(name) or bool(matters)
 
     found = {name: value for name, value in best.settings.items() if is_decided(name, value)}
+    found |= {name: value for name in NOT_TRIED if (value := getattr(space.base, name)) != getattr(RunConfig, name)}
     if space.base.engine in SERVERS:  # the line starts the model, and does not repeat vLLM's own default
         found |= {"engine": space.base.engine, "model": space.base.model}
         found = {name: value for name, value in found.items() if (name, value) != (PREFILL_CAP, 0)}
@@ -414,7 +417,8 @@ def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Pat
         return [path]
     vllm, given = SERVERS[VLLM], settings.keys()
     gpt_manager = [f"--{option} {as_text(settings[name])}" for name, option in GPT_MANAGER.items() if name in given]
-    words = [word for name in IN_VLLM for word in (vllm.option(name, settings[name]) if name in given else ())]
+    more, own = vllm.own_words(settings)
+    words = [word for name in IN_VLLM for word in (vllm.option(name, own[name]) if name in given else ())] + more
     texts = (
         "# trtllm-serve MODEL --extra_llm_api_options trtllm-serve.yaml\n" + yaml.safe_dump(arguments_of(settings)),
         " ".join(gpt_manager) + "\n",
