@@ -185,8 +185,8 @@ class RequestTimeline:
             if was_in_batch and is_in_batch and span.first >= every and ends[span.first - every] > until_s:
                 until_s = ends[span.first - every]
             was_in_batch = is_in_batch
-            if until_s < arrival_s:
-                until_s = arrival_s
+            if until_s < begin_s:
+                until_s = begin_s
             for load in loads:
                 if load.begin_s < until_s and begin_s < load.end_s:
                     if begin_s < load.begin_s:
