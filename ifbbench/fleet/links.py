@@ -1,5 +1,6 @@
 """Transfers of keys and values between the replicas of a fleet, which share the links of their two ends."""
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -21,12 +22,14 @@ class Links:
     is as quick as the smaller of its two shares. Its keys and values are there a latency after they have left.
 
     out_rates, in_rates: tokens per second of each replica that sends, and that receives; infinite ones take no time.
-    Calls come in order of time, in seconds."""
+    Calls of `take` and `cancel` come in order of time, in seconds. A transfer may be sent before it begins: a replica
+    with several micro batches knows when a prompt will be complete while others still run before that."""
 
     def __init__(self, out_rates: Sequence[float], in_rates: Sequence[float], latency_s: float) -> None:
         self._out_rates, self._in_rates, self._latency_s = out_rates, in_rates, latency_s
         self._num_out, self._num_in = [0] * len(out_rates), [0] * len(in_rates)
         self._flows: dict[int, _Flow] = {}
+        self._later: list[_Flow] = []  # those that have not begun, in order of time
         self._arriving: list[tuple[float, int]] = []  # those that have left, in order of arrival
 
     def rate(self, source: int, target: int) -> float:
@@ -36,18 +39,23 @@ class Links:
     @property
     def next_s(self) -> float:
         """When `take` has something to do next; infinite if nothing is on its way."""
-        left_s = min([flow.end_s for flow in self._flows.values()], default=inf)
-        return min(left_s, self._arriving[0][0]) if self._arriving else left_s
+        times_s = [flow.end_s for flow in self._flows.values()]
+        times_s += [flow.since_s for flow in self._later[:1]] + [arrival_s for arrival_s, _ in self._arriving[:1]]
+        return min(times_s, default=inf)
 
-    def send(self, key: int, source: int, target: int, tokens: float, now_s: float) -> None:
-        """Begin the transfer `key`, which no other one on its way has."""
-        self._flows[key] = _Flow(key, source, target, tokens, now_s)
-        self._num_out[source] += 1
-        self._num_in[target] += 1
-        self._share_again(now_s)
+    def send(self, key: int, source: int, target: int, tokens: float, begin_s: float) -> None:
+        """The transfer `key`, which no other one on its way has, begins at `begin_s`, when `take` comes to it."""
+        insort(self._later, _Flow(key, source, target, tokens, begin_s), key=lambda flow: flow.since_s)
 
     def take(self, now_s: float) -> list[int]:
-        """The transfers that have arrived by now, in order; what has left makes room on its links."""
+        """The transfers that have arrived by now, in order; those that are due begin, and what has left makes room on
+        its links."""
+        while self._later and self._later[0].since_s <= now_s:
+            flow = self._later.pop(0)
+            self._flows[flow.key] = flow
+            self._num_out[flow.source] += 1
+            self._num_in[flow.target] += 1
+            self._share_again(flow.since_s)
         left = sorted([flow for flow in self._flows.values() if flow.end_s <= now_s], key=lambda flow: flow.end_s)
         for flow in left:
             self._leave(flow)
@@ -61,6 +69,7 @@ class Links:
     def cancel(self, key: int, now_s: float) -> None:
         """Nothing comes of the transfer `key`, if there is one."""
         self._arriving = [one for one in self._arriving if one[1] != key]
+        self._later = [flow for flow in self._later if flow.key != key]
         if (flow := self._flows.get(key)) is not None:
             self._leave(flow)
             self._share_again(now_s)

@@ -177,7 +177,7 @@ class RequestTimeline:
         waits for the next one. While keys and values are on their way to it, it waits for these, whatever else the span
         is."""
         seconds: dict[str, float] = {}
-        name, begin_s, arrival_s = WAITING_ITERATION, self.arrival_s, self.arrival_s
+        name, begin_s = WAITING_ITERATION, self.arrival_s
         loads, was_in_batch, every = self.request.loads, False, self.every
         for span in self.closed:
             until_s = starts[span.first]
