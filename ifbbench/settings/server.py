@@ -99,6 +99,11 @@ def of_all_ranks(values: Mapping[str, Any], limits: tuple[str, ...], ranks: int)
     return {name: setting(name).check(values[name]) * ranks for name in limits if values.get(name) is not None}
 
 
+def of_each_rank(values: Mapping[str, Any], limits: tuple[str, ...], ranks: int) -> dict[str, Any]:
+    """The limits of each rank, of `values` that hold for all of them together: see `of_all_ranks`."""
+    return {name: values[name] // ranks for name in limits if values.get(name) is not None}
+
+
 def json_table(value: str | bool, option: str) -> dict[str, Any]:
     """The JSON object that an option has as its value."""
     try:

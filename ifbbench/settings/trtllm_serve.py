@@ -9,7 +9,7 @@ from ifbbench.settings.config import TRTLLM, settings
 from ifbbench.settings.config_file import parse_config_file
 from ifbbench.settings.fields import boolean, integer, located
 from ifbbench.settings.names import setting
-from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, of_all_ranks
+from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, of_all_ranks, of_each_rank
 
 # The settings that `trtllm-serve` has, each with its name there.
 OPTIONS: Mapping[str, str] = {
@@ -99,7 +99,7 @@ def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
     found, of_a_rank = dict[str, Any](), dict[str, Any]()
     if (ranks := values.get("attention_dp_size") or 1) > 1:
         found[ATTENTION_DP] = True
-        of_a_rank = {name: values[name] // ranks for name in OF_A_RANK if values.get(name) is not None}
+        of_a_rank = of_each_rank(values, OF_A_RANK, ranks)
     if values.get("draft_mtp") is not None:
         found[DRAFTS] = {"decoding_type": "MTP", DRAFT_TOKENS[0]: values["draft_mtp"]}
     for name, value in {**values, **of_a_rank}.items():

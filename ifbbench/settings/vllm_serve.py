@@ -17,6 +17,7 @@ from ifbbench.settings.server import (
     json_table,
     number_of,
     of_all_ranks,
+    of_each_rank,
 )
 
 # The settings that `vllm serve` has, each with vLLM's name.
@@ -118,7 +119,7 @@ def _own_words(values: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]
     ranks, replicas = values.get("attention_dp_size") or 1, values.get("replicas") or 1
     if ranks > 1:
         own["tp_size"] = values.get("tp_size", ranks) // ranks
-        own |= {name: own[name] // ranks for name in OF_A_RANK if own.get(name) is not None}
+        own |= of_each_rank(own, OF_A_RANK, ranks)
     if ranks * replicas > 1:
         words += [f"--{RANKS}", str(ranks * replicas)]
     if (values.get("ep_size") or 1) > 1:

@@ -422,7 +422,7 @@ def test_which_of_aggregated_and_disaggregated_is_better_is_of_pairs_with_simila
 
 def test_which_of_two_deployments_under_one_load_is_better_is_judged_by_tokens_of_each_gpu():
     def row(measured, predicted, **values):
-        # Of 8 GPUs.
+        """A deployment of eight GPUs, if `values` have no other number."""
         values = {"lengths_of": "1024/1024", "tp": 8, "num_gpus": 8, "dtype": "fp8"} | values
         return Comparison(ROW | values, "throughput", measured, predicted)
 
