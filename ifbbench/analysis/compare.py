@@ -34,9 +34,11 @@ TRACE_SETTINGS = {*READ_SETTINGS, *ARRIVAL_SETTINGS, "time_scale", "reserve", "m
 class Divergence:
     """The first iteration in which the runs decided differently.
 
-    a, b: what each run did in it that the other did not, in words. a_start_s, b_start_s: when it began.
-    states: of a and of b: what the run had in use, and which request it left out first. parted: of two engines, the
-    requests that ran in one run and not in the other, each with the reason, and which run plans ahead.
+    a_start_s, b_start_s: when it began.
+    a, b: what each run did in it that the other did not, in words.
+    states: what each run had in use, and which request it left out first.
+    parted: the requests of two engines that ran in one run and not in the other, each with the reason, and which run
+        plans ahead.
     """
 
     iteration: int
@@ -71,8 +73,11 @@ class Change:
 
 
 class Comparison:
-    """Run `b` compared with run `a`. repeats: both with several seeds, from which the figures are then taken. name: of
-    `b` in sentences."""
+    """Run `b` compared with run `a`.
+
+    repeats: runs of both with several seeds, from which the figures are then taken.
+    name: name of `b` in sentences.
+    """
 
     def __init__(
         self, a: RecordedRun, b: RecordedRun, repeats: RepeatsComparison | None = None, name: str = "b"

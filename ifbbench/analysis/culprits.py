@@ -23,7 +23,11 @@ GROUPS = ("class", "priority")
 
 @dataclass(frozen=True)
 class Culprit:
-    """What a run suffered from. kind: burst, giant_prompts or holds_slots. facts: of that kind, for JSON."""
+    """What a run suffered from.
+
+    kind: burst, giant_prompts or holds_slots.
+    facts: facts of that kind, for JSON.
+    """
 
     kind: str
     text: str

@@ -149,8 +149,11 @@ class Findings:
     ) -> list[SlowRequest]:
         """The `count` requests with the largest `by`: e2e, ttft, tpot or queue_time.
 
-        of_class: only those of this class. missed: only those that miss an objective. InputError if the run has no
-        such class, or no objectives of each request."""
+        of_class: only those of this class.
+        missed: only those that miss an objective.
+
+        InputError if the run has no such class, or no objectives of each request.
+        """
         rows = [row for row in self.run.row_of.values() if row.get(f"{by}_s") is not None]
         if of_class is not None:
             classes = {str(row["class"]) for row in self.run.row_of.values() if row.get("class") is not None}

@@ -53,8 +53,10 @@ class Head(NamedTuple):
 class Blocker:
     """What waited behind one request that one limit held.
 
-    waited_s: request-seconds of others. max_behind: the maximum number of requests at a time. own_wait_s: how long it
-    was itself held. first, last: the iterations in which it held the line.
+    waited_s: request-seconds of others.
+    max_behind: the maximum number of requests at a time.
+    own_wait_s: how long it was itself held.
+    first, last: the iterations in which it held the line.
     """
 
     request_id: Id

@@ -19,8 +19,11 @@ MAX_RUNNING_WITH_DRAFTS = 48
 
 
 class _OfMemory(NamedTuple):
-    """Defaults of a GPU with less than `below` GiB. chunk: chunked prefill size. graph_batch, graph_batch_of_4:
-    requests of the largest decode CUDA graph, the latter with TP 4 or more."""
+    """Defaults of a GPU with less than `below` GiB.
+
+    chunk: chunked prefill size.
+    graph_batch, graph_batch_of_4: requests of the largest decode CUDA graph, the latter with TP 4 or more.
+    """
 
     below: float
     chunk: int
@@ -75,7 +78,9 @@ NOT_IN_SGLANG: Mapping[str, str] = {
 def sglang_defaults(memory_bytes: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of `sglang.launch_server` on a GPU with so much memory (`arg_groups/memory_hook.py`).
 
-    memory_bytes: None of a CPU. values: the settings that are given."""
+    memory_bytes: None of a CPU.
+    values: the settings that are given.
+    """
     defaults: dict[str, Any] = {
         "max_num_tokens": CHUNK_WITHOUT_GPU,
         "max_batch_size": MAX_RUNNING_WITH_DRAFTS if values.get("draft_mtp") else DEFAULT_MAX_RUNNING,

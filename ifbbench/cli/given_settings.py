@@ -65,9 +65,12 @@ def given_config(
 ) -> RunConfig:
     """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong.
 
-    needs_model: whether a GPU needs a model, which is not given otherwise. is_noted: whether what names stand for, and
-    what comes from a file, is printed. runs_fleets: whether the command runs several replicas; with the share of one,
-    --replica, those of a file are left out. swept: settings of which each run has a value of its own."""
+    needs_model: whether a GPU needs a model, which is not given otherwise.
+    is_noted: whether what names stand for, and what comes from a file, is printed.
+    runs_fleets: whether the command runs several replicas; with the share of one, --replica, those of a file are left
+        out.
+    swept: settings of which each run has a value of its own.
+    """
     from_file = read_config_file(config_file) if config_file else {}
     if options.get("replica") is not None:
         from_file = {name: value for name, value in from_file.items() if name not in FLEET_SETTINGS}

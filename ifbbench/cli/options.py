@@ -180,8 +180,9 @@ class SettingOption(click.Option):
 class SettingsCommand(Command):
     """A command that takes settings as options, and those of a config file.
 
-    names: the settings that it takes; None for all, and `--config`. shown: those that `--help` lists without `all`; by
-    default all, or of more than MAX_SHOWN the COMMON_SETTINGS. setting_help: replaces the help text of some settings.
+    names: the settings that it takes; None for all, and `--config`.
+    shown: those that `--help` lists without `all`; by default all, or of more than MAX_SHOWN the COMMON_SETTINGS.
+    setting_help: replaces the help text of some settings.
     """
 
     def __init__(

@@ -134,8 +134,12 @@ def print_result(result: "RunResult", print_whole: Callable[["RunData"], None]) 
 
 
 def print_run(run: "RunData", with_lines: bool | None, steady_state: bool = False) -> None:
-    """Print the tables of a run. with_lines: whether gptManagerBenchmark's [BENCHMARK] lines follow; None is
-    where standard output is no terminal, of a run with requests. steady_state: tables of the steady state only."""
+    """Print the tables of a run.
+
+    with_lines: whether gptManagerBenchmark's [BENCHMARK] lines follow; None is where standard output is no terminal, of
+        a run with requests.
+    steady_state: tables of the steady state only.
+    """
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.report.compat.gpt_manager_benchmark import benchmark_lines
     from ifbbench.report.tables import print_report

@@ -176,8 +176,12 @@ def tune(
 
 @dataclass(frozen=True)
 class Search:
-    """What is asked for. fixed: names of settings that are not searched over. prices: of a GPU for an hour, by device,
-    those that are given. sides: those of --sides."""
+    """What is asked for.
+
+    fixed: names of settings that are not searched over.
+    prices: given prices of a GPU for an hour, by device.
+    sides: replicas of --sides.
+    """
 
     trace: str | None
     config: RunConfig

@@ -327,8 +327,11 @@ def _row_of(run: "RunData", request_id: str) -> Mapping[str, Any]:
 
 
 class Wanted(NamedTuple):
-    """The trials that the command asks for. only: the changes that are tried; all where empty. clock: the budget began
-    at its 0."""
+    """The trials that the command asks for.
+
+    only: the changes that are tried; all where empty.
+    clock: the budget began at its 0.
+    """
 
     improve: str | None
     only: "list[dict[str, Any]]"

@@ -163,7 +163,9 @@ def _malformed(data: bytes, error: Exception) -> RequestFailed:
 class EndpointApi:
     """The requests of one endpoint. model: the name that the server has for it.
 
-    head: of the requests, as HTTP. read: takes in an event of an answer. tokenizer: that of --tokenizer.
+    tokenizer: the tokenizer of --tokenizer.
+    read: takes in an event of an answer.
+    head: head of the requests, as HTTP.
     """
 
     def __init__(self, config: RunConfig, model: str, connections: Connections) -> None:

@@ -24,8 +24,10 @@ class EndpointRequest(Exchange):
     """A request from `begin` until `on_ended(self)`, which is called once. There are thousands at a time, so that they
     are no tasks: they continue in the callbacks of their connection.
 
-    index: in the trace. answer: of the last attempt. failure: why it is not complete. retries: kinds of the failures of
-    earlier attempts.
+    index: index in the trace.
+    retries: kinds of the failures of earlier attempts.
+    failure: why it is not complete.
+    answer: answer of the last attempt.
     """
 
     __slots__ = (

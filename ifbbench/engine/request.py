@@ -65,7 +65,8 @@ NO_IDENTITY = ReuseIdentity()
 
 class KvLoad(NamedTuple):
     """Keys and values that a request waited for: from when to when, in seconds, and how many tokens from each store.
-    is_again: it had run before, and was paused."""
+    is_again: whether the request had run before, and was paused.
+    """
 
     begin_s: float
     end_s: float
@@ -414,7 +415,7 @@ class RequestTable:
     With flat arrays, an iteration in which 500 requests each generate a token is a few additions. The row of a request
     is also its sequence slot in the executor and in the KV cache.
 
-    requests: by row.
+    requests: requests by row.
     generated: output tokens scheduled since the prompt (or the resumed prompt) was complete.
     confirmed: how many of the generated tokens the executor has returned: fewer while an iteration is in flight.
         Negative as long as iterations in flight do not count for the request.
@@ -435,7 +436,7 @@ class RequestTable:
     end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
     is_special: whether a new token needs more than to be stored (see `Request.is_special`).
     lora_tasks: LoRA task id, -1 for none.
-    started: by row, the context requests past their first chunk.
+    started: context requests past their first chunk, by row.
     makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
     shares_outputs: whether another request may go on with the symbolic output of one.
     micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.

@@ -84,8 +84,12 @@ def limits_of(begin: Begin, config: RunConfig) -> EngineLimits:
 
 
 class Segment:
-    """One run directory of a recording. start_s: its time 0, on the engine's clock. present: requests that are in the
-    engine when it begins; they make up a class of their own, and what they did before is not known here."""
+    """One run directory of a recording.
+
+    start_s: its time 0, on the engine's clock.
+    present: requests that are in the engine when it begins; they make up a class of their own, and what they did before
+        is not known here.
+    """
 
     def __init__(self, directory: Path, begin: Begin, start_s: float, present: Iterable[Added] = ()) -> None:
         config = settings_of(begin)
@@ -158,7 +162,11 @@ class Segment:
         return now_s - self._start_s
 
     def close(self, partial: bool, reason: str | None = None) -> None:
-        """Complete the files. partial: the server was killed. reason: why the recording goes on elsewhere."""
+        """Complete the files.
+
+        partial: the server was killed.
+        reason: why the recording goes on elsewhere.
+        """
         for name, request in self._mirror.requests.items():
             self._leave(request, Ended(name, "stopped", request.made, 1, []))
         self._description["trace"] |= self._trace.close(self._mirror.num_added)

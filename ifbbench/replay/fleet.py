@@ -100,8 +100,11 @@ Ended = tuple[dict[str, Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the settings of a fleet ask for. configs: of the replicas that it begins with. events, rule: what changes
-    their number."""
+    """What the settings of a fleet ask for.
+
+    configs: settings of the replicas that it begins with.
+    events, rule: what changes their number.
+    """
 
     configs: Sequence[RunConfig]
     router: Router
@@ -116,10 +119,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class FleetRun:
-    """A fleet that has run. ended: each replica. members: the index in the whole trace of each of its requests, by
-    replica. configs: the settings of each. stepped: of a fleet whose replicas were stepped together.
-    outputs: the tokens of each request, by id, if they are asked for. failures: of a fleet that serves, what its
-    replicas lost, as `events`; sent_again: the priorities of the requests of these that others got."""
+    """A fleet that has run.
+
+    ended: each replica.
+    members: for each replica, the indices of its requests in the whole trace.
+    configs: the settings of each.
+    stepped: the fleet whose replicas were stepped together, if they were.
+    outputs: the tokens of each request, by id, if they are asked for.
+    failures: what the replicas of a fleet that serves have lost, as `events`.
+    sent_again: priorities of the requests that were lost and sent to other replicas.
+    """
 
     ended: Sequence[Ended]
     members: Sequence[Sequence[int]]
@@ -183,7 +192,11 @@ def _first_engine(trace: Trace, plan: Plan, progress: Progress) -> Iterator[tupl
 
 
 def describe_fleet(trace: Trace, engine: Engine, config: RunConfig, own: Sequence[RunConfig]) -> dict[str, Any]:
-    """The content of run.json. engine: of the first replica. own: the settings of each replica."""
+    """The content of run.json.
+
+    engine: engine of the first replica.
+    own: the settings of each replica.
+    """
     description = describe(trace, engine, own[0])
     fleet = config.of_one_replica()
     differing = {name for one in own for name, value in one.as_dict().items() if value != getattr(fleet, name)}

@@ -44,8 +44,11 @@ def append(share: RequestColumns, columns: RequestColumns, index: int, arrival_s
 class _Routed:
     """What the two clients have in common. horizon_s: a request may arrive then that is not routed yet.
 
-    answers: when each answer reached the router, and the index of its request, in order of time. open: the requests
-    that are not answered, in order. earlier: see Request. answers_let_in: a request may arrive after each answer."""
+    answers_let_in: whether a request may arrive after each answer.
+    answers: when each answer reached the router, and the index of its request, in order of time.
+    open: requests that are not answered, in order.
+    earlier: see Request.
+    """
 
     horizon_s: float
     answers_let_in: bool

@@ -235,10 +235,14 @@ def _as_read(
     optional: bool = True,
     without: frozenset[str] = frozenset(),
 ) -> Any:
-    """The type that a value of `kind`, of the field `name`, may have when it is read. figure: what may be in the place
-    of each number, which may also be None; nothing is required then. exact: whether all fields that are not optional
-    are required and no others are allowed, so that nothing is lost; integers stay so where floats are expected.
-    optional: whether there may be optional fields. without: names of fields that are left out, of any value."""
+    """The type that a value of `kind`, of the field `name`, may have when it is read.
+
+    figure: what may be in the place of each number, which may also be None; nothing is required then.
+    exact: whether all fields that are not optional are required and no others are allowed, so that nothing is lost;
+        integers stay so where floats are expected.
+    optional: whether there may be optional fields.
+    without: names of fields that are left out, of any value.
+    """
     if inspect.isclass(kind) and issubclass(kind, Struct):
         required = REQUIRED if issubclass(kind, HAVE_REQUIRED) and figure is None else frozenset()
         if exact:

@@ -92,10 +92,17 @@ class ClientSpanLine(Struct):
 class ClientRequestLine(Struct, kw_only=True):
     """A line of `requests.jsonl` of a run against an endpoint.
 
-    Fields are those of RequestLine; None is what only the server knows. prompt_len: as the server counts it, if it
-    reports that. max_new_tokens: as asked for. sent_s: when the last attempt was written to a connection. chunks: of
-    the answer, and chunk_tokens, a ChunkTokens. kind: of the error. retries: kinds of the errors of earlier attempts.
-    warnings: what is wrong with a complete answer. replica, offers: of a router in front of servers.
+    Fields are those of RequestLine; None is what only the server knows.
+
+    prompt_len: as the server counts it, if it reports that.
+    max_new_tokens: as asked for.
+    sent_s: when the last attempt was written to a connection.
+    chunks: number of chunks of the answer.
+    chunk_tokens: how the number of their tokens is known (ChunkTokens).
+    kind: kind of the error.
+    retries: kinds of the errors of earlier attempts.
+    warnings: what is wrong with a complete answer.
+    replica, offers: as in a RequestLine, of a router in front of servers.
     """
 
     request_id: int
@@ -185,8 +192,10 @@ class ClientPopulation(Population):
 class ClientMetrics:
     """Sums and samples of a run against an endpoint.
 
-    class_of: of a request by its index. config: has `slo` and `concurrency`. send_delay_s: of each request that was
-    sent, from its arrival. errors, retries, warnings: numbers by kind.
+    class_of: returns the class of a request by its index.
+    config: has `slo` and `concurrency`.
+    errors, retries, warnings: numbers by kind.
+    send_delay_s: time from the arrival of each request that was sent until it was sent.
     """
 
     def __init__(self, class_of: ClassOf, config: Mapping[str, Any]) -> None:

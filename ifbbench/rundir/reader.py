@@ -69,7 +69,10 @@ Asked = ParamSpec("Asked")
 
 @dataclass(frozen=True)
 class RunData:
-    """One run directory. run: run.json. summary: summary.json, None where the run was killed.
+    """One run directory.
+
+    run: run.json.
+    summary: summary.json, None where the run was killed.
 
     Tables are read when they are first used. Request ids are texts in them. without: columns of `iterations` that are
     not read, which takes half of the time of reading the table.

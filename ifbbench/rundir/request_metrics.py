@@ -24,8 +24,10 @@ ROUTER = "router"
 class RequestMetrics:
     """Sums and samples of requests, taken in as they end.
 
-    total: requests of the run. class_of(index): the class of the request at this index of the trace. config: the
-    settings `slo` and `concurrency`. limits: names of limits that every summary has.
+    total: number of requests of the run.
+    class_of(index): the class of the request at this index of the trace.
+    config: the settings `slo` and `concurrency`.
+    limits: names of limits that every summary has.
     """
 
     def __init__(self, total: int, class_of: ClassOf, config: Mapping[str, Any], limits: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ class AdmissionLimits:
         self, config: BatchingConfig, policy: CapacityPolicy | None = None, adapters: AdapterCache | None = None
     ) -> None:
         """policy: the one that schedules; None for a new one of the kind that `config` names.
-        adapters: of requests with LoRA tasks.
+        adapters: adapters of requests with LoRA tasks.
         """
         if policy is None:
             policy = find_policy(config.effective_policy)(config.max_active)

@@ -69,9 +69,13 @@ class BadRequest(Exception):
 
 @dataclass
 class Endpoints:
-    """The endpoints of one service. reader, process: of bodies. adapters: LoRA tasks by the name by which clients know
-    them; key: what clients must send, None if they need not; created: when it started, in seconds since the Unix
-    epoch."""
+    """The endpoints of one service.
+
+    reader, process: what reads bodies.
+    adapters: LoRA tasks by the name by which clients know them.
+    key: what clients must send, None if they need not.
+    created: when it started, in seconds since the Unix epoch.
+    """
 
     service: AnyService
     reader: BodyReader

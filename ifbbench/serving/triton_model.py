@@ -98,7 +98,9 @@ class TritonPythonModel:
 class Sequence(NamedTuple):
     """What a request of Triton asks of the engine for one prompt: a sequence, or the beams of one search.
 
-    prompt, sequence: its indices. num_beams: how many of its beams are returned, all for None."""
+    prompt, sequence: its indices.
+    num_beams: how many of its beams are returned, all for None.
+    """
 
     request: InferenceRequest
     prompt: int

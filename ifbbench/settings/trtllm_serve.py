@@ -62,7 +62,11 @@ DRAFT_TOKENS = ("num_nextn_predict_layers", "max_draft_len")
 
 
 class Arguments(NamedTuple):
-    """What a YAML file of arguments of the LLM class means. ignored: arguments without a setting. notes: sentences."""
+    """What a YAML file of arguments of the LLM class means.
+
+    ignored: arguments without a setting.
+    notes: sentences.
+    """
 
     values: dict[str, Any]
     has_attention_dp: bool

@@ -32,10 +32,15 @@ MULTIPLE = 256  # of sequence lengths
 class Allowed:
     """The single changes that the settings of a run allow.
 
-    config: as asked. resolved: each setting as the run had it. summary: of the run. waited_s: request-seconds by limit,
-    DEVICE and ASIDE. peak_tokens: most tokens of an iteration. has_prefixes, has_priorities: whether requests of the
-    trace share beginnings, or have several priorities. longest: tokens of the longest of them with its output.
-    not_known: settings whose effect on the device is not known."""
+    config: settings as asked.
+    resolved: each setting as the run had it.
+    summary: summary of the run.
+    waited_s: request-seconds by limit, DEVICE and ASIDE.
+    peak_tokens: maximum number of tokens of an iteration.
+    has_prefixes, has_priorities: whether requests of the trace share beginnings, or have several priorities.
+    longest: number of tokens of the longest request with its output.
+    not_known: settings whose effect on the device is not known.
+    """
 
     config: RunConfig
     resolved: Mapping[str, Any]

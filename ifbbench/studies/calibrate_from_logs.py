@@ -67,8 +67,10 @@ def calibrate_from_logs(
 ) -> LogCalibration:
     """Fit the constants of the device in `given` to the logs at `paths`, and write the profile and a chart beside it.
 
-    given: the settings that were given; those that logs name are taken from them. output: LOG.toml in the working
-    directory if None. InputError for a log that cannot be read or used, and for logs that do not fit together.
+    given: the settings that were given; those that logs name are taken from them.
+    output: LOG.toml in the working directory if None.
+
+    InputError for a log that cannot be read or used, and for logs that do not fit together.
     """
     output = output or Path(f"{paths[0].stem}{SUFFIX}")
     chart = chart_beside(output, overwrite)

@@ -25,10 +25,13 @@ from ifbbench.workload.trace import TraceRequest
 class Side:
     """One of both sides.
 
-    study: of one replica. at_once: requests of mean length, at their full length, that it holds; None without requests.
-    iteration_s: of a full batch: of prompts, or of all requests at once, half of their output generated. rate: requests
-    per second of a replica that is always full. Both are None without requests, and on devices that are not simulated.
-    link_rate: tokens per second that it sends or receives."""
+    study: study of one replica.
+    at_once: requests of mean length, at their full length, that it holds; None without requests.
+    iteration_s: time of a full batch: of prompts, or of all requests at once, half of their output generated.
+    rate: requests per second of a replica that is always full. Both are None without requests, and on devices that are
+        not simulated.
+    link_rate: tokens per second that it sends or receives.
+    """
 
     name: str
     replicas: int

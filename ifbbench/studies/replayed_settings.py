@@ -41,8 +41,11 @@ def why_not(run: RecordedRun, is_server_known: bool = False) -> str:
 
 
 def base_config(config: Mapping[str, Any], derived: Sequence[str], sessions: bool) -> RunConfig:
-    """The settings with which the trace in a run directory is replayed as in the run. config, derived: of its
-    `run.json`. sessions: whether later turns arrive after answers."""
+    """The settings with which the trace in a run directory is replayed as in the run.
+
+    config, derived: parts of its `run.json`.
+    sessions: whether later turns arrive after answers.
+    """
     known = {item.name: item for item in settings()}
     values: dict[str, Any] = {
         name: None if name in derived else value

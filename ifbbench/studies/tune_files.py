@@ -98,8 +98,11 @@ STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The object of `tune --json`. recorded: the runs of the best candidate, one for each replica. commands: the words
-    of the command of each replica."""
+    """The object of `tune --json`.
+
+    recorded: the runs of the best candidate, one for each replica.
+    commands: the words of the command of each replica.
+    """
     best, goal = tuning.best, tuning.goal
     assert best is not None
     ranked = [one for one in (*tuning.candidates, *tuning.baselines) if one.run.case.requests == best.run.case.requests]
@@ -456,7 +459,12 @@ def plot_candidates(
     subtitle: str,
     directory: Path,
 ) -> Path:
-    """Write `pareto.png` (and .svg). front: in order of latency. named: points with a label. target_s: objective."""
+    """Write `pareto.png` (and .svg).
+
+    front: candidates of the front, in order of latency.
+    named: points with a label.
+    target_s: objective.
+    """
     unit, scale = time_unit([point.latency_s for point in points])
     with styled():
         figure = Figure(figsize=(7.2, 4.4))

@@ -175,9 +175,10 @@ def measured_text(one: Candidate) -> str:
 def compared_text(together: Candidate | None, apart: Candidate | None, at_equal: Candidate | None, goal: Goal) -> str:
     """Whether prefill and decode apart pay, and why, as measured.
 
-    together: the cheapest replicas that do both; apart: the cheapest pair of sides; None if none meets the objectives
-    with the GPUs that are allowed. at_equal: the other form with the GPUs of the cheaper one; None if it does not
-    run."""
+    together: the cheapest replicas that do both.
+    apart: the cheapest pair of sides; None if none meets the objectives with the GPUs that are allowed.
+    at_equal: the other form with the GPUs of the cheaper one; None if it does not run.
+    """
     if apart is not None and (together is None or apart.gpus < together.gpus):
         others = "where replicas that do both do not meet the objectives with as many as were tried"
         if together is not None:

@@ -63,8 +63,10 @@ def idle_limits(summary: Mapping[str, Any], max_batch_size: int) -> set[str]:
 
 @dataclass(frozen=True)
 class Space:
-    """fixed: settings that the user gave, which are not searched. longest_prompt: of the trace. shares_prefixes:
-    whether reuse of blocks can help."""
+    """fixed: settings that the user gave, which are not searched.
+    longest_prompt: number of tokens of the longest prompt of the trace.
+    shares_prefixes: whether reuse of blocks can help.
+    """
 
     base: RunConfig
     fixed: frozenset[str]
@@ -120,7 +122,8 @@ class Space:
         """Points that differ from `point` in one setting, with its name; limits by a factor of `step`. Those that are
         certain to run the same schedule are left out.
 
-        summary: of the run of `point`."""
+        summary: summary of the run of `point`.
+        """
         now = dict(point)
         idle = idle_limits(summary, now["max_batch_size"])
         changes: list[tuple[str, dict[str, Any]]] = []

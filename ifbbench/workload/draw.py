@@ -185,9 +185,10 @@ def _arrivals(gaps_s: Times, first_turns: Indices) -> Times:
 class DrawnClass:
     """The requests of a class, in the order of their ids; each array is of shape [requests of the class].
 
-    tokens, first_ids: of a conversation up to and with the turn's message, without a shared prefix: how many, and the
-        first of their prefix ids. None without sessions.
-    pools: the tokens of each pool; the last, which NO_POOL indexes, has none. next_id: the first prefix id not used.
+    pools: the tokens of each pool; the last, which NO_POOL indexes, has none.
+    tokens, first_ids: number of tokens of a conversation up to and with the turn's message, without a shared prefix,
+        and the first of their prefix ids; None without sessions.
+    next_id: the first prefix id not used.
     """
 
     prompt_len: Lengths

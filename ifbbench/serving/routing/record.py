@@ -75,8 +75,13 @@ class RouterRecording:
         seen: Mapping[str, list[float]],
         session: int | None,
     ) -> None:
-        """A request has ended. attempts: kinds of the failures before the last attempt. replica: of the last attempt.
-        seen: what the router saw then. session: its number, if others may be of the same one."""
+        """A request has ended.
+
+        attempts: kinds of the failures before the last attempt.
+        replica: replica of the last attempt.
+        seen: what the router saw then.
+        session: number of its session, if others may be of the same one.
+        """
         times_s, tokens, source, warnings = answer.count(None, UNLIMITED)
         if failure is None and not times_s:
             failure = RequestFailed("no_output", "the answer has no token")

@@ -16,7 +16,9 @@ from ifbbench.torch.model.tensors import to_device
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """fields: see `add_adapters`. rows: of each at most."""
+    """fields: see `add_adapters`.
+    rows: of each at most.
+    """
 
     fields: Tensor
     rows: int

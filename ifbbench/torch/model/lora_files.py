@@ -253,8 +253,10 @@ class TensorRtAdapter:
     """An adapter in the layout of TensorRT-LLM's requests.
 
     weights: [rows, values] or [1, rows, values]; a row has A [rank, inputs] and B [outputs, rank] of one module, flat,
-    one behind the other, with the scale in B. rows: int [rows, 3] or [1, rows, 3], number of the module, layer and
-    rank. InputError if they do not fit the model.
+        one behind the other, with the scale in B.
+    rows: int [rows, 3] or [1, rows, 3], number of the module, layer and rank.
+
+    InputError if they do not fit the model.
     """
 
     def __init__(

@@ -77,7 +77,8 @@ class SpansInPlace:
     """Spans of queries whose keys are read in the cache, without a copy. All tensors are int64 in host memory.
 
     rows, counts, lengths: [spans], packed row of the first query, number of queries, and number of keys that the last
-    query sees. block_ids: [spans, blocks]; entries beyond a span's keys are not read.
+        query sees.
+    block_ids: [spans, blocks]; entries beyond a span's keys are not read.
     """
 
     rows: Tensor
@@ -174,7 +175,9 @@ class CpuOperations(Operations):
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, spans: SpansInPlace, output: Tensor) -> None:
         """Causal attention of `spans` into their rows of `output` [rows, heads, head size].
 
-        queries: [tokens, heads, head size]. keys, values: the cache, [blocks, tokens per block, KV heads, head size].
+        queries: [tokens, heads, head size].
+        keys, values: the cache, [blocks, tokens per block, KV heads, head size].
+
         MemoryError if there is not enough memory for scores.
         """
         num_spans, width = spans.block_ids.shape
