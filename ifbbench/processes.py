@@ -147,7 +147,10 @@ def run_within(task: Callable[[], Any], seconds: float) -> Any:
 
 
 class _Worker:
-    """A process that runs one task after another. steps: of its task, how much is done."""
+    """A process that runs one task after another.
+
+    steps: of its task, how much is done.
+    """
 
     def __init__(self, run_task: RunTask) -> None:
         self.task, self.steps = -1, 0

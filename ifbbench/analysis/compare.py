@@ -56,8 +56,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Change:
-    """How much longer a request took in run b. cause: of the run in which it took longer, why, by the part of its time
-    that differs most."""
+    """How much longer a request took in run b.
+
+    cause: of the run in which it took longer, why, by the part of its time that differs most.
+    """
 
     request_id: Id
     e2e_a_s: float

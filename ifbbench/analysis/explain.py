@@ -75,7 +75,9 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RequestLife:
-    """A request from its arrival to its end. row: its line of `requests.jsonl`, empty if it had not ended.
+    """A request from its arrival to its end.
+
+    row: its line of `requests.jsonl`, empty if it had not ended.
 
     attribution_s: seconds by what it did or waited for; they add up to its end-to-end latency.
     least_s: a lower bound of that latency, its time alone on the device; None if unknown.

@@ -26,7 +26,10 @@ TOLD_SHARE = 0.01
 
 @dataclass(frozen=True)
 class SlowRequest:
-    """A slow request and what it spent most of its time on. share: that part of e2e_s."""
+    """A slow request and what it spent most of its time on.
+
+    share: that part of e2e_s.
+    """
 
     request_id: Id
     e2e_s: float

@@ -25,7 +25,10 @@ HOT_NAMED = 3
 
 @dataclass(frozen=True)
 class ReplicaWaiting:
-    """How long requests waited in the queue of a replica, and its share of all requests. is_hot: see HOT."""
+    """How long requests waited in the queue of a replica, and its share of all requests.
+
+    is_hot: see HOT.
+    """
 
     replica: int
     share_of_requests: float

@@ -69,10 +69,10 @@ class _Chunk(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """Generation in iterations `first` to `last`, those of a micro batch;
+    """Generation in iterations `first` to `last`, those of a micro batch.
 
-    keys: that the first of them reads.
-    grows: by one in each.
+    keys: number of keys that the first of them reads.
+    grows: whether each further one reads one more.
     """
 
     first: int

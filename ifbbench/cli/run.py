@@ -174,7 +174,10 @@ def sweep(
 
 @dataclass(frozen=True)
 class SweepKeys:
-    """What a sweep is asked to do besides settings: COMMAND_KEYS. over: texts as of `--over`."""
+    """What a sweep is asked to do besides settings: COMMAND_KEYS.
+
+    over: texts as of `--over`.
+    """
 
     trace: str | None
     over: Sequence[str]

@@ -161,7 +161,9 @@ def _malformed(data: bytes, error: Exception) -> RequestFailed:
 
 
 class EndpointApi:
-    """The requests of one endpoint. model: the name that the server has for it.
+    """The requests of one endpoint.
+
+    model: the name that the server has for it.
 
     tokenizer: the tokenizer of --tokenizer.
     read: takes in an event of an answer.

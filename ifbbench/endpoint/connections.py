@@ -20,7 +20,10 @@ OPENED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Address:
-    """Where an endpoint is. prefix: what all paths begin with."""
+    """Where an endpoint is.
+
+    prefix: what all paths begin with.
+    """
 
     host: str
     port: int

@@ -24,7 +24,9 @@ REFUSED_FOR_NOW = (429, 502, 503, 504)
 
 
 class RequestFailed(IfbbenchError):
-    """A request without a complete answer. kind: a short name to count by, such as `timeout` or `http_429`.
+    """A request without a complete answer.
+
+    kind: a short name to count by, such as `timeout` or `http_429`.
 
     may_retry: whether another attempt may succeed.
     retry_after_s: when the server asks for it.
@@ -91,7 +93,10 @@ class Exchange:
 
 
 class Pool(Protocol):
-    """What a connection belongs to. all, idle: those that are open, and those of them that wait for a request."""
+    """What a connection belongs to.
+
+    all, idle: those that are open, and those of them that wait for a request.
+    """
 
     clock: Clock
     alarm: Alarm

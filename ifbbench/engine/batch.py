@@ -39,8 +39,11 @@ class BlockCopy:
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter to copy to these pages of the device before a batch runs. from_host: whether it is in host memory;
-    otherwise it is read from where it is stored, and stays in host memory if `is_kept`."""
+    """An adapter to copy to these pages of the device before a batch runs.
+
+    from_host: whether it is in host memory; otherwise it is read from where it is stored, and stays in host memory if
+        `is_kept`.
+    """
 
     task_id: int
     pages: tuple[int, ...]

@@ -74,7 +74,10 @@ class Ended(Struct, frozen=True, array_like=True, tag=True):
 
 
 class End(Struct, frozen=True, array_like=True, tag=True):
-    """The server ends as it should. changes: those since the latest iteration."""
+    """The server ends as it should.
+
+    changes: those since the latest iteration.
+    """
 
     changes: list[Added | Ended] = field(default_factory=list)
 
@@ -100,10 +103,15 @@ class Preempted(Struct, frozen=True, array_like=True):
 
 
 class Head(Struct, frozen=True, array_like=True):
-    """The first waiting request that was left in the queue. limit: why, as far as the engine's counters say it at once;
-    else None, and the blocks decide: hits of its prefix in the cache (in tokens), free_hits of these blocks that no
-    other request holds; known, its tokens; cap, tokens of a prompt that one iteration may take, 0 for no maximum;
-    is_alone, whether no request ran beside it."""
+    """The first waiting request that was left in the queue.
+
+    limit: why, as far as the engine's counters say it at once; None if the blocks decide.
+    hits: hits of its prefix in the cache, in tokens.
+    free_hits: number of the blocks with these hits that no other request holds.
+    known: its number of tokens.
+    cap: maximum number of tokens of a prompt in one iteration, 0 for no maximum.
+    is_alone: whether no request ran beside it.
+    """
 
     name: str
     limit: str | None

@@ -22,8 +22,10 @@ Version = tuple[int, ...]
 
 @dataclass(slots=True)
 class Pending:
-    """An iteration whose outputs have not come back: the fields of its Step. output: what the engine's scheduler
-    returned."""
+    """An iteration whose outputs have not come back: the fields of its Step.
+
+    output: what the engine's scheduler returned.
+    """
 
     output: Any
     begun_s: float

@@ -98,7 +98,10 @@ NOT_SENT = ("return_log_probs", "return_context_logits", "return_generation_logi
 
 @dataclass(frozen=True)
 class _Ran:
-    """What is left of the replicas once they have ended. ended: of each, those of prefill first."""
+    """What is left of the replicas once they have ended.
+
+    ended: of each, those of prefill first.
+    """
 
     fleet: SteppedSides
     ended: list[Ended]

@@ -477,7 +477,10 @@ def _write_requests(directory: Path, config: RunConfig, run: FleetRun, lost: Seq
 
 
 class _FleetRecorder(SummaryRecorder):
-    """A recorder of all replicas together. lost: the lines of requests that no replica took."""
+    """A recorder of all replicas together.
+
+    lost: the lines of requests that no replica took.
+    """
 
     lost: list[bytes]
 

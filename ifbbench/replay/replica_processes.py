@@ -90,7 +90,10 @@ class FirstToken(NamedTuple):
 
 
 class ReplicaProcess:
-    """The process of a replica, which does one thing after another. name: of the replica in messages."""
+    """The process of a replica, which does one thing after another.
+
+    name: name of the replica in messages.
+    """
 
     def __init__(self, job: ReplicaJob, name: str) -> None:
         self.job, self.name = job, name

@@ -134,7 +134,10 @@ class _Fetching:
 
 
 class _Sending(_Fetching):
-    """What the clients of a prefill replica have in common. to_send: indices of the requests that go on elsewhere."""
+    """What the clients of a prefill replica have in common.
+
+    to_send: indices of the requests that go on elsewhere.
+    """
 
     to_send: set[int]
 
@@ -214,7 +217,7 @@ class SideReplica(SteppedReplica):
     """A replica that computes prompts, or one that generates.
 
     reserves_first: see SteppedSides.
-    known_s: time before which nothing comes; what comes earlier than the loop is then interrupts it.
+    known_s: time until which nothing comes; what comes later interrupts its loop.
     lines: lines of its requests that have ended, by index in its trace.
     held: requests whose blocks it kept when it was lost.
     """

@@ -39,9 +39,8 @@ class SteppedReplica:
     """A replica in steps.
 
     shows_state: whether its state is read (`state_at`).
-    members: for each of its requests, the index in the whole trace.
-
     clients: the classes of its client, without and with a serving process.
+    members: for each of its requests, the index in the whole trace.
     """
 
     def __init__(
@@ -210,9 +209,9 @@ class SteppedFleet:
     A router sees what happened before the request arrives, not what happens at the same time.
 
     replica_of: for each request of the trace, the number of its latest replica, -1 before it is routed.
-    lost: requests that no replica took: when they arrived, and why. offers: what the router looked at, for each request
-        that was routed as many values as there were replicas, from its `position` on; -1 of those that took no
-        requests.
+    lost: requests that no replica took: when they arrived, and why.
+    offers: what the router looked at, for each request that was routed as many values as there were replicas, from its
+        `position` on; -1 of those that took no requests.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class SteppedSides:
     lines: lines of the requests that have ended, in order of time.
     outputs: the tokens of each, by id, where clients keep them.
     views: what the router sees of the replicas that take requests.
-    waiting: no request waits for one, as none will start.
+    waiting: always empty: no request waits for a replica, as none will start.
     """
 
     def __init__(

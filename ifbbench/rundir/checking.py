@@ -99,7 +99,10 @@ def _request_decoder() -> Callable[[bytes], Any]:
 class ExactLines:
     """Decodes the lines of the file `name` to structs, where they have the fields that this version writes and no
     others: ten times faster than line by line. Most lines have no optional field, and a type without them is read
-    faster still. without: names of fields that the structs lack; then lines may have others too."""
+    faster still.
+
+    without: names of fields that the structs lack; then lines may have others too.
+    """
 
     def __init__(self, name: str, without: frozenset[str] = frozenset()) -> None:
         # A type that takes any other field would take those with optional ones for lines without them.

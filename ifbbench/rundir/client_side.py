@@ -74,8 +74,10 @@ class ChunkTokens(StrEnum):
 class ClientSpanLine(Struct):
     """A line of `spans.jsonl` of a run against an endpoint: one phase of one request as its client sees it.
 
-    waiting: from its arrival until it is sent; context: until the first token, with the time in the server's queue;
-    generation: until the last token, with the time and the number of tokens of each chunk, the first one included.
+    waiting: a phase from its arrival until it is sent.
+    context: a phase until the first token, with the time in the server's queue.
+    generation: a phase until the last token, with the time and the number of tokens of each chunk, the first one
+        included.
     """
 
     request_id: int

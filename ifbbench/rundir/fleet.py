@@ -27,7 +27,10 @@ OffersOf = Callable[[int], Offers | None]
 
 
 class _EndedRequest(Struct):
-    """What a line of `requests.jsonl` is ordered by. index: in the trace of its replica."""
+    """What a line of `requests.jsonl` is ordered by.
+
+    index: in the trace of its replica.
+    """
 
     index: int
     arrival_s: float

@@ -47,7 +47,10 @@ def snake_case(name: str) -> str:
 
 
 class LeftOutRequest(Struct, gc=False):
-    """The first request that did not run in full. reason: a limit of the engine, or a user policy's own reason."""
+    """The first request that did not run in full.
+
+    reason: a limit of the engine, or a user policy's own reason.
+    """
 
     request_id: int
     reason: str
@@ -72,7 +75,8 @@ class PausedRequest(Struct, gc=False):
 class SpecDecodingStats(Struct, rename="camel"):
     """The draft tokens of an iteration, under the names of TensorRT-LLM's executor.
 
-    numAcceptedTokens: drafts that became output. acceptanceLength: tokens that a request with drafts got on average.
+    numAcceptedTokens: drafts that became output.
+    acceptanceLength: tokens that a request with drafts got on average.
     iterLatencyMS: latency of the draft model.
     draftOverhead: share of that in the iteration.
     """
@@ -281,7 +285,9 @@ class ExecutorLine(
     """The statistics of an iteration under the names of TensorRT-LLM's executor.
 
     kvCacheStats: None for a contiguous cache. Of staticBatchingStats and inflightBatchingStats, that of the other
-    batching type is None. `ifbbench`: in `iterations.jsonl`, not in an `--iteration_log`.
+    batching type is None.
+
+    ifbbench: in `iterations.jsonl`, not in an `--iteration_log`.
     """
 
     timestamp: str

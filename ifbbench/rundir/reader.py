@@ -74,8 +74,9 @@ class RunData:
     run: run.json.
     summary: summary.json, None where the run was killed.
 
-    Tables are read when they are first used. Request ids are texts in them. without: columns of `iterations` that are
-    not read, which takes half of the time of reading the table.
+    Tables are read when they are first used. Request ids are texts in them.
+
+    without: columns of `iterations` that are not read, which takes half of the time of reading the table.
     """
 
     path: Path

@@ -64,7 +64,10 @@ class Gpu(Struct):
 
 
 class Hardware(Struct):
-    """The machine. gpu: None unless the model ran on one."""
+    """The machine.
+
+    gpu: None unless the model ran on one.
+    """
 
     machine: str
     cpu: str
@@ -82,7 +85,10 @@ class DeviceLimits(Struct):
 
 
 class RankFacts(Struct):
-    """A process of a run in several. tp_rank: which of those that share the layers of `stage`, a pipeline stage."""
+    """A process of a run in several.
+
+    tp_rank: which of those that share the layers of `stage`, a pipeline stage.
+    """
 
     rank: int
     stage: int
@@ -107,7 +113,10 @@ class Endpoint(Struct):
 
 
 class KvCacheCapacity(Struct):
-    """What vLLM says of its KV cache at its start. max_concurrency: requests of the longest sequence."""
+    """What vLLM says of its KV cache at its start.
+
+    max_concurrency: requests of the longest sequence.
+    """
 
     tokens: int
     max_concurrency: float

@@ -41,8 +41,11 @@ class WindowBlocks(Struct):
 
 
 class KvBlocks(Struct):
-    """Blocks of the paged KV cache; None for a contiguous one. per_window_size: of each of several attention windows,
-    by its tokens; `max` is their sum, and `peak_used` the most that were in use in all of them at a time."""
+    """Blocks of the paged KV cache; None for a contiguous one.
+
+    per_window_size: blocks of each of several attention windows, by its tokens; `max` is their sum, and `peak_used` the
+        most that were in use in all of them at a time.
+    """
 
     max: int | None
     peak_used: int | None
@@ -59,7 +62,10 @@ class KvTokens(Struct):
 
 
 class Objective(Struct):
-    """A service level objective. share: of the completed requests that met it, if it is one of each request."""
+    """A service level objective.
+
+    share: share of the completed requests that met it, if it is one of each request.
+    """
 
     target: float
     value: float | None
@@ -83,7 +89,10 @@ class Window(Struct):
 
 
 class Burst(Struct):
-    """A stretch of arrivals above the mean rate in which slow requests arrived. rate_over_mean: its rate over that."""
+    """A stretch of arrivals above the mean rate in which slow requests arrived.
+
+    rate_over_mean: its rate over that.
+    """
 
     start_s: float
     duration_s: float

@@ -40,8 +40,10 @@ class Part:
 
 
 class Choice:
-    """One answer to a prompt, as the tokens of its generation come. max_new_tokens: of which it can have no more; with
-    0, the token that the engine makes is dropped."""
+    """One answer to a prompt, as the tokens of its generation come.
+
+    max_new_tokens: of which it can have no more; with 0, the token that the engine makes is dropped.
+    """
 
     def __init__(
         self, index: int, generation: Generation, tokenizer: Tokenizer, body: Generating, max_new_tokens: int

@@ -84,7 +84,10 @@ class StreamOptions(Struct):
 
 
 class ServerRequest(Struct, kw_only=True):
-    """What all bodies have in common. model: this server's, or the name of a LoRA adapter."""
+    """What all bodies have in common.
+
+    model: this server's, or the name of a LoRA adapter.
+    """
 
     model: str | None = None
 
@@ -239,8 +242,10 @@ class Message(Struct, omit_defaults=True):
 
 
 class ChatRequest(Generating, kw_only=True):
-    """A conversation to continue. logprobs: whether to list log-probabilities, and top_logprobs of how many of the most
-    likely tokens."""
+    """A conversation to continue.
+
+    logprobs: whether to list log-probabilities, and top_logprobs of how many of the most likely tokens.
+    """
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None

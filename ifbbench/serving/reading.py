@@ -64,7 +64,10 @@ class ReadingRules:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of a body as token ids. echoes: the text of the prompt of each choice, if the answer has it."""
+    """The prompts of a body as token ids.
+
+    echoes: the text of the prompt of each choice, if the answer has it.
+    """
 
     token_ids: list[IntArray]
     echoes: list[str]

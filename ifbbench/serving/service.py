@@ -52,7 +52,10 @@ class Recording(Protocol):
 
 @dataclass(slots=True)
 class Tokens:
-    """New output of a generation. log_probs: of each token, and generation_logits [tokens, vocabulary], if asked for.
+    """New output of a generation.
+
+    log_probs: log-probability of each token, if asked for.
+    generation_logits: [tokens, vocabulary], if asked for.
 
     beams: output of each beam of a finished beam search and its log-probabilities, best first.
     """

@@ -20,7 +20,10 @@ STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 
 
 class Histogram:
-    """Counts of values in buckets, and their sum. limits: ascending upper limits; a last bucket has the rest."""
+    """Counts of values in buckets, and their sum.
+
+    limits: ascending upper limits; a last bucket has the rest.
+    """
 
     def __init__(self, limits: Sequence[float]) -> None:
         self.limits = limits

@@ -31,7 +31,9 @@ class ByteTokenizer:
     """For a model without a tokenizer: the token ids of a text are the bytes of its UTF-8 form.
 
     An id above 255, which a text does not have, is decoded as a letter, so that the text of random weights has a
-    character for each token. vocab_size: of the model.
+    character for each token.
+
+    vocab_size: of the model.
     """
 
     def __init__(self, vocab_size: int) -> None:

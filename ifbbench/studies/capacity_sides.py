@@ -49,7 +49,10 @@ class Side:
 
 @dataclass(frozen=True)
 class SidesStudy:
-    """Both sides, and what they do together. prompt_len: the mean; 0 without requests."""
+    """Both sides, and what they do together.
+
+    prompt_len: the mean; 0 without requests.
+    """
 
     prefill: Side
     decode: Side

@@ -83,7 +83,10 @@ class VllmIteration(NamedTuple):
 
 
 class VllmLine(NamedTuple):
-    """What a line of vLLM says. engine: its number, "" if the line has none."""
+    """What a line of vLLM says.
+
+    engine: its number, "" if the line has none.
+    """
 
     engine: str
     text: str

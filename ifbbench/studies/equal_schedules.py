@@ -51,7 +51,10 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A run that has ended. max_active: the highest number of its active requests."""
+    """A run that has ended.
+
+    max_active: the highest number of its active requests.
+    """
 
     asked: _Asked
     summary: Mapping[str, Any]

@@ -41,7 +41,10 @@ CONVERGED = 1e-9
 
 
 class Timed(Protocol):
-    """A measured time. kind: names its group in tables."""
+    """A measured time.
+
+    kind: names its group in tables.
+    """
 
     @property
     def seconds(self) -> float: ...
@@ -68,7 +71,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The median of samples with the same work. seconds, loop_s: see Sample."""
+    """The median of samples with the same work.
+
+    seconds, loop_s: see Sample.
+    """
 
     work: StepWork
     seconds: float

@@ -162,7 +162,10 @@ def overlap_of_periods(periods: Iterable[tuple[float, float]]) -> bool | None:
 
 
 class BatchCounts(NamedTuple):
-    """Counts of a batch. cached_tokens: tokens of the context requests that were computed before."""
+    """Counts of a batch.
+
+    cached_tokens: tokens of the context requests that were computed before.
+    """
 
     context_requests: int
     context_tokens: int

@@ -104,8 +104,10 @@ class Executor(Protocol):
 
 
 class LocalProcesses:
-    """Simulated runs in parallel processes of this machine, the others one after the other. processes: all usable cores
-    if None."""
+    """Simulated runs in parallel processes of this machine, the others one after the other.
+
+    processes: all usable cores if None.
+    """
 
     def __init__(self, processes: int | None = None) -> None:
         self._processes = processes
@@ -119,9 +121,11 @@ class LocalProcesses:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """rows: rows of all points.
-    failed: points with an error or with failed requests.
-    resumed: runs that had ended before.
+    """What a sweep did.
+
+    rows: rows of all points.
+    failed: number of points with an error or with failed requests.
+    resumed: number of runs that had ended before.
     warnings: warnings of points, by label.
     was_removed: whether the directory was removed meanwhile, or `points.jsonl`.
     """

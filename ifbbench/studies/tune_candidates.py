@@ -34,9 +34,11 @@ Summary = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Goal:
-    """name: one of GOALS.
+    """What a search looks for.
+
+    name: one of GOALS.
     objectives: objectives of `--slo`.
-    refused: requests that no setting of the search can run.
+    refused: number of requests that no setting of the search can run.
     """
 
     name: str
@@ -169,7 +171,10 @@ def nearest_objective(one: Candidate, goal: Goal) -> tuple[str, float] | None:
 
 
 class Judge:
-    """Compares candidates by `goal`. price: of a GPU hour."""
+    """Compares candidates by `goal`.
+
+    price: price of a GPU hour.
+    """
 
     def __init__(self, goal: Goal, runs: Runs, price: float = 1.0) -> None:
         self.goal = goal

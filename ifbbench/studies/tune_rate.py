@@ -21,7 +21,9 @@ Asking = Generator[list[float], list[bool], "Border"]
 
 @dataclass(frozen=True)
 class Border:
-    """low: the highest factor of the rate that meets the objectives; None if none does.
+    """What is known of the highest rate, as factors of the rate of the trace.
+
+    low: the highest that meets the objectives; None if none does.
     high: the lowest one found above it that does not; None if none was found.
     """
 

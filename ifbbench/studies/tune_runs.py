@@ -59,7 +59,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """A case that has run. summary: as in `summary.json`, of all replicas together; empty if it failed with `error`."""
+    """A case that has run.
+
+    summary: as in `summary.json`, of all replicas together; empty if it failed with `error`.
+    """
 
     case: Case
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +70,9 @@ class Run:
 
 
 class Runs:
-    """source: as recorded (`read_source`).
+    """The runs of a search, each of which is made once.
+
+    source: the trace as recorded (`read_source`).
     work: number of requests that were simulated.
     on_work: is called when runs have ended.
     done: runs in their order.

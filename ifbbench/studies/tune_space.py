@@ -63,7 +63,9 @@ def idle_limits(summary: Mapping[str, Any], max_batch_size: int) -> set[str]:
 
 @dataclass(frozen=True)
 class Space:
-    """fixed: settings that the user gave, which are not searched.
+    """What candidates may differ in.
+
+    fixed: settings that the user gave, which are not searched.
     longest_prompt: number of tokens of the longest prompt of the trace.
     shares_prefixes: whether reuse of blocks can help.
     """

@@ -75,8 +75,11 @@ MAX_ON_ALL = 4
 
 
 class WhatIf:
-    """The trials of one run. findings: of the run, which must be one that `why_not` allows. InputError for a run on a
-    real device that the cost model cannot be fitted to.
+    """The trials of one run.
+
+    findings: findings of the run, which must be one that `why_not` allows.
+
+    InputError for a run on a real device that the cost model cannot be fitted to.
 
     endpoint: a run against an endpoint, of whose requests `findings` are a replay on a simulated device.
     slower: that was made so many times slower.

@@ -42,8 +42,11 @@ class Goal:
 
 @dataclass(frozen=True)
 class Effect:
-    """A figure with the run's settings and with others. is_noise: there is none, it is not the same with each seed, or
-    it is smaller than the error of the prediction."""
+    """A figure with the run's settings and with others.
+
+    is_noise: whether there is no difference, it is not the same with each seed, or it is smaller than the error of the
+        prediction.
+    """
 
     before: float | None
     after: float | None

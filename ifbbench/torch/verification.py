@@ -65,8 +65,10 @@ class Proposals:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """tokens: int64 [outputs, 1 + maximum of drafts].
-    accepted: [outputs], drafts accepted; the tokens up to and including the one after them are valid.
+    """What verification of drafts has chosen.
+
+    tokens: int64 [outputs, 1 + maximum of drafts].
+    accepted: [outputs], number of drafts accepted; the tokens up to and including the one after them are valid.
     """
 
     tokens: Int64Array

@@ -134,7 +134,10 @@ def _block_keys(request: TraceRequest) -> Iterator[object]:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """A format to convert to. carries: the optional fields of TraceRequest that it can express."""
+    """A format to convert to.
+
+    carries: the optional fields of TraceRequest that it can express.
+    """
 
     lines: Callable[[Iterable[TraceRequest], Tokens], Lines]
     suffix: str

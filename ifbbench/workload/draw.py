@@ -139,7 +139,10 @@ class _Streams(NamedTuple):
 
 class Turns(NamedTuple):
     """What each request is: its class, its conversation and its turn of it, from 0; each of shape [requests]. A request
-    of a class without sessions is a conversation of one turn. first_turns: the first request of each conversation."""
+    of a class without sessions is a conversation of one turn.
+
+    first_turns: the first request of each conversation.
+    """
 
     class_of: Indices
     session_of: Indices

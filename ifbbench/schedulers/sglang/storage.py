@@ -70,8 +70,10 @@ class Waiting:
 
 
 class Storage:
-    """The store of an engine, and what is on its way. Lookups take no time, and one that finds nothing is not
-    repeated. occupied: tokens that were looked for, and may come."""
+    """The store of an engine, and what is on its way. Lookups take no time, and one that finds nothing is not repeated.
+
+    occupied: tokens that were looked for, and may come.
+    """
 
     def __init__(self, tiers: KvTiers, cache: SglangCache, rules: SglangRules) -> None:
         assert cache.tree is not None

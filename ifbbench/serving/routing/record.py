@@ -23,7 +23,10 @@ UNLIMITED = 2**27
 
 class RouterRecording:
     """Writes the run directory of a router: that of a client which measures servers, with the replica of each request
-    and what the router saw. No other process records there until `close`. model: as the servers call it."""
+    and what the router saw. No other process records there until `close`.
+
+    model: as the servers call it.
+    """
 
     def __init__(self, directory: Path, config: RunConfig, server: RouterConfig, model: str) -> None:
         self.directory = directory

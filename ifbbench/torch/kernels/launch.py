@@ -78,11 +78,14 @@ def multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """rows: queries times grouped heads of a program.
-    keys: per step.
+    """Sizes of the parts in which an attention kernel works.
+
+    rows: queries times grouped heads of a program.
+    keys: number of keys of a step.
     warps: number of warps of 32 threads.
-    stages: tiles of keys and values that are loaded or computed at the same time. Rows and keys are powers of two of at
-        least SMALLEST_DOT.
+    stages: number of tiles of keys and values that are loaded or computed at the same time.
+
+    Rows and keys are powers of two of at least SMALLEST_DOT.
     """
 
     rows: int

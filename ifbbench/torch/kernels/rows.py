@@ -255,8 +255,8 @@ def rotate_and_write(
     heads: [tokens, heads + 2 · KV heads, head size], queries, keys, values; those of a token are contiguous.
     cosines, sines: float32 [positions, head size / 2], contiguous.
     positions: int64 or int32 [tokens].
-    cache_rows: int64 or int32 [tokens], block id · tokens per block + position in the block, all different; negative:
-        not stored.
+    cache_rows: int64 or int32 [tokens], block id · tokens per block + position in the block, all different;
+        negative for tokens that are not stored.
     key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, the values of a head
         contiguous; of any type: values beyond an eight-bit type's range become its limits.
     rotates: if false, heads that are already rotated are only stored.

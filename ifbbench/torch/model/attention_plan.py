@@ -149,15 +149,15 @@ def plan_attention(
     num_rows: int,
     is_contiguous: bool = False,
 ) -> tuple[AttentionGroup, ...]:
-    """Calls without a window that together cover every span once. block_tables: [sequences, blocks], read before this
-    returns.
+    """Calls without a window that together cover every span once.
 
     Whole prompts, later chunks and generation tokens have separate calls: the first read no cache and need no mask, the
     last have one query each.
 
+    block_tables: [sequences, blocks], read before this returns.
     num_rows: number of rows of the packed batch.
-    is_contiguous: each sequence has one block, of which only the positions of a call's longest sequence are read;
-        consecutive blocks are read as a slice.
+    is_contiguous: whether each sequence has one block, of which only the positions of a call's longest sequence are
+        read; consecutive blocks are read as a slice.
     """
     whole = (spans.starts == 0) & (spans.lengths > 1)
     single = spans.lengths == 1

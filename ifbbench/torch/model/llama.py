@@ -29,7 +29,7 @@ class PagedBatch:
     tiles: [tiles, 5], tiles of the chunks (see `ifbbench.torch.kernels.context_attention.TILE_FIELDS`).
     block_tables: [sequences, blocks].
     table_rows, lengths: [generation tokens], row of the block tables, and number of keys including the token's own.
-    cache_rows: [tokens], where keys and values are stored before attention; negative: not stored.
+    cache_rows: [tokens], where keys and values are stored before attention; negative for those that are not stored.
     late_rows: [context rows], where those of the chunks are stored after their attention, because they overwrite keys
         that it reads; None if there are none.
     """

@@ -48,7 +48,10 @@ Pairs = Iterator[tuple[int, int, "Tensor", "Tensor"]]
 
 
 class Adapter(Protocol):
-    """An adapter of the model. ranks: [layers, modules], 0 where it changes nothing."""
+    """An adapter of the model.
+
+    ranks: [layers, modules], 0 where it changes nothing.
+    """
 
     @property
     def ranks(self) -> IntArray: ...

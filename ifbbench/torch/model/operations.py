@@ -19,7 +19,9 @@ class RotaryEmbedding:
     """Cosines and sines that rotate pairs of query and key values by an angle proportional to the position.
 
     Su et al., RoFormer (arXiv:2104.09864), with the pairs of Hugging Face's convention: value i of a head's first half
-    and value i of its second half. cos, sin: float32 [positions, head size / 2], for all positions of the model.
+    and value i of its second half.
+
+    cos, sin: float32 [positions, head size / 2], for all positions of the model.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:

@@ -38,11 +38,11 @@ NONE = slice(0, 0)
 class ModelWeights:
     """All weights of a decoder.
 
-    embedding: [vocabulary, hidden]; norms: [hidden].
+    embedding: [vocabulary, hidden].
+    final_norm, final_norm_bias: [hidden].
     position_embedding: [positions, hidden], GPT-2's.
-
     part: what of the model these are; None if all. Then tensors of other stages, and of other ranks' vocabulary, have
-    no rows.
+        no rows.
     """
 
     embedding: Tensor
