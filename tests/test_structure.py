@@ -51,7 +51,7 @@ PRIVATE_WORDS = re.compile(
 # What begins without the subject of a sentence.
 TELEGRAMS = re.compile(r'("""|^\s*# )(Of |That of |Those (of|that) |The same (of|as|for) )')
 
-# An attribute or a parameter, or several, described in a docstring: `name: what it is`, and the end of a sentence before.
+# One or several attributes or parameters described in a docstring, `name: what it is`, with the end of the text before.
 NAME = r"`?[a-z_][A-Za-z0-9_]*(?:\([^)\n]*\))?`?"
 DESCRIPTION = re.compile(rf"(?:^|[.;?)]\s+)(?P<names>{NAME}(?:(?:, | and |, and | or ){NAME})*):\s", re.MULTILINE)
 
