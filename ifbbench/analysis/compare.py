@@ -19,7 +19,8 @@ from ifbbench.rundir.line_types import RUNNING
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.timeline import Iterations
-from ifbbench.settings.config import ARRIVAL_SETTINGS, ENGINES, READ_SETTINGS, settings
+from ifbbench.settings.config import ARRIVAL_SETTINGS, READ_SETTINGS, settings
+from ifbbench.settings.engines import ENGINES
 from ifbbench.settings.modes import Overlap
 
 # Policies and engines that keep no blocks for the output of a request that starts.

@@ -18,7 +18,7 @@ from ifbbench.rundir.metrics import fullest_window, own_seconds
 from ifbbench.rundir.reader import waiting_field
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.timeline import NO_REQUEST
-from ifbbench.settings.config import SGLANG
+from ifbbench.settings.engines import SGLANG
 from ifbbench.settings.modes import Overlap
 
 

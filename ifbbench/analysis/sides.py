@@ -12,8 +12,8 @@ from ifbbench.rundir.disaggregated import DECODE_BLOCKS, ROUTER, reserves_first
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
 from ifbbench.rundir.metrics import TRANSFER
 from ifbbench.rundir.reader import RunData
-from ifbbench.settings.config import BY_WHOLE
 from ifbbench.settings.fields import memory_size
+from ifbbench.settings.groups.fleet import BY_WHOLE
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,17 +22,11 @@ from ifbbench.models.quantization import quantization_of
 from ifbbench.schedulers.engines import find_scheduler
 from ifbbench.schedulers.limits import UNLIMITED, V1_POLICY, BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.policies import find_policy
-from ifbbench.settings.config import (
-    DEFAULT_KV_FRACTION,
-    DTYPE_BYTES,
-    ENGINE_NAMES,
-    LOGGED_ENGINES,
-    SGLANG,
-    SIMULATED_DTYPES,
-    VLLM,
-    RunConfig,
-)
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.dtypes import DTYPE_BYTES, SIMULATED_DTYPES
+from ifbbench.settings.engines import ENGINE_NAMES, LOGGED_ENGINES, SGLANG, VLLM
 from ifbbench.settings.fields import memory_size
+from ifbbench.settings.groups.kv_cache import DEFAULT_KV_FRACTION
 from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.settings.names import setting
 from ifbbench.torch.host import available_host_bytes

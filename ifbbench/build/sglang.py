@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from ifbbench.build.missing_settings import refuse_missing
 from ifbbench.errors import InputError
 from ifbbench.schedulers.sglang.rules import SglangRules
-from ifbbench.settings.config import BY_TIMEOUT, HOST_SETTINGS, RETRACTION_POLICIES, RunConfig
+from ifbbench.settings.config import HOST_SETTINGS, RunConfig
+from ifbbench.settings.groups.kv_cache import BY_TIMEOUT
+from ifbbench.settings.groups.sglang import RETRACTION_POLICIES
 from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting
 

@@ -15,7 +15,8 @@ import click
 from ifbbench.cli.given_settings import config_table, given_config
 from ifbbench.cli.options import NOT_NEGATIVE_INTEGER, IntegerRange, SettingsCommand, json_instead_of_tables
 from ifbbench.errors import InputError
-from ifbbench.settings.config import SIMULATED, settings
+from ifbbench.settings.config import settings
+from ifbbench.settings.devices import SIMULATED
 from ifbbench.settings.names import setting
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from ifbbench.cli.options import Command, IntegerRange, SettingsCommand
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, check_new_file
 from ifbbench.rundir.run_directory import REPEATS_FILE, SERVER_LOGS
-from ifbbench.settings.config import REPORT_FILES, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.recording import REPORT_FILES
 
 if TYPE_CHECKING:
     from ifbbench.replay.single import RunResult

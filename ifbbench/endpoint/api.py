@@ -15,7 +15,8 @@ from ifbbench.endpoint.answer import PERHAPS, PERHAPS_END, UNKNOWN, Answer
 from ifbbench.endpoint.connections import Connections
 from ifbbench.endpoint.http import RequestFailed, message_of, printable
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DEFAULT_MODEL, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.execution import DEFAULT_MODEL
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.texts import load_tokenizer
 from ifbbench.workload.trace import TraceRequest

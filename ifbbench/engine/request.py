@@ -21,7 +21,7 @@ from ifbbench.engine.sampling_params import (
     StopConditions,
 )
 from ifbbench.engine.tokens import KnownTokens, SymbolicTokens, TokenIds
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 _NO_TOKEN = -1
 NO_MICRO_BATCH = -1
@@ -153,7 +153,8 @@ class Request:
         self.loads: tuple[KvLoad, ...] = ()
         self.is_sent_on = False
         self.search: BeamSearch | None = None
-        self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
+        numbers = options.return_log_probs or options.return_context_logits or options.return_generation_logits
+        self.numbers = OutputNumbers(prompt_len) if numbers else None
         self.num_sent = 0
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
@@ -236,7 +237,7 @@ class Request:
     @property
     def reads_tokens(self) -> bool:
         """Whether what a new token is decides something, or it comes with numbers: beam search, stop sequences."""
-        return self.beam_width > 1 or bool(self.stop.stop_sequences) or self.options.returns_numbers
+        return self.beam_width > 1 or bool(self.stop.stop_sequences) or self.numbers is not None
 
     def tokens_between(self, start: int, stop: int) -> IntArray:
         """Token ids at positions `start` to `stop - 1` of prompt and output. ValueError if the prompt is symbolic."""

@@ -10,7 +10,7 @@ from ifbbench.engine.records import CacheState, IterationRecord
 from ifbbench.engine.request import Request, RequestState
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.live.events import Added, Ended, Head, Preempted, Step
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 # The engine's priorities are integers, the smallest first; those of a trace are between 0 and 1, the largest first.
 PRIORITY_STEP, MAX_STEPS = 0.001, 400

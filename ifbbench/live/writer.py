@@ -24,7 +24,8 @@ from ifbbench.live.mirror import PRIORITY_STEP, EngineLimits, Mirror, RecordedRe
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
 from ifbbench.rundir.traffic_trace import TrafficTrace
-from ifbbench.settings.config import SGLANG, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.settings.modes import BatchingType
 from ifbbench.settings.names import setting
 from ifbbench.settings.servers import SERVERS

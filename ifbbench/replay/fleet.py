@@ -66,7 +66,11 @@ from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.servers import add_server, parts_of
 from ifbbench.settings.autoscale import KV_USE, QUEUE, TTFT, AutoscaleRule, parse_autoscale
-from ifbbench.settings.config import BY_ITERATION, FLEET_SETTINGS, LOGGED_ENGINES, ROUTERS, SIDE_OUTPUTS, RunConfig
+from ifbbench.settings.config import FLEET_SETTINGS, RunConfig
+from ifbbench.settings.engines import LOGGED_ENGINES
+from ifbbench.settings.groups.fleet import ROUTERS
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
+from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.virtual_clock import VirtualClock

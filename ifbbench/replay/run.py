@@ -20,7 +20,8 @@ from ifbbench.replay.single import (
 )
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import SummaryRecorder
-from ifbbench.settings.config import FLEET_SETTINGS, SIDE_OUTPUTS, SIDE_SETTINGS, RunConfig
+from ifbbench.settings.config import FLEET_SETTINGS, SIDE_SETTINGS, RunConfig
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
 from ifbbench.workload.load import Source, for_other_process, load_trace
 from ifbbench.workload.trace import Trace
 

@@ -42,7 +42,8 @@ from ifbbench.rundir.disaggregated import Passage
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
 from ifbbench.rundir.request_metrics import RequestMetrics
-from ifbbench.settings.config import VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import VLLM
 from ifbbench.virtual_clock import VirtualClock, tick, to_seconds
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import Trace, columns_of

@@ -31,7 +31,7 @@ from ifbbench.rundir.recorder import FLUSH_INTERVAL_S
 from ifbbench.rundir.request_metrics import ClassOf
 from ifbbench.rundir.run_directory import write_begun, write_json
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, Window, traffic
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.settings.objectives import Objective, meets_all, parse_objectives
 
 # Parts of the time of a request. The server's queue and its context phase cannot be told apart from outside.

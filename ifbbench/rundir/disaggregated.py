@@ -12,7 +12,8 @@ import msgspec
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import JsonLinesWriter, encode, number, value_of
 from ifbbench.rundir.metrics import TRANSFER, WAITING_FOR, WAITING_ITERATION, distribution
-from ifbbench.settings.config import BY_LAYER, SGLANG
+from ifbbench.settings.engines import SGLANG
+from ifbbench.settings.groups.fleet import BY_LAYER
 
 ROUTER, DECODE_BLOCKS = "router", f"{WAITING_FOR}decode_blocks"
 CONCURRENCY = f"{WAITING_FOR}concurrency"

@@ -22,7 +22,7 @@ from ifbbench.rundir.metrics import (
 from ifbbench.rundir.reader import RunData, delivered_s, producing_spans
 from ifbbench.rundir.run_directory import write_json
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.settings.objectives import parse_objectives
 
 if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table

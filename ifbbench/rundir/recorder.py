@@ -25,7 +25,7 @@ from ifbbench.rundir.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, w
 from ifbbench.rundir.spans import SecondsOf, SpanTracker
 from ifbbench.rundir.statistics import IterationStatistics, StaticBatchLines
 from ifbbench.rundir.stretch_lines import StretchLines
-from ifbbench.settings.config import ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
+from ifbbench.settings.groups.recording import ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
 from ifbbench.settings.modes import BatchingType
 
 FLUSH_INTERVAL_S = 1.0

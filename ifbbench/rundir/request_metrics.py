@@ -13,7 +13,7 @@ from ifbbench.rundir.lines import number, value_of
 from ifbbench.rundir.metrics import Population, by_group, limit_waited_for, slow_ttft_s
 from ifbbench.rundir.spans import RequestTimeline
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.settings.objectives import meets_all, parse_objectives
 
 ClassOf = Callable[[int], str | None]

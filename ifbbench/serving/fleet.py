@@ -32,7 +32,8 @@ from ifbbench.serving.metrics import Metric, ServerMetrics
 from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded
 from ifbbench.serving.sessions import Sessions
 from ifbbench.serving.statistics import LiveStatistics
-from ifbbench.settings.config import ROUTERS, SIDE_SETTINGS, RunConfig
+from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
+from ifbbench.settings.groups.fleet import ROUTERS
 from ifbbench.workload.trace import ID, NO_SESSION, SECONDS, TraceRequest
 
 # Settings of fleets that change or differ.

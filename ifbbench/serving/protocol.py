@@ -14,7 +14,8 @@ from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.serving.texts import Texts
-from ifbbench.settings.config import DEFAULT_PRIORITY, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

@@ -305,6 +305,11 @@ def declare(group: str, default: Any, help: str, **facts: Any) -> Any:
     return field(default=default, metadata={"help": help, "group": group, **facts})
 
 
+def or_none(value: Any) -> Any:
+    """None for the text none."""
+    return None if isinstance(value, str) and value.lower() in ("none", "null") else value
+
+
 def as_text(value: Any) -> str:
     """The value of a setting as it is given on the command line: true, none, 512."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

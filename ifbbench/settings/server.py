@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DTYPES, ENGINE_NAMES
 from ifbbench.settings.config_file import parse_config_file
+from ifbbench.settings.dtypes import DTYPES
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.settings.fields import boolean, did_you_mean, integer, located, table
 from ifbbench.settings.names import setting, snake_case
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import TRTLLM, settings
+from ifbbench.settings.config import settings
 from ifbbench.settings.config_file import parse_config_file
+from ifbbench.settings.engines import TRTLLM
 from ifbbench.settings.fields import boolean, integer, located
 from ifbbench.settings.names import setting
 from ifbbench.settings.server import (

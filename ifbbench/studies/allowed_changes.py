@@ -7,7 +7,10 @@ from typing import Any
 
 from ifbbench.analysis.words import SIZES, setting_of
 from ifbbench.models.named_models import load_model_config
-from ifbbench.settings.config import CHUNKING_POLICIES, SCHEDULE_POLICIES, SGLANG, TRTLLM, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, TRTLLM, VLLM
+from ifbbench.settings.groups.scheduling import CHUNKING_POLICIES
+from ifbbench.settings.groups.sglang import SCHEDULE_POLICIES
 from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard, plan_memory

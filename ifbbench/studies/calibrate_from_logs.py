@@ -18,7 +18,8 @@ from ifbbench.build.resolve import resolve_limits
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import built_in_models, load_model_config
 from ifbbench.report import plain_table
-from ifbbench.settings.config import SIMULATED, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.devices import SIMULATED
 from ifbbench.settings.names import from_mapping
 from ifbbench.simulated.hardware import CONSTANTS, SUFFIX, HardwareProfile, load_hardware, write_profile
 from ifbbench.simulated.shard import Shard

@@ -20,7 +20,8 @@ from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.schedulers.limits import UNLIMITED, BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
-from ifbbench.settings.config import MAX_BATCH, RunConfig
+from ifbbench.settings.bounds import MAX_BATCH
+from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
 from ifbbench.simulated.hardware import load_hardware

@@ -14,7 +14,8 @@ from ifbbench.engine.plan import Limit
 from ifbbench.fleet.sides import check_sides
 from ifbbench.replay.disaggregated import link_rate, own_values
 from ifbbench.rundir.disaggregated import DECODE, PREFILL, SIDES
-from ifbbench.settings.config import SGLANG, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.settings.fields import memory_size
 from ifbbench.studies.capacity import Study, study
 from ifbbench.studies.explain import Step, explain

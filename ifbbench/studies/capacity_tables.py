@@ -11,7 +11,7 @@ from ifbbench.analysis.words import SIZES, TENSORRT_LLM, setting_of, words_of
 from ifbbench.engine.plan import Limit
 from ifbbench.report import plain_table
 from ifbbench.schedulers.limits import UNLIMITED
-from ifbbench.settings.config import ENGINE_NAMES
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
 from ifbbench.settings.names import setting

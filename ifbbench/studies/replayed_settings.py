@@ -8,7 +8,8 @@ from typing import Any
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.build.engines import usual_beside
 from ifbbench.settings.command_line import option_words
-from ifbbench.settings.config import READ_SETTINGS, SGLANG, VLLM, RunConfig, settings
+from ifbbench.settings.config import READ_SETTINGS, RunConfig, settings
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.studies.tune_runs import APPLIED
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import Trace

@@ -39,7 +39,9 @@ from ifbbench.rundir.checking import check_summary
 from ifbbench.rundir.reader import load_run
 from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import RESULTS, SERVER_LOGS, SWEEP_CONFIG, git_revision, say_number
-from ifbbench.settings.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
+from ifbbench.settings.config import RunConfig, settings
+from ifbbench.settings.devices import SIMULATED
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
 from ifbbench.studies.grid import TRACE, Point, point_label
 from ifbbench.studies.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
 from ifbbench.studies.points import PointResult, Report, RunPoint, prove, run_all, summarise

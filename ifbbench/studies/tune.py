@@ -16,7 +16,9 @@ import numpy as np
 from ifbbench.analysis.words import SIZES, setting_of
 from ifbbench.errors import InputError
 from ifbbench.progress import NO_PROGRESS, Progress
-from ifbbench.settings.config import ENGINE_NAMES, MAX_REPLICAS, RunConfig
+from ifbbench.settings.bounds import MAX_REPLICAS
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.heuristics import TUNERS, trtllm_bench_limits
 from ifbbench.studies.tune_candidates import EQUAL_SHARE, TIE, Candidate, Goal, Judge

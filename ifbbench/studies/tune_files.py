@@ -27,8 +27,10 @@ from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.reader import REQUEST_FIELDS
 from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import find_lines
-from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.settings.fields import as_text
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
 from ifbbench.settings.servers import SERVERS, line_remarks, write_line
 from ifbbench.settings.trtllm_serve import arguments_of, remarks_of_arguments
 from ifbbench.studies.points import SHARES

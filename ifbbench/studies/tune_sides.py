@@ -8,7 +8,8 @@ from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.errors import InputError
 from ifbbench.fleet.sides import gpus_of_side
 from ifbbench.rundir.disaggregated import DECODE, PREFILL, SIDES
-from ifbbench.settings.config import ENGINE_NAMES, MAX_REPLICAS
+from ifbbench.settings.bounds import MAX_REPLICAS
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.studies.tune import MAX_ROUNDS, ROUND_WORK, WHOLE_STEPS, Tuner
 from ifbbench.studies.tune_candidates import Candidate, Goal, misses_text, nearest_objective
 from ifbbench.studies.tune_rate import max_runs_for_replicas

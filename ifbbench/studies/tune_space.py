@@ -11,7 +11,9 @@ from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
-from ifbbench.settings.config import DEFAULT_MAX_NUM_TOKENS, SGLANG, TRTLLM, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, TRTLLM, VLLM
+from ifbbench.settings.groups.scheduling import DEFAULT_MAX_NUM_TOKENS
 from ifbbench.settings.servers import SERVERS
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import kv_memory_bytes

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.workload.distributions import Generator, Lengths, Stream, Times, generator
 from ifbbench.workload.prompts import runs_of, with_prefix
 from ifbbench.workload.spec import FROM_ANSWER, RequestClass, SharedPrefix, WorkloadSpec

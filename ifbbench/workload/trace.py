@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 from numpy.typing import ArrayLike
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 PREFIX_BLOCK = 512
 MAX_LENGTH = 2**31 - 1

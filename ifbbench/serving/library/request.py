@@ -14,8 +14,8 @@ from ifbbench.engine.retention import NO_RETENTION, Retention
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
 from ifbbench.serving.library.request_tensors import fields_of_tensors
-from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import boolean, choice, integer, number, unexpected
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 MAX_REQUEST_ID = 2**64 - 1
 # Bounds integers of which the size does not matter: the low bits of a seed, a top_k above the vocabulary.

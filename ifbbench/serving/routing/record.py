@@ -14,7 +14,8 @@ from ifbbench.rundir.traffic_trace import TrafficTrace
 from ifbbench.serving.recording import SOURCE
 from ifbbench.serving.routing.asked import Asked
 from ifbbench.serving.routing.config import RouterConfig
-from ifbbench.settings.config import ROUTERS, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.fleet import ROUTERS
 from ifbbench.workload.trace import Trace
 
 # Answers are counted whole: a request may ask for several choices.
