@@ -22,7 +22,7 @@ from ifbbench.settings.groups.kv_cache import TIERS, CacheSettings
 from ifbbench.settings.groups.lora import LoraSettings
 from ifbbench.settings.groups.recording import RecordingSettings
 from ifbbench.settings.groups.replay import ARRIVALS, READING, ReplaySettings
-from ifbbench.settings.groups.scheduling import SchedulingSettings
+from ifbbench.settings.groups.scheduling import LIMITS, SchedulingSettings
 from ifbbench.settings.groups.sglang import HOST, SglangSettings
 from ifbbench.settings.groups.vllm import VllmSettings
 
@@ -157,3 +157,5 @@ SIDE_SETTINGS = _family(APART)
 FLEET_SETTINGS = tuple(setting.name for setting in settings() if setting.group == "fleet")
 # Settings of SGLang's host memory, which its storage is behind, and those of the stores beneath the device memory.
 HOST_SETTINGS, TIER_SETTINGS = _family(HOST), _family(TIERS)
+# Settings that limit requests and batches.
+LIMIT_SETTINGS = _family(LIMITS)

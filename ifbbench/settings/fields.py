@@ -331,6 +331,7 @@ class Setting:
     opposites: names that turn it off.
     engine_decides: some engines have a default that is not None, which none leaves out.
     family: name of a group of settings that are asked for together.
+    is_common: whether `--help` lists it where it does not list all settings.
     with_endpoint: whether a run against a server has it; None if its group decides.
     """
 
@@ -356,6 +357,7 @@ class Setting:
     opposites: str = ""
     engine_decides: bool = False
     family: str = ""
+    is_common: bool = False
     with_endpoint: bool | None = None
 
     @property

@@ -45,6 +45,7 @@ class EndpointSettings:
         None,
         "Send the requests to the server at this URL, in place of an engine of this process.",
         elsewhere="base_url url target server_url endpoint_url",
+        is_common=True,
     )
     endpoint_type: str = _endpoint(
         ENDPOINT_TYPES[0],

@@ -42,6 +42,7 @@ class ExecutionSettings:
         others="sim:PROFILE (a hardware profile's name or .toml file)",
         convert=device_name,
         elsewhere="gpu hardware backend accelerator",
+        is_common=True,
     )
     model: str = _execution(
         DEFAULT_MODEL,
@@ -50,6 +51,7 @@ class ExecutionSettings:
         "server has for the model; default: the first that it lists.",
         elsewhere="model_path model_dir checkpoint engine_dir",
         with_endpoint=True,
+        is_common=True,
     )
     dtype: str | None = _execution(
         None,
@@ -58,6 +60,7 @@ class ExecutionSettings:
         "(experts only) and nvfp4 (no latent attention) a simulated one.",
         choices=DTYPES,
         elsewhere="data_type precision quantization weight_dtype",
+        is_common=True,
     )
     cpu_threads: int | None = _execution(
         None,
@@ -74,6 +77,7 @@ class ExecutionSettings:
         unit="GPUs",
         aliases=("tensor_parallel_size",),
         elsewhere="tp tensor_parallel num_gpus",
+        is_common=True,
     )
     pp_size: int = _execution(
         1,

@@ -124,7 +124,7 @@ class FleetSettings:
     )
     prefill: str | None = _apart(
         None,
-        "Settings of the prefill replicas that differ, NAME=VALUE,… such as max_num_tokens=16384,tp_size=2. May be "
+        "Settings of the prefill replicas that differ, NAME=VALUE,… such as max_batch_size=64,tp_size=2. May be "
         "given several times.",
         convert=_side,
         is_list=True,

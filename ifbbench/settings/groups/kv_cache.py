@@ -51,6 +51,7 @@ class CacheSettings:
         unit="tokens",
         aliases=("max_tokens", "max_total_tokens"),
         elsewhere="kv_cache_tokens kv_cache_size",
+        is_common=True,
     )
     kv_cache_free_gpu_mem_fraction: float = _cache(
         DEFAULT_KV_FRACTION,
@@ -59,6 +60,7 @@ class CacheSettings:
         maximum=0.99,
         aliases=("free_gpu_memory_fraction",),
         elsewhere="kv_cache_free_gpu_memory_fraction",
+        is_common=True,
     )
     gpu_memory_utilization: float | None = _cache(
         None,
@@ -72,6 +74,7 @@ class CacheSettings:
         "Reuse KV cache blocks of equal prefixes.",
         aliases=("enable_block_reuse", "enable_prefix_caching"),
         elsewhere="prefix_caching enable_radix_cache kv_cache_reuse",
+        is_common=True,
     )
     enable_partial_reuse: bool = _cache(True, "With reuse: also blocks that are equal only at their beginning.")
     copy_on_partial_reuse: bool = _cache(True, "With partial reuse: copy blocks that other requests use, too.")

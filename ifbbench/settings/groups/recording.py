@@ -22,9 +22,12 @@ class RecordingSettings:
     """Settings of what is recorded, and where it is written."""
 
     output: str | None = _recording(
-        None, "Run directory. Default: results/<name>.", elsewhere="output_dir result_dir save_result results"
+        None,
+        "Run directory. Default: results/<name>.",
+        elsewhere="output_dir result_dir save_result results",
+        is_common=True,
     )
-    overwrite: bool = _recording(False, "Replace an existing run directory.")
+    overwrite: bool = _recording(False, "Replace an existing run directory.", is_common=True)
     output_csv: str | None = _recording(None, "Also write gptManagerBenchmark's CSV of figures here.", elsewhere="csv")
     report_json: str | None = _recording(None, "Also write trtllm-bench's report of figures here.")
     request_json: str | None = _recording(None, "Also write trtllm-bench's list of requests here.")
@@ -89,4 +92,4 @@ class RecordingSettings:
         elsewhere="verbose log_stats log_requests",
         with_endpoint=False,
     )
-    quiet: bool = _recording(False, "No progress on standard error; tables are printed.")
+    quiet: bool = _recording(False, "No progress on standard error; tables are printed.", is_common=True)

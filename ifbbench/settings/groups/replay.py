@@ -59,6 +59,7 @@ class ReplaySettings:
         unit="requests",
         elsewhere="num_requests num_prompts num_samples n_requests limit",
         family=READING,
+        is_common=True,
     )
     skip_samples: int = _replay(
         0,
@@ -67,7 +68,9 @@ class ReplaySettings:
         unit="requests",
         family=READING,
     )
-    time_scale: float = _replay(1.0, "Multiply recorded arrival times; 0 offers all requests at once.", minimum=0.0)
+    time_scale: float = _replay(
+        1.0, "Multiply recorded arrival times; 0 offers all requests at once.", minimum=0.0, is_common=True
+    )
     request_rate: float | None = _replay(
         None,
         "Replace recorded arrivals by this rate.",
@@ -75,9 +78,13 @@ class ReplaySettings:
         unit="requests/s",
         elsewhere="rate qps rps",
         family=ARRIVALS,
+        is_common=True,
     )
     enable_exp_delays: bool = _replay(
-        False, "With --request_rate: exponential gaps (Poisson arrivals) instead of constant ones.", family=ARRIVALS
+        False,
+        "With --request_rate: exponential gaps (Poisson arrivals) instead of constant ones.",
+        family=ARRIVALS,
+        is_common=True,
     )
     burstiness: float | None = _replay(
         None,
@@ -161,6 +168,7 @@ class ReplaySettings:
         minimum=1,
         unit="requests",
         elsewhere="max_concurrency num_concurrent users num_users",
+        is_common=True,
     )
     wait_sleep: int | None = _replay(
         None,
@@ -212,7 +220,12 @@ class ReplaySettings:
         elsewhere="num_warmups warmup num_warmup_requests warmup_requests",
     )
     seed: int = _replay(
-        0, "Seed of prompts, arrivals, weights and sampling.", minimum=0, maximum=2**63 - 1, aliases=("random_seed",)
+        0,
+        "Seed of prompts, arrivals, weights and sampling.",
+        minimum=0,
+        maximum=2**63 - 1,
+        aliases=("random_seed",),
+        is_common=True,
     )
 
     slo: str | None = _replay(
@@ -223,4 +236,5 @@ class ReplaySettings:
         convert=_objectives,
         is_list=True,
         elsewhere="goodput request_goodput",
+        is_common=True,
     )

@@ -7,6 +7,8 @@ from ifbbench.settings.bounds import MAX_BATCH, MAX_BEAMS, MAX_WAIT_MS
 from ifbbench.settings.engines import ENGINES
 from ifbbench.settings.fields import declare, or_none
 
+# The family of settings that limit requests and batches.
+LIMITS = "limits"
 POLICIES = ("guaranteed_no_evict", "max_utilization", "static_batch")
 CHUNKING_POLICIES = ("first_come_first_served", "equal_progress")
 BATCHING_TYPES = ("v1", "inflight_unfused", "inflight_fused")
@@ -36,6 +38,7 @@ class SchedulingSettings:
         other_texts=".+",
         others="package.module:ClassName or the name of an installed one",
         elsewhere="serving_engine runtime",
+        is_common=True,
     )
     type: str = _scheduling(
         "inflight_fused",
@@ -53,6 +56,7 @@ class SchedulingSettings:
         others="package.module:ClassName or the name of an installed one",
         aliases=("scheduler_policy",),
         elsewhere="scheduler capacity_scheduler_policy",
+        is_common=True,
     )
     max_batch_size: int | None = _scheduling(
         None,
@@ -62,6 +66,8 @@ class SchedulingSettings:
         unit="requests",
         aliases=("max_num_sequences", "max_num_requests", "max_num_seqs", "max_running_requests"),
         elsewhere="batch_size parallel",
+        family=LIMITS,
+        is_common=True,
     )
     max_queue_size: int | None = _scheduling(
         None,
@@ -80,6 +86,8 @@ class SchedulingSettings:
         convert=or_none,
         aliases=("max_num_batched_tokens", "chunked_prefill_size"),
         elsewhere="token_budget n_batch",
+        family=LIMITS,
+        is_common=True,
     )
     enable_batch_size_tuning: bool = _scheduling(
         False, "Lower the batch size in each iteration to what the KV cache holds of the average active request."
@@ -102,6 +110,7 @@ class SchedulingSettings:
         aliases=("enable_chunked_prefill",),
         elsewhere="chunked_prefill",
         opposites="disable_chunked_prefill",
+        is_common=True,
     )
     context_chunking_policy: str = _scheduling(
         "first_come_first_served", "How the token budget is divided among context chunks.", choices=CHUNKING_POLICIES
@@ -120,6 +129,7 @@ class SchedulingSettings:
         unit="tokens",
         aliases=("max_model_len", "context_length"),
         elsewhere="ctx_size max_length max_sequence_length n_ctx",
+        family=LIMITS,
     )
     max_input_len: int | None = _scheduling(
         None,
@@ -127,6 +137,7 @@ class SchedulingSettings:
         minimum=1,
         unit="tokens",
         elsewhere="max_prompt_length max_input_length",
+        family=LIMITS,
     )
     max_beam_width: int | None = _scheduling(
         None,
@@ -134,6 +145,7 @@ class SchedulingSettings:
         minimum=1,
         maximum=MAX_BEAMS,
         unit="beams",
+        family=LIMITS,
     )
     enable_trt_overlap: bool = _scheduling(
         False,
