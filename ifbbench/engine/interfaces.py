@@ -48,7 +48,7 @@ class Scheduler(Protocol):
     the others (`cycle`), and `repeat` and `confirm` stand for so many of those calls. A class that derives from this
     one needs none of these: then no plan repeats.
 
-    name: for messages.
+    name: name in messages.
     table: the running set.
     layout: what all batches have in common.
     max_in_flight: maximum number of iterations in flight.

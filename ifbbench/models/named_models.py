@@ -69,11 +69,16 @@ class Family:
     """How config.json of a family of models is read.
 
     attention_bias: whether query, key and value have biases; None if the field `attention_bias` decides, for the
-    attention output too. has_window: whether `sliding_window` applies. activations: supported values of `hidden_act`.
-    names: Llama's field names to the family's. defaults: values of fields that the family's files omit. expected:
-    fields that must be absent or have this value. is_simulated_only: models whose layers nothing here computes, so that
-    no other field is checked. has_rope_scaling: whether scaled rotary embedding is read of such models, with DeepSeek's
-    factors, because some of them are computed. layers: reads what differs from layer to layer; see `layer_fields`.
+        attention output too.
+    has_window: whether `sliding_window` applies.
+    activations: supported values of `hidden_act`.
+    names: Llama's field names to the family's.
+    defaults: values of fields that the family's files omit.
+    expected: fields that must be absent or have this value.
+    is_simulated_only: models whose layers nothing here computes, so that no other field is checked.
+    has_rope_scaling: whether scaled rotary embedding is read of such models, with DeepSeek's factors, because some of
+        them are computed.
+    layers: reads what differs from layer to layer; see `layer_fields`.
     """
 
     architecture: str = LLAMA

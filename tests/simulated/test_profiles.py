@@ -8,7 +8,8 @@ from ifbbench.build.engine import build_engine
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import OTHER_NAMES, built_in_models, load_model_config, published_shape
 from ifbbench.models.quantization import quantization_of
-from ifbbench.settings.config import HARDWARE_PROFILES, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.devices import HARDWARE_PROFILES
 from ifbbench.simulated.hardware import hardware_names, load_hardware
 
 WANTED_HARDWARE = {

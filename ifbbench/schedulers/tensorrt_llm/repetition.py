@@ -56,8 +56,8 @@ class Repetition:
         balance: PartsBalance | None = None,
     ) -> None:
         """pauses: whether the policy may pause requests.
-        dynamic_limits: those of batch size and tokens, where they are tuned.
-        balance: of the parts of the devices.
+        dynamic_limits: limits of batch size and tokens, where they are tuned.
+        balance: balance of the parts of the devices.
         """
         self._active, self._kv_cache = active, kv_cache
         self._config, self._pauses, self._dynamic_limits = config, pauses, dynamic_limits
