@@ -23,8 +23,8 @@ run by themselves.
   row is that of each decode GPU, whatever the file says about it: so many times the decode GPUs, it is the output share
   of all tokens/s of all GPUs (within 8 % in 193 of 197 rows), and Little's law holds. The other four rows have no
   workers, and the GPUs of both sides together on each: they cannot be replayed.
-- The client sends random token ids as text. Where it had a wrong tokenizer (TRANSFORMERS_5), the server made RETOKENIZED
-  times as many tokens of a prompt.
+- The client sends random token ids as text. Where it had a wrong tokenizer (TRANSFORMERS_5), the server made
+  RETOKENIZED times as many tokens of a prompt.
 - Before WARMED_UP the client sent no requests to warm the server up. SGLang on Blackwell then compiles kernels when it
   first cuts a prompt into chunks: nothing runs for COMPILING_S, which the throughput has in it. (TTFT p99 has them
   too. That this happens was found with all rows in view; how long it takes was set by eye.)
@@ -48,11 +48,11 @@ LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms")
 WARMED_UP = "2026-01-22"
 # Set by eye, not fitted: about the extra time of the SGLang rows of fit_rows.csv in which a prompt is cut, 68 to 98 s.
 COMPILING_S = 72.0
-# First dates of SGLang's images with transformers 5 (0.5.10.post1 has 5.3.0, 0.5.11 has 5.6.0, 0.5.9 has 4.57.1) by GPU, as
-# InferenceX's nvidia-master.yaml had them. Its client, which runs in the same image, loaded DeepSeek's tokenizer wrongly
+# First dates of SGLang's images with transformers 5 (0.5.10.post1 has 5.3.0, 0.5.11 has 5.6.0, 0.5.9 has 4.57.1) by
+# GPU, in InferenceX's nvidia-master.yaml. Its client, which runs in the same image, loaded DeepSeek's tokenizer wrongly
 # until TOKENIZER_MENDED (its commit 5fe6d56e), so that the server read a prompt of 7,140 tokens as 35,921 (its pull
-# request 937). That this explains rows with TTFTs of seconds was found because they were predicted wrongly; the factor
-# is that of the pull request, not fitted.
+# request 937). The cause was looked for because rows with TTFTs of seconds were predicted wrongly; the factor is that
+# of the pull request, not fitted.
 TRANSFORMERS_5 = {"b300": "2026-04-17", "h200": "2026-05-12", "b200": "2026-05-14"}
 TOKENIZER_MENDED = "2026-05-16"
 RETOKENIZED = 35_921 / 7_140
