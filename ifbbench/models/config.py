@@ -77,7 +77,8 @@ class ModelConfig:
     a gate. has_expert_bias: biases of the experts. num_norms: of a layer, 0 if one before each mixer and MLP.
     query_key_norm_size: weights of the norms of queries and keys, 0 if they are those of one head each.
     is_draft: a layer for multi-token prediction or an EAGLE head, with the product that joins a hidden state and the
-    embedding of the next token.
+    embedding of the next token. unquantized: parts of layers that a quantized checkpoint keeps in 16 bits.
+    weights_of_scale: of a checkpoint in 4 bits, 0 if it does not say.
     """
 
     vocab_size: int
@@ -116,6 +117,8 @@ class ModelConfig:
     num_norms: int = 0
     query_key_norm_size: int = 0
     is_draft: bool = False
+    unquantized: tuple[Mixer | Mlp, ...] = ()
+    weights_of_scale: int = 0
 
     @classmethod
     def tiny(cls) -> "ModelConfig":
