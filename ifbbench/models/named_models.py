@@ -38,6 +38,7 @@ from ifbbench.models.layer_fields import (
     qwen3_next,
     qwen_moe,
 )
+from ifbbench.models.unquantized import unquantized_parts, weights_of_scale
 from ifbbench.settings.fields import (
     boolean,
     choice,
@@ -411,7 +412,9 @@ class ConfigJson:
             query_key_norm=self._family.query_key_norm,
             architecture=self._family.architecture,
             activation=choice(*self.field("hidden_act", "silu"), self._family.activations),
+            weights_of_scale=weights_of_scale(self.values),
         )
+        model = replace(model, unquantized=unquantized_parts(self.values, model.num_layers))
         return model if self._family.layers is None else replace(model, **self._family.layers(self))
 
     @property
