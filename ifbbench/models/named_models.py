@@ -412,9 +412,10 @@ class ConfigJson:
             query_key_norm=self._family.query_key_norm,
             architecture=self._family.architecture,
             activation=choice(*self.field("hidden_act", "silu"), self._family.activations),
-            weights_of_scale=weights_of_scale(self.values),
         )
-        model = replace(model, unquantized=unquantized_parts(self.values, model.num_layers))
+        if self.values.get("quantization_config"):
+            unquantized = unquantized_parts(self.values, model.num_layers)
+            model = replace(model, unquantized=unquantized, weights_of_scale=weights_of_scale(self.values))
         return model if self._family.layers is None else replace(model, **self._family.layers(self))
 
     @property
