@@ -17,7 +17,7 @@ from ifbbench.rundir.line_types import IN_BATCH
 from ifbbench.rundir.metrics import fullest_window, own_seconds
 from ifbbench.rundir.reader import waiting_field
 from ifbbench.rundir.rows import Id, Span
-from ifbbench.rundir.timeline import NO_REQUEST
+from ifbbench.rundir.timeline import NO_REQUEST, Iterations
 from ifbbench.settings.engines import SGLANG
 from ifbbench.settings.modes import Overlap
 
@@ -235,7 +235,7 @@ class IterationFacts:
     """What one iteration ran and decided.
 
     own_s: the part of its duration after the iteration before it, of its micro batch, had ended; less than all of it
-        where iterations are decided one ahead.
+        where iterations are decided one ahead; None if thinned statistics lack the iteration before.
     bound_by: the limit that left out the first request.
     left_out: the first request that was left out, and the limit.
     missing: how much more of the limit it needed; None where the recording does not say.
@@ -252,7 +252,7 @@ class IterationFacts:
     number: int
     start_s: float
     duration_s: float
-    own_s: float
+    own_s: float | None
     bound_by: str
     left_out: tuple[Id, str] | None
     missing: float | None
@@ -313,7 +313,7 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         number,
         float(iterations.start_s[index]),
         float(iterations.end_s[index] - iterations.start_s[index]),
-        float(own_seconds(iterations.start_s, iterations.end_s, run.data.num_micro_batches)[index]),
+        _own_s(iterations, index, run.data.num_micro_batches),
         iterations.limits[int(iterations.limit[index])],
         left_out,
         None
@@ -331,6 +331,14 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         None if queue_head == left_out else queue_head,
         words_of(run.config),
     )
+
+
+def _own_s(iterations: Iterations, index: int, every: int) -> float | None:
+    """`IterationFacts.own_s` of the iteration at `index`. every: number of micro batches."""
+    number = int(iterations.number[index])
+    if number >= every and (index < every or iterations.number[index - every] != number - every):
+        return None
+    return float(own_seconds(iterations.start_s, iterations.end_s, every)[index])
 
 
 def _missing(

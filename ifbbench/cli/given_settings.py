@@ -241,7 +241,7 @@ def read_command_keys(path: Path | None, names: Collection[str], command: str) -
 def config_table(path: Path) -> dict[str, Any]:
     """Settings and COMMAND_KEYS as they are written in a flat YAML or TOML table, in `run.json`, or in a directory with
     such a file of a run or a sweep. The config of a run leaves out PLACES and what was derived from others, and has the
-    trace."""
+    trace; that of an imported log has what the log says."""
     with located(str(path)):
         if path.is_dir():
             path = next((path / name for name in (SWEEP_CONFIG, "run.json") if (path / name).is_file()), path)
@@ -261,6 +261,10 @@ def config_table(path: Path) -> dict[str, Any]:
         derived = table.get("derived", [])
         if not isinstance(derived, list):
             raise unexpected("derived", derived, "a list of names of settings")
+        imported = table.get("imported")
+        if isinstance(imported, dict):  # the log says only some settings of its server, and the others are defaults
+            known = ("engine", *imported.get("settings", ()))
+            return {name: value for name, value in table["config"].items() if name in known and value is not None}
         # A real engine that was recorded had a device and a model of its own.
         own = ("device", "model") if "recorded" in table else ()
         left_out, with_none = [*PLACES, *derived, *own], [item.name for item in settings() if item.has_default]

@@ -85,6 +85,8 @@ class ModelConfig:
     query_key_norm_size: weights of the norms of queries and keys, 0 if they are those of one head each.
     is_draft: a layer for multi-token prediction or an EAGLE head, with the product that joins a hidden state and the
         embedding of the next token.
+    unquantized: parts of layers that a quantized checkpoint keeps in 16 bits.
+    weights_of_scale: number of weights with one scale, of a checkpoint in 4 bits; 0 if it does not say.
     """
 
     vocab_size: int
@@ -123,6 +125,8 @@ class ModelConfig:
     num_norms: int = 0
     query_key_norm_size: int = 0
     is_draft: bool = False
+    unquantized: tuple[Mixer | Mlp, ...] = ()
+    weights_of_scale: int = 0
 
     @classmethod
     def tiny(cls) -> "ModelConfig":

@@ -17,10 +17,11 @@ class Mixer(StrEnum):
 
 
 class Mlp(StrEnum):
-    """What computes on each token of a layer by itself."""
+    """What computes on each token of a layer by itself. SHARED: the part of EXPERTS that every token passes."""
 
     DENSE = "dense"
     EXPERTS = "experts"
+    SHARED = "shared experts"
     NONE = "none"
 
 

@@ -38,6 +38,7 @@ from ifbbench.models.layer_fields import (
     qwen3_next,
     qwen_moe,
 )
+from ifbbench.models.unquantized import unquantized_parts, weights_of_scale
 from ifbbench.settings.fields import (
     boolean,
     choice,
@@ -412,6 +413,9 @@ class ConfigJson:
             architecture=self._family.architecture,
             activation=choice(*self.field("hidden_act", "silu"), self._family.activations),
         )
+        if self.values.get("quantization_config"):
+            unquantized = unquantized_parts(self.values, model.num_layers)
+            model = replace(model, unquantized=unquantized, weights_of_scale=weights_of_scale(self.values))
         return model if self._family.layers is None else replace(model, **self._family.layers(self))
 
     @property

@@ -151,8 +151,12 @@ class SteppedSides:
 
     def _interrupt(self, one: SideReplica) -> SideReplica:
         """Something comes to this replica now that changes what it runs."""
-        one.loop.interrupt(self._now_ns + (one.view.number <= self._begun))
+        one.loop.interrupt(self._next_ns(one))
         return one
+
+    def _next_ns(self, one: SideReplica) -> int:
+        """When the next iteration of this replica may begin."""
+        return self._now_ns + (one.view.number <= self._begun)
 
     def _read_s(self, event_s: float) -> float:
         """When states are read for an arrival at `event_s`; or then, if they need not be read before."""
@@ -186,7 +190,7 @@ class SteppedSides:
             return False
         self._read_ns = read_ns
         for one in self.replicas:
-            one.view.state = self._interrupt(one).state()
+            one.view.state = one.state_before(self._next_ns(one))
         return True
 
     def _read_before(self, next_s: float) -> bool:

@@ -19,7 +19,8 @@ from ifbbench.files import check_new_directory, replace_file
 from ifbbench.replay.run import run_trace
 from ifbbench.report.chart_files import FORMATS
 from ifbbench.report.colours import LIMIT, MUTED, SERIES
-from ifbbench.report.style import LIMIT_DASHES, round_ticks, save, styled, title
+from ifbbench.report.figure_files import save
+from ifbbench.report.style import LIMIT_DASHES, round_ticks, styled, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 from ifbbench.rundir import run_directory

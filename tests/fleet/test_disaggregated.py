@@ -440,6 +440,15 @@ def test_the_same_settings_give_the_same_files(engine: str, tmp_path: Path) -> N
             assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
+def test_no_request_of_a_prefill_replica_stands_aside_for_prompts(tmp_path: Path) -> None:
+    """Under SGLang a running request does, but one whose keys and values are sent on never decodes there."""
+    trace = write_rows(tmp_path / "trace.jsonl", Random(6), 40)
+    fleet = fleet_of(tmp_path / "fleet", trace, engine="sglang")
+    ran = lines(fleet / "replica=0" / "iterations.jsonl")
+    assert max(row["Active Request Count"] for row in ran) > 1
+    assert "prefill" not in {row["ifbbench"]["bound_by"] for row in ran}
+
+
 def test_figures_without_files_are_those_of_the_run(tmp_path: Path) -> None:
     trace = write_rows(tmp_path / "trace.jsonl", Random(5), 30)
     fleet = fleet_of(tmp_path / "fleet", trace, decode_replicas=2)

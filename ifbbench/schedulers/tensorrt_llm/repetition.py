@@ -275,6 +275,11 @@ class Repetition:
         self._rows = None if self._awaits_turn else active.generation_rows
         return growth
 
+    def used_blocks_after(self, count: int) -> int:
+        """Blocks in use once `count` iterations of the plan that was just decided have run."""
+        more = [sum(window.starting(count, self._turn)) for window in self._windows]
+        return self._kv_cache.num_used + sum(more)
+
     @property
     def _awaits_turn(self) -> bool:
         """Whether a generation request waits for its first turn, which need not be the next iteration: its end is found
@@ -577,6 +582,9 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         if self._any_retention:
             self.kv_cache.refresh(self._now_s)
         return growth
+
+    def used_blocks_after(self, plan: Plan, count: int) -> int | None:
+        return self._repetition.used_blocks_after(count)
 
     def confirm(self, count: int) -> list[Request]:
         done = self._repetition.confirm(count)
