@@ -40,10 +40,12 @@ class Shard:
     """The share of each of `tp_size` devices in one of `pp_size` pipeline stages.
 
     dtype: of the weights of the layers: float32, bf16, fp16, fp8 and fp8_block (activations too), int4, mxfp4 or nvfp4.
-    Embeddings and output layer stay in 16 bits beside those of fewer, as in quantised checkpoints.
-    ep_size: parts of the devices that share the experts. attention_dp_size: parts that have requests of their own; then
-    all weights but those of experts are divided within a part only. redundant_experts, expert_load: as in `ExpertLoad`,
-    with the text of the setting.
+        Embeddings and output layer stay in 16 bits beside those of fewer, as in quantised checkpoints.
+    ep_size: number of parts of the devices that share the experts.
+    attention_dp_size: number of parts that have requests of their own; then all weights but those of experts are
+        divided within a part only.
+    redundant_experts, expert_load: as in `ExpertLoad`, with the text of the setting.
+
     InputError if the model cannot be divided into that many parts.
     """
 
@@ -310,9 +312,12 @@ def weight_bytes(dtype: str) -> float:
 class MemoryPlan:
     """The memory of one device, in bytes.
 
-    runtime: taken before the model is loaded. activations: of the largest iteration. kv_cache: the fraction of the rest
-    that keys and values get. adapters: the cache of LoRA adapters; beside_weights: what that is a share of. states: of
-    recurrent layers, for `max_states` requests, None without such layers.
+    runtime: what is taken before the model is loaded.
+    activations: activations of the largest iteration.
+    kv_cache: the fraction of the rest that keys and values get.
+    adapters: the cache of LoRA adapters.
+    beside_weights: what `kv_cache` is a share of.
+    states: states of recurrent layers, for `max_states` requests, None without such layers.
     """
 
     total: int
