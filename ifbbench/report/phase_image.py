@@ -30,7 +30,7 @@ def draw_phase_image(
 
     rows, left, right: where each stretch of `phases` is.
     extent: the ends of the axis of time, and the number of rows.
-    columns: of cells.
+    columns: number of columns of cells.
     """
     first, last, count = extent
     shape = (min(MAX_ROWS, max(count, 1)), columns)

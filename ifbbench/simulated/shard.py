@@ -39,8 +39,8 @@ _log = logging.getLogger("ifbbench")
 class Shard:
     """The share of each of `tp_size` devices in one of `pp_size` pipeline stages.
 
-    dtype: of the weights of the layers: float32, bf16, fp16, fp8 and fp8_block (activations too), int4, mxfp4 or nvfp4.
-        Embeddings and output layer stay in 16 bits beside those of fewer, as in quantised checkpoints.
+    dtype: data type of the weights of the layers: float32, bf16, fp16, fp8 and fp8_block (activations too), int4, mxfp4
+        or nvfp4. Embeddings and output layer stay in 16 bits beside those of fewer, as in quantised checkpoints.
     ep_size: number of parts of the devices that share the experts.
     attention_dp_size: number of parts that have requests of their own; then all weights but those of experts are
         divided within a part only.
@@ -282,7 +282,7 @@ class Shard:
     def activation_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Peak of an iteration: hidden states and the intermediate values of MLP or attention, or the logits.
 
-        num_tokens, num_requests: of all parts of `attention_dp_size`, of which each has its share."""
+        num_tokens, num_requests: numbers for all parts of `attention_dp_size`, of which each has its share."""
         model, parts = self.model, self.attention_dp_size
         hidden, latent = model.hidden_size, model.latent
         mlp = 3 * hidden + max(

@@ -32,7 +32,7 @@ class OperationCost:
 class StepWork(NamedTuple):
     """The work of one batch, summed over its requests. Its cost is linear or constant in each of these sums.
 
-    context_tokens, context_requests: of all context chunks.
+    context_tokens, context_requests: tokens and requests of all context chunks.
     attention_pairs: query-key pairs of context attention. A chunk of n tokens that starts at position s has
         n·s + n·(n + 1) / 2 of them: every token attends to all tokens before it and to itself.
     context_kv_tokens: keys that the chunks read, the sum of start plus length.
