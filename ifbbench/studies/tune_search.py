@@ -27,11 +27,11 @@ ALONE_STEP, UNKNOWN_RUNS, ALONE_RUNS = 1.9, 3, 5
 class Tuning:
     """What a search found.
 
-    best: None if no setting runs.
+    best: the best candidate, None if no setting runs.
     baselines: what users get without a search.
     is_complete: whether it was not interrupted.
     rates_of_stretches: maximum rate of each third of the trace alone, in order, with the goal max_rate.
-    as_recorded: with it and recorded arrivals, the best settings under these.
+    as_recorded: the best settings under arrivals as recorded, with the goal max_rate and recorded arrivals.
     """
 
     space: Space
