@@ -20,8 +20,10 @@ EVERYTHING = frozenset((REQUESTS, STATE, PREFIXES, PREFILLS))
 class RoutedRequest(NamedTuple):
     """What a router knows of a request.
 
-    number: of requests routed before it. session: the number of its session, in the order in which sessions start;
-    `number` where the trace has none. pieces: see `Pieces`; empty where the router looks at no prefixes."""
+    number: number of requests routed before it.
+    session: number of its session, in the order in which sessions start; `number` where the trace has none.
+    pieces: see `Pieces`; empty where the router looks at no prefixes.
+    """
 
     number: int
     request_id: int
@@ -46,9 +48,11 @@ IDLE = ReplicaState()
 class Replica:
     """A replica as the router sees it.
 
+    prefixes: prompts that were sent there.
     requests, tokens: those sent there and not answered yet, and the tokens of their prompts: the router's own counts.
-    prefill_tokens: of those without a first token, the prompt tokens that the replica was not expected to hold. state:
-    the latest report, at most `--router_state_age` old. prefixes: prompts that were sent there."""
+    state: the latest report, at most `--router_state_age` old.
+    prefill_tokens: tokens of the prompts without a first token that the replica was not expected to hold.
+    """
 
     number: int
     prefixes: PrefixIndex

@@ -91,7 +91,7 @@ NOT_SENT = ("return_log_probs", "return_context_logits", "return_generation_logi
 class _Ran:
     """What is left of the replicas once they have ended.
 
-    ended: of each, those of prefill first.
+    ended: each replica, those of prefill first.
     """
 
     fleet: SteppedSides

@@ -63,8 +63,11 @@ def make_loop(
 def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = False) -> Scheduler:
     """The scheduler of the engine that `limits` names.
 
-    clock: that of the run. is_predicted: whether the loop knows in advance how long iterations take. InputError if a
-    user's class cannot be made."""
+    clock: the clock of the run.
+    is_predicted: whether the loop knows in advance how long iterations take.
+
+    InputError if a user's class cannot be made.
+    """
     factory = find_scheduler(limits.engine)
     if limits.engine in BUILT_IN:
         scheduler = factory(limits, clock, is_predicted)
