@@ -9,7 +9,9 @@ from ifbbench.models.config import ModelConfig, check_split
 from ifbbench.models.layers import Mixer, Mlp
 from ifbbench.models.lora_modules import device_pages, page_layout
 from ifbbench.models.named_models import load_model_config
-from ifbbench.settings.config import DTYPE_BYTES, SGLANG, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.dtypes import DTYPE_BYTES
+from ifbbench.settings.engines import SGLANG
 from ifbbench.settings.fields import memory_size
 from ifbbench.simulated.engines import load_overhead
 from ifbbench.simulated.expert_load import ExpertLoad, load_shares

@@ -10,7 +10,8 @@ from ifbbench.errors import InputError
 from ifbbench.models.layers import Mixer, Mlp
 from ifbbench.models.named_models import OTHER_NAMES, built_in_models, load_model_config, published_shape
 from ifbbench.models.quantization import quantization_of
-from ifbbench.settings.config import HARDWARE_PROFILES, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.devices import HARDWARE_PROFILES
 from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.hardware import hardware_names, load_hardware
 from ifbbench.simulated.shard import Shard
