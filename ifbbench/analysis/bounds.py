@@ -68,10 +68,12 @@ def part_names(words: Words) -> dict[str, str]:
 class LowerBound:
     """What the duration of a run is made of, and what it could be at the least.
 
-    duration_s: from the first arrival to the last end. device_s: the least time of the device for all the work.
-    least_s: the least duration, with arrivals as they were. decided_by: "work" or "arrivals", what decides it.
+    duration_s: time from the first arrival to the last end.
+    device_s: the least time of the device for all the work.
+    least_s: the least duration, with arrivals as they were.
+    decided_by: "work" or "arrivals", what decides it.
     parts_s: seconds by LEAST, ARRIVALS, HOST, AGAIN, PADDING and "small_batches.LIMIT"; they add up to duration_s.
-    words: of the engine.
+    words: words of the engine.
     """
 
     duration_s: float
@@ -292,13 +294,15 @@ def _simulated(run: RecordedRun) -> tuple[SimulatedDevice | None, Windows]:
 class _Timeline:
     """The time of a run from its first arrival to its last end, divided among device, host and waiting for arrivals.
 
-    done_s: [iterations], when each had ended, and all before it. device_s: [iterations], after submission and after the
-    end of the iteration before. limit: [iterations], position in LIMITS of what bound each. arrivals_s: no request was
-    there. batching_s: requests waited for a static batch to be full. busy_s: of host and device, the rest. Between
-    iterations that thinned statistics recorded, times are interpolated.
-
+    done_s: [iterations], when each had ended, and all before it.
+    device_s: [iterations], after submission and after the end of the iteration before.
+    arrivals_s: no request was there.
+    batching_s: requests waited for a static batch to be full.
+    busy_s: the rest, in which host and device work. Between iterations that thinned statistics recorded, times are
+        interpolated.
+    limit: [iterations], position in LIMITS of what bound each.
     weights: [iterations], how long each iteration is expected to take beside others, by which the time between recorded
-    ones is divided.
+        ones is divided.
     """
 
     def __init__(self, run: RecordedRun, weights: Floats) -> None:

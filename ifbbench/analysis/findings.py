@@ -27,7 +27,10 @@ TOLD_SHARE = 0.01
 
 @dataclass(frozen=True)
 class SlowRequest:
-    """A slow request and what it spent most of its time on. share: that part of e2e_s."""
+    """A slow request and what it spent most of its time on.
+
+    share: that part of e2e_s.
+    """
 
     request_id: Id
     e2e_s: float
@@ -162,8 +165,11 @@ class Findings:
     ) -> list[SlowRequest]:
         """The `count` requests with the largest `by`: e2e, ttft, tpot or queue_time.
 
-        of_class: only those of this class. missed: only those that miss an objective. InputError if the run has no
-        such class, or no objectives of each request."""
+        of_class: only those of this class.
+        missed: only those that miss an objective.
+
+        InputError if the run has no such class, or no objectives of each request.
+        """
         rows = [row for row in self.run.row_of.values() if row.get(f"{by}_s") is not None]
         if of_class is not None:
             classes = {str(row["class"]) for row in self.run.row_of.values() if row.get("class") is not None}

@@ -13,7 +13,8 @@ from ifbbench.cli.options import COUNT, POSITIVE, SettingsCommand, json_instead_
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.progress import Progress
-from ifbbench.settings.config import SIDE_SETTINGS, RunConfig, profile_name
+from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
+from ifbbench.settings.devices import profile_name
 from ifbbench.settings.names import from_mapping, usual_settings
 
 if TYPE_CHECKING:
@@ -179,8 +180,12 @@ def tune(
 
 @dataclass(frozen=True)
 class Search:
-    """What is asked for. fixed: names of settings that are not searched over. prices: of a GPU for an hour, by device,
-    those that are given. sides: those of --sides."""
+    """What is asked for.
+
+    fixed: names of settings that are not searched over.
+    prices: given prices of a GPU for an hour, by device.
+    sides: replicas of --sides.
+    """
 
     trace: str | None
     config: RunConfig

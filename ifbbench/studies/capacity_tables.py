@@ -11,7 +11,8 @@ from ifbbench.analysis.words import SIZES, TENSORRT_LLM, setting_of, words_of
 from ifbbench.engine.plan import Limit
 from ifbbench.report import plain_table
 from ifbbench.schedulers.limits import UNLIMITED
-from ifbbench.settings.config import ENGINE_NAMES
+from ifbbench.settings.config import LIMIT_SETTINGS
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
 from ifbbench.settings.names import setting
@@ -282,17 +283,7 @@ def _contiguous(study: Study) -> str:
 def figures(study: Study) -> dict[str, Any]:
     """All figures and `sentences`, for JSON. Sizes are in bytes, tokens or blocks, as their names say."""
     config, model, pool, contiguous = study.config, study.model, study.pool, study.contiguous
-    limits = (
-        "policy",
-        "type",
-        "max_batch_size",
-        "max_num_tokens",
-        "max_seq_len",
-        "max_input_len",
-        "max_beam_width",
-        "tokens_per_block",
-        "enable_chunked_context",
-    )
+    limits = ("policy", "type", *LIMIT_SETTINGS, "tokens_per_block", "enable_chunked_context")
     requests = None
     if study.requests:
         means = ("prompt_len", "output_len", "max_new_tokens", "beam_width")

@@ -118,7 +118,9 @@ def test_each_rank_of_a_server_says_what_it_holds(engine: str, each: str) -> Non
     (window,) = found["kv_cache"]["windows"]
     assert text.startswith("Each of the 8 ranks of ")
     assert each in text
-    tokens = int(re.search(r"(?:max_total_num_tokens=|size: )([0-9,]+)[, ]", text)[1].replace(",", ""))
+    found_tokens = re.search(r"(?:max_total_num_tokens=|size: )([0-9,]+)[, ]", text)
+    assert found_tokens is not None
+    tokens = int(found_tokens[1].replace(",", ""))
     assert tokens == pytest.approx(window["tokens"] / 8, abs=window["tokens"] / window["blocks"] * 2)
 
 

@@ -18,7 +18,8 @@ from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.replay.side_replica import SideReplica
 from ifbbench.replay.stepped_sides import SteppedSides
 from ifbbench.rundir.fleet import replica_directories
-from ifbbench.settings.config import ENGINES, ROUTERS, TRANSFERS
+from ifbbench.settings.engines import ENGINES
+from ifbbench.settings.groups.fleet import ROUTERS, TRANSFERS
 from ifbbench.simulated.hardware import load_hardware, write_profile
 from tests.fleet.literal_sides import BLOCK, Job, LiteralSglang, LiteralSides, LiteralTrtllm, Sizes
 from tests.fleet.test_fleet import FILES, SEEDS_AT_ONCE, config_of, lines, seeds_from, write_rows
