@@ -386,8 +386,11 @@ def _run_stepped(
     engines: ReplicaEngines | None,
     write: Callable[[FleetRun], object],
 ) -> FleetRun:
-    """Run all replicas together, in steps from one arrival to the next. engines: of replicas that compute. write: see
-    `_run`."""
+    """Run all replicas together, in steps from one arrival to the next.
+
+    engines: engines of replicas that compute.
+    write: see `_run`.
+    """
     configs = [one.with_values(**OF_FLEET) for one in plan.configs]
     descriptions: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:

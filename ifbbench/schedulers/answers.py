@@ -23,8 +23,11 @@ class SchedulerFailed(IfbbenchError):
 
 
 class Answers:
-    """The answers of one scheduler. name: of its class, for messages. _idle: decisions to run nothing since the time
-    `_idle_s`."""
+    """The answers of one scheduler.
+
+    name: name of its class, for messages.
+    _idle: number of decisions to run nothing since the time `_idle_s`.
+    """
 
     def __init__(self, name: str, scheduler: Scheduler) -> None:
         self._name, self._scheduler = name, scheduler

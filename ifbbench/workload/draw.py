@@ -126,7 +126,8 @@ def _draw_classes(
     gaps_s: [requests], seconds since the turn before, to be filled in for later turns.
     """
     count = len(gaps_s)
-    drawn = _Drawn(*(np.empty(count, np.int64) for _ in range(3)), np.arange(count), np.empty(count, np.int64), [])
+    prompt_len, reserved, output_len, position = (np.empty(count, np.int64) for _ in range(4))
+    drawn = _Drawn(prompt_len, reserved, output_len, np.arange(count), position, [])
     first_id = 0
     for number, (kind, of_class) in enumerate(zip(classes, streams, strict=True)):
         members = np.flatnonzero(turns.class_of == number)
