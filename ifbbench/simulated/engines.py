@@ -91,7 +91,8 @@ class EngineOverhead:
         """`hardware` as this engine uses it, with weights in `dtype`. A profile that was calibrated has the constants
         of the engine that was measured, and host times of its own where these could be determined.
 
-        experts: of a device, and their intermediate size there; None without experts."""
+        experts: number of experts of a device, and their intermediate size there; None without experts.
+        """
         base, measured = hardware.constants, hardware.calibration
         determined = measured.get("determined", ("host_iteration_s", "host_request_s")) if measured else ()
         changed: dict[str, float] = {}
