@@ -633,7 +633,7 @@ def test_rows_are_tried_on_a_band_without_their_curve():
     assert held_out([*judged, far])["by_regime"][regime]["inside"] < 35 / 41
     assert held_out([far])["by_regime"] == {}
     # Servers with prefill and decode apart are others.
-    apart_too = [Comparison(one.row | {"disaggregated": True}, "itl", 9.0, 1.0) for one in judged]
+    apart_too = [Comparison({**one.row, "disaggregated": True}, "itl", 9.0, 1.0) for one in judged]
     assert held_out([*judged, *apart_too]) == found
 
 
