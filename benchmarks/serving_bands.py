@@ -40,6 +40,8 @@ from ifbbench.simulated.hardware import load_hardware
 
 # A regime with fewer curves has the band of a larger one.
 CURVES = 8
+# Parts of what benchmarks.published prints that no constant was fitted to.
+NOT_FITTED = ("held_out", "case_study")
 # With fewer rows of an engine and GPU, nothing is said of it.
 MIN_ROWS = 10
 FIGURES = {"ttft": "ttft_s", "itl": "itl_s", "tpot": "itl_s", "throughput": "output_throughput_tokens_per_s"}
@@ -263,11 +265,13 @@ def write_bands(setups: Sequence[Setup], published: Mapping[str, Any] | None) ->
 
 
 def _published(result: Mapping[str, Any]) -> list[Setup]:
-    """Entries without an engine overhead, from held-out throughput tables: all requests at once, so one load."""
+    """Entries without an engine overhead, from throughput tables that nothing was fitted to. All requests are there at
+    once, so that there is one load."""
     figure = FIGURES["throughput"]
     groups: defaultdict[str, list[str]] = defaultdict(list)
     scores = list[tuple[str, Regime, Score]]()
-    for name, table in result["held_out"]["tables"].items():
+    tables = {name: table for role in NOT_FITTED for name, table in result[role]["tables"].items()}
+    for name, table in tables.items():
         gpu = name.split()[1]
         groups[gpu].append(name)
         scores += [(figure, (NO_ENGINE, gpu), (name, abs(math.log1p(row["error"])))) for row in table["results"]]
