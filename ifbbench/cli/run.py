@@ -26,8 +26,9 @@ from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.files import OutputError, lost
 from ifbbench.rundir.run_directory import REPEATS_FILE, RUN, is_lost
-from ifbbench.settings.config import BY_ITERATION, RunConfig
+from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import boolean, choice, integer, located
+from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.settings.names import usual_settings
 
 if TYPE_CHECKING:
@@ -174,7 +175,10 @@ def sweep(
 
 @dataclass(frozen=True)
 class SweepKeys:
-    """What a sweep is asked to do besides settings: COMMAND_KEYS. over: texts as of `--over`."""
+    """What a sweep is asked to do besides settings: COMMAND_KEYS.
+
+    over: texts as of `--over`.
+    """
 
     trace: str | None
     over: Sequence[str]

@@ -36,10 +36,12 @@ SHOWN_EVERY = 256
 
 
 class SteppedReplica:
-    """A replica in steps. members: the index in the whole trace of each of its requests. shows_state: its state is read
-    (`state_at`).
+    """A replica in steps.
 
-    clients: the classes of its client, without and with a serving process."""
+    shows_state: whether its state is read (`state_at`).
+    clients: the classes of its client, without and with a serving process.
+    members: for each of its requests, the index in the whole trace.
+    """
 
     def __init__(
         self,
@@ -213,9 +215,11 @@ class SteppedFleet:
 
     A router sees what happened before the request arrives, not what happens at the same time.
 
-    replica_of: of each request of the trace, the number of its latest replica, -1 before it is routed. lost: requests
-    that no replica took: when they arrived, and why. offers: what the router looked at, for each request that was
-    routed as many values as there were replicas, from its `position` on; -1 of those that took no requests."""
+    replica_of: for each request of the trace, the number of its latest replica, -1 before it is routed.
+    lost: requests that no replica took: when they arrived, and why.
+    offers: what the router looked at, for each request that was routed as many values as there were replicas, from its
+        `position` on; -1 of those that took no requests.
+    """
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from ifbbench.analysis.number_texts import significant
 from ifbbench.analysis.words import words_of
 from ifbbench.errors import InputError
 from ifbbench.report.colours import FAINT, INK, MUTED
-from ifbbench.report.style import LIMIT_DASHES, chosen_ticks, in_percent, line_styles, round_ticks, save, styled, title
+from ifbbench.report.figure_files import save
+from ifbbench.report.style import LIMIT_DASHES, chosen_ticks, in_percent, line_styles, round_ticks, styled, title
 from ifbbench.report.sweep_maps import draw_heat_maps, draw_limits, draw_pareto
 from ifbbench.report.sweep_metrics import (
     BOUND_BY,

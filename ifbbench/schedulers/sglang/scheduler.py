@@ -212,7 +212,8 @@ class SglangScheduler(QueueingScheduler):
         cut = queue_head = None
         if state.chunked is not None:
             blocked.append(cut := LeftOut(state.chunked, Limit.NUM_TOKENS))
-        held = list(state.running.requests) if chosen else []
+        # A prompt that is sent on makes no token here but the one in flight: it does not stand aside.
+        held = [one for one in state.running.requests if not one.is_sent_on] if chosen else []
         if held:
             blocked.append(LeftOut(held[0], Limit.PREFILL))
         if state.queue and state.limit_of_head is not None:
