@@ -13,8 +13,13 @@ from ifbbench.settings.fields import as_text
 
 
 class LimitText(NamedTuple):
-    """A limit, or another reason to wait. waits_for: what a request that it holds waits for. short: in a cell of the
-    timeline. column: in a column of a sweep's table. setting: the one with the limit's size; empty if none has it."""
+    """A limit, or another reason to wait.
+
+    waits_for: what a request that it holds waits for.
+    short: the text in a cell of the timeline.
+    column: the text in a column of a sweep's table.
+    setting: the one with the limit's size; empty if none has it.
+    """
 
     name: str
     waits_for: str
@@ -55,11 +60,17 @@ SIZES = ("batch_size", "num_tokens")
 
 @dataclass(frozen=True)
 class Words:
-    """The words of an engine. pause, paused: what happens to a request that loses its KV blocks, as a noun and as a
-    participle. skipped: of a request that generates and does not run, what it is in a table and what it does in a
-    sentence. held: the time between its tokens in which it did not generate. chunked: that prompts are cut into chunks.
-    block: what the KV cache is divided into. ahead: that an iteration is decided while the one before it runs. limits:
-    by their names in files. server: the one with the names of settings in its options; empty for ours."""
+    """The words of an engine.
+
+    pause, paused: what happens to a request that loses its KV blocks, as a noun and as a participle.
+    skipped: what a request that generates and does not run is in a table, and what it does in a sentence.
+    held: the time between its tokens in which it did not generate.
+    chunked: word for prompts that are cut into chunks.
+    block: what the KV cache is divided into.
+    ahead: word for an iteration that is decided while the one before it runs.
+    limits: texts of the limits, by their names in files.
+    server: the one with the names of settings in its options; empty for ours.
+    """
 
     pause: str = "pause"
     paused: str = "paused"
@@ -167,7 +178,8 @@ def _options_of(server: str) -> dict[str, str]:
 def words_of(*configs: Mapping[str, Any]) -> Words:
     """The words of the engine of these runs; TensorRT-LLM's where they have several engines, or one of a user's.
 
-    configs: of each run its settings by name."""
+    configs: the settings of each run, by name.
+    """
     engines = {config.get("engine") for config in configs}
     return OF_ENGINES.get(str(engines.pop()), TENSORRT_LLM) if len(engines) == 1 else TENSORRT_LLM
 

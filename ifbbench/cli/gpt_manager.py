@@ -36,9 +36,11 @@ _log = logging.getLogger("ifbbench")
 class ForeignOption:
     """An option of another tool that sets nothing here.
 
-    reason: why it has no effect, or is refused. is_flag: it takes no value, or true or false; is_switch: never a value.
-    is_refused: it would change what is measured, so that it is not ignored, but for the values in `harmless` (as texts,
-    in lower case).
+    reason: why it has no effect, or is refused.
+    is_flag: whether it takes no value, or true or false.
+    is_switch: whether it never takes a value.
+    is_refused: whether it would change what is measured, so that it is not ignored, except for the values in `harmless`
+        (as texts, in lower case).
     """
 
     name: str

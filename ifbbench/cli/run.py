@@ -22,8 +22,9 @@ from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.files import lost
 from ifbbench.rundir.run_directory import REPEATS_FILE, is_lost
-from ifbbench.settings.config import BY_ITERATION, RunConfig
+from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import integer
+from ifbbench.settings.groups.replay import BY_ITERATION
 
 if TYPE_CHECKING:
     from ifbbench.replay.single import RunResult

@@ -23,8 +23,9 @@ from ifbbench.cli.run import MAX_REPEATS, report_differences
 from ifbbench.errors import InputError
 from ifbbench.files import OutputError
 from ifbbench.rundir.run_directory import RUN
-from ifbbench.settings.config import BY_ITERATION, RunConfig
+from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import boolean, choice, integer, located
+from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.settings.names import usual_settings
 
 if TYPE_CHECKING:
@@ -119,7 +120,10 @@ def sweep(
 
 @dataclass(frozen=True)
 class SweepKeys:
-    """What a sweep is asked to do besides settings: COMMAND_KEYS. over: texts as of `--over`."""
+    """What a sweep is asked to do besides settings: COMMAND_KEYS.
+
+    over: texts as of `--over`.
+    """
 
     trace: str | None
     over: Sequence[str]

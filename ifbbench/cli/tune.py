@@ -13,7 +13,8 @@ from ifbbench.cli.options import COUNT, POSITIVE, SettingsCommand, json_instead_
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.progress import Progress
-from ifbbench.settings.config import SIDE_SETTINGS, RunConfig, profile_name
+from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
+from ifbbench.settings.devices import profile_name
 from ifbbench.settings.names import from_mapping, usual_settings
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def tune(
         answer,
         decided,
         record_best,
+        server_remarks,
         write_answer,
         write_run_config,
         write_server_files,
@@ -166,6 +168,8 @@ def tune(
             print_sides(found["sides"], console)
         print_answer(found, tuning, console)
         files = ", ".join(("tune.json", "pareto.png", "run.yaml", *(path.name for path in server_files)))
+        for remark in server_remarks(decided(tuning)) if server_files else ():
+            click.echo(remark)
         click.echo(f"Results are in {directory}: {files}, and the run in run/.")
     if not tuning.is_complete:
         click.echo("Interrupted: this is the best that was found so far.", err=True)
@@ -176,8 +180,12 @@ def tune(
 
 @dataclass(frozen=True)
 class Search:
-    """What is asked for. fixed: names of settings that are not searched over. prices: of a GPU for an hour, by device,
-    those that are given. sides: those of --sides."""
+    """What is asked for.
+
+    fixed: names of settings that are not searched over.
+    prices: given prices of a GPU for an hour, by device.
+    sides: replicas of --sides.
+    """
 
     trace: str | None
     config: RunConfig

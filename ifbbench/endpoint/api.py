@@ -15,7 +15,8 @@ from ifbbench.endpoint.answer import PERHAPS, PERHAPS_END, UNKNOWN, Answer
 from ifbbench.endpoint.connections import Connections
 from ifbbench.endpoint.http import RequestFailed, message_of, printable
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DEFAULT_MODEL, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.execution import DEFAULT_MODEL
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.texts import load_tokenizer
 from ifbbench.workload.trace import TraceRequest
@@ -161,9 +162,13 @@ def _malformed(data: bytes, error: Exception) -> RequestFailed:
 
 
 class EndpointApi:
-    """The requests of one endpoint. model: the name that the server has for it.
+    """The requests of one endpoint.
 
-    head: of the requests, as HTTP. read: takes in an event of an answer. tokenizer: that of --tokenizer.
+    model: the name that the server has for it.
+
+    tokenizer: the tokenizer of --tokenizer.
+    read: takes in an event of an answer.
+    head: head of the requests, as HTTP.
     """
 
     def __init__(self, config: RunConfig, model: str, connections: Connections) -> None:

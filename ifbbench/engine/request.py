@@ -21,7 +21,7 @@ from ifbbench.engine.sampling_params import (
     StopConditions,
 )
 from ifbbench.engine.tokens import KnownTokens, SymbolicTokens, TokenIds
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 _NO_TOKEN = -1
 NO_MICRO_BATCH = -1
@@ -45,7 +45,8 @@ class RequestState(IntEnum):
 class ReuseIdentity:
     """What decides, beside token ids, whether two requests may share blocks.
 
-    extra_ids: [prompt length], one for each prompt token. cache_salt: requests with different salts share nothing.
+    extra_ids: [prompt length], one for each prompt token.
+    cache_salt: requests with different salts share nothing.
     runs: the prompt as symbolic tokens (no ids recorded), runs of (first number, length); the output then begins with
         `output_runs` and goes on with the run that starts with `output_symbol`.
     num_shared: no other request has prompt tokens beyond this many, nor the output; None if one may have them.
@@ -64,7 +65,8 @@ NO_IDENTITY = ReuseIdentity()
 
 class KvLoad(NamedTuple):
     """Keys and values that a request waited for: from when to when, in seconds, and how many tokens from each store.
-    is_again: it had run before, and was paused."""
+    is_again: whether the request had run before, and was paused.
+    """
 
     begin_s: float
     end_s: float
@@ -85,14 +87,19 @@ class EarlierAttempts(NamedTuple):
 class Request:
     """One request in the engine.
 
-    `prompt_len` is the current prompt: when a paused request is resumed, its generated tokens have
-    joined the prompt, and `max_new_tokens` (N) is smaller by as much. `position` is the context cursor and `chunk` the
-    size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
-    brings, until they are verified with the prompt's last chunk; those of generation steps are in the table. `name` is
-    what a recorded engine calls the request. `remote_len`: tokens of the prompt of which the keys and values come from
-    another engine, or a store; 0 for a request that is computed here. `is_sent_on`: its own are sent to another engine
-    once its prompt is complete. `loads`: from stores, so far. `earlier`: of one that a router sends again, or later
-    than it arrived.
+    prompt_len: length of the current prompt. When a paused request is resumed, its generated tokens have joined the
+        prompt, and `max_new_tokens` (N) is smaller by as much.
+    chunk: size of the next context chunk.
+    output_len: number of tokens after which the request stops; nothing but the stop check uses it.
+    num_draft_tokens: draft tokens that the client brings, until they are verified with the prompt's last chunk; those
+        of generation steps are in the table.
+    name: what a recorded engine calls the request.
+    earlier: earlier attempts of a request that a router sends again, or later than it arrived.
+    remote_len: tokens of the prompt whose keys and values come from another engine, or a store; 0 for a prompt that is
+        computed here.
+    loads: keys and values loaded from stores so far.
+    is_sent_on: whether keys and values are sent to another engine once the prompt is complete.
+    position: the context cursor, in tokens of the prompt.
     """
 
     __slots__ = (
@@ -146,7 +153,8 @@ class Request:
         self.loads: tuple[KvLoad, ...] = ()
         self.is_sent_on = False
         self.search: BeamSearch | None = None
-        self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
+        numbers = options.return_log_probs or options.return_context_logits or options.return_generation_logits
+        self.numbers = OutputNumbers(prompt_len) if numbers else None
         self.num_sent = 0
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
@@ -229,7 +237,7 @@ class Request:
     @property
     def reads_tokens(self) -> bool:
         """Whether what a new token is decides something, or it comes with numbers: beam search, stop sequences."""
-        return self.beam_width > 1 or bool(self.stop.stop_sequences) or self.options.returns_numbers
+        return self.beam_width > 1 or bool(self.stop.stop_sequences) or self.numbers is not None
 
     def tokens_between(self, start: int, stop: int) -> IntArray:
         """Token ids at positions `start` to `stop - 1` of prompt and output. ValueError if the prompt is symbolic."""
@@ -408,11 +416,14 @@ class RequestTable:
     With flat arrays, an iteration in which 500 requests each generate a token is a few additions. The row of a request
     is also its sequence slot in the executor and in the KV cache.
 
-    requests: by row.
+    requests: requests by row.
     generated: output tokens scheduled since the prompt (or the resumed prompt) was complete.
-    confirmed: how many of them the executor has returned. The two differ while an iteration is in flight.
-    deferred_steps, deferred_confirmed: what `generated` and `confirmed` of all generation requests lack, while plans
-        repeat. `confirmed` is negative as long as iterations in flight do not count for a request.
+    confirmed: how many of the generated tokens the executor has returned: fewer while an iteration is in flight.
+        Negative as long as iterations in flight do not count for the request.
+    deferred_steps: what `generated` of all generation requests lacks while plans repeat.
+    deferred_confirmed: what `confirmed` of all generation requests lacks while plans repeat.
+    num_transferring: number of requests that hold blocks while keys and values are sent to or from another engine; they
+        do not run.
     reserved: maximum of `generated`.
     stop_after: value of `confirmed` at which the request has all its output tokens.
     draft_tokens: draft tokens of the next generation step.
@@ -424,17 +435,15 @@ class RequestTable:
     cached_before_pause: tokens of the sequence with keys and values computed before it was paused.
     any_paused: whether any request was ever paused.
     end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
-    started: by row, the context requests past their first chunk.
+    is_special: whether a new token needs more than to be stored (see `Request.is_special`).
+    lora_tasks: LoRA task id, -1 for none.
+    started: context requests past their first chunk, by row.
     makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
     shares_outputs: whether another request may go on with the symbolic output of one.
-    is_special: whether a new token needs more than to be stored (see `Request.is_special`).
     micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.
     any_in_flight: whether a request may be in another micro batch than the one that has its turn.
-    lora_tasks: LoRA task id, -1 for none.
-    choose_row: takes one of the free rows for a request, where these are not all alike. left_row: is called with a row
-        when its request leaves, and before that if the request only waits in it.
-    num_transferring: requests that hold blocks while keys and values are sent to or from another engine; they do not
-        run.
+    choose_row: takes one of the free rows for a request, where these are not all alike.
+    left_row: is called with a row when its request leaves, and before that if the request only waits in it.
     """
 
     def __init__(self, rows: int) -> None:

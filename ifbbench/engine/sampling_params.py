@@ -99,7 +99,8 @@ class OutputOptions:
         virtual tokens: id vocabulary + n has the embedding in row n.
     lora_weights, lora_config: an adapter as in TensorRT-LLM's documentation: float [modules and layers, values], and
         int32 [modules and layers, 3] of module id, layer and rank.
-    draft_input_ids: int32 [draft tokens]. draft_logits: float32 [draft tokens, vocabulary].
+    draft_input_ids: int32 [draft tokens].
+    draft_logits: float32 [draft tokens, vocabulary].
     """
 
     streaming: bool = False
@@ -115,21 +116,15 @@ class OutputOptions:
     draft_logits: FloatArray | None = field(default=None, compare=False)
 
     @property
-    def returns_numbers(self) -> bool:
-        return self.return_log_probs or self.return_context_logits or self.return_generation_logits
-
-    @property
     def num_virtual_tokens(self) -> int:
         return 0 if self.prompt_embedding_table is None else len(self.prompt_embedding_table)
 
-    def problem(self, vocab_size: int | None, hidden_size: int | None) -> str | None:
-        """An error message that names an array that does not fit the model, or None. None for a size: not known."""
+    def problem(self, vocab_size: int, hidden_size: int | None) -> str | None:
+        """An error message that names an array that does not fit the model, or None."""
         table, draft, logits = self.prompt_embedding_table, self.draft_input_ids, self.draft_logits
         if table is not None and hidden_size is not None and table.shape[1] != hidden_size:
             found = f"prompt_embedding_table: rows of {table.shape[1]} numbers"
             return f"{found}; expected {hidden_size}, the hidden size of the model"
-        if vocab_size is None:
-            return None
         if draft is not None and len(draft) and not 0 <= int(draft.min()) <= int(draft.max()) < vocab_size:
             outside = next(token for token in draft.tolist() if not 0 <= token < vocab_size)
             return f"draft_input_ids: token id {outside} is not in the vocabulary; expected 0 to {vocab_size - 1}"
@@ -142,7 +137,8 @@ class OutputOptions:
 class StopConditions:
     """What ends a request before its maximum length. The token or sequence that ended it is part of the output.
 
-    end_tokens: ids that end it at any position. stop_sequences: sequences of ids, matched within the output only.
+    end_tokens: ids that end it at any position.
+    stop_sequences: sequences of ids, matched within the output only.
     """
 
     end_tokens: tuple[int, ...] = ()

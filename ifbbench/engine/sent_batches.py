@@ -16,7 +16,10 @@ NO_TABLE = np.zeros((0, 0, 0), np.int32)
 
 
 class SentRequest(Request):
-    """A request as an executor reads it. tokens: those from position `first` on."""
+    """A request as an executor reads it.
+
+    tokens: tokens from position `first` on.
+    """
 
     first: int
     tokens: IntArray
@@ -26,7 +29,10 @@ class SentRequest(Request):
 
 
 class SentChunk(NamedTuple):
-    """A context chunk with what an executor reads of its request. tokens: of the request, from position `first` on."""
+    """A context chunk with what an executor reads of its request.
+
+    tokens: tokens of the request from position `first` on.
+    """
 
     slot: int
     start: int
@@ -78,8 +84,13 @@ class SentChunk(NamedTuple):
 
 
 class SentBatch(NamedTuple):
-    """A batch. rest: it, without its chunks and block tables. rows: the slots of its requests. tables: the rows of
-    these in the block tables of each attention window. num_slots: rows of the whole tables."""
+    """A batch.
+
+    rest: the batch without its chunks and block tables.
+    rows: the slots of the requests.
+    tables: the block table rows of these slots, for each attention window.
+    num_slots: number of rows of the whole tables.
+    """
 
     rest: Batch
     chunks: tuple[SentChunk, ...]

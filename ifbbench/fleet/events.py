@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import MAX_REPLICAS, MAX_SPAN_S
+from ifbbench.settings.bounds import MAX_REPLICAS, MAX_SPAN_S
 from ifbbench.settings.fields import integer, located, number, table
 from ifbbench.settings.table_files import read_tables
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ifbbench.errors import InputError
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex
 from ifbbench.schedulers.plugins import check_parameters, find_plugin
-from ifbbench.settings.config import ROUTERS, WEIGHTED_ROUTERS
+from ifbbench.settings.groups.fleet import ROUTERS, WEIGHTED_ROUTERS
 
 ENTRY_POINT_GROUP = "ifbbench.routers"
 # What a router may look at: its own counts of requests and tokens, the state that replicas report, expected hits, and

@@ -18,7 +18,10 @@ from ifbbench.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """Adapter pages on the device. pages: of the tasks that take another number than `pages_per_task`."""
+    """Adapter pages on the device.
+
+    pages: of the tasks that take another number than `pages_per_task`.
+    """
 
     pages_per_task: int = 0
     max_device_pages: int = 0
@@ -57,8 +60,12 @@ class LoraPages:
 
 
 class AdapterSize(NamedTuple):
-    """pages: of a cache that the adapter takes. values: of all its matrices, on one device. is_stored: whether it can
-    be read again; not if a request brought it."""
+    """The memory that one adapter takes.
+
+    pages: pages of a cache.
+    values: values of all its matrices, on one device.
+    is_stored: whether it can be read again, which is not so if a request brought it.
+    """
 
     pages: int
     values: int
@@ -97,7 +104,10 @@ def distinct_tasks(tasks: Int64Array, others: Iterable[int] = ()) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The adapters and the sizes of their caches, in pages of `page_bytes` bytes. value_bytes: of one value."""
+    """The adapters and the sizes of their caches, in pages of `page_bytes` bytes.
+
+    value_bytes: bytes of one value.
+    """
 
     source: AdapterSource
     device_pages: int
@@ -110,9 +120,13 @@ class LoraConfig:
 class AdapterCounters:
     """What a run did with adapters.
 
-    uses: adapters that iterations needed, each once an iteration. misses: those that were not on the device, which
-    costs a copy; bytes: copied so. evictions: from the device. loads: adapters read into host memory since the start of
-    the run, from the directory or a request. host_evictions: from host memory. peak_device_pages: held at a time.
+    uses: adapters that iterations needed, each counted once an iteration.
+    misses: those that were not on the device, which costs a copy.
+    evictions: adapters evicted from the device.
+    bytes: bytes copied to the device.
+    loads: adapters read into host memory since the start of the run, from the directory or a request.
+    host_evictions: adapters evicted from host memory.
+    peak_device_pages: maximum number of device pages held at a time.
     """
 
     uses: int = 0

@@ -32,8 +32,8 @@ _log = logging.getLogger("vllm.ifbbench")
 class _Notes(Notes):
     """What a recording scheduler has noted.
 
-    new: requests added since the latest call of `schedule`. looked_up: the latest request whose prefix was looked for
-    in the cache, and what was found.
+    new: requests added since the latest call of `schedule`.
+    looked_up: the latest request whose prefix was looked for in the cache, and what was found.
     """
 
     def __init__(self, scheduler: Scheduler, directory: Path) -> None:

@@ -53,18 +53,9 @@ from ifbbench.rundir.metrics import BOUND_BY
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.request_metrics import RequestMetrics
 from ifbbench.rundir.servers import add_server
-from ifbbench.settings.config import (
-    BY_LAYER,
-    ENGINES,
-    FLEET_SETTINGS,
-    HOST_SETTINGS,
-    ROUTERS,
-    SGLANG,
-    TIER_SETTINGS,
-    TRTLLM,
-    VLLM,
-    RunConfig,
-)
+from ifbbench.settings.config import FLEET_SETTINGS, HOST_SETTINGS, TIER_SETTINGS, RunConfig
+from ifbbench.settings.engines import ENGINES, SGLANG, TRTLLM, VLLM
+from ifbbench.settings.groups.fleet import BY_LAYER, ROUTERS
 from ifbbench.settings.modes import BatchingType
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
@@ -98,7 +89,10 @@ NOT_SENT = ("return_log_probs", "return_context_logits", "return_generation_logi
 
 @dataclass(frozen=True)
 class _Ran:
-    """What is left of the replicas once they have ended. ended: of each, those of prefill first."""
+    """What is left of the replicas once they have ended.
+
+    ended: of each, those of prefill first.
+    """
 
     fleet: SteppedSides
     ended: list[Ended]

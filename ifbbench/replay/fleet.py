@@ -66,7 +66,11 @@ from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.servers import add_server, parts_of
 from ifbbench.settings.autoscale import KV_USE, QUEUE, TTFT, AutoscaleRule, parse_autoscale
-from ifbbench.settings.config import BY_ITERATION, FLEET_SETTINGS, LOGGED_ENGINES, ROUTERS, SIDE_OUTPUTS, RunConfig
+from ifbbench.settings.config import FLEET_SETTINGS, RunConfig
+from ifbbench.settings.engines import LOGGED_ENGINES
+from ifbbench.settings.groups.fleet import ROUTERS
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
+from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.virtual_clock import VirtualClock
@@ -100,8 +104,11 @@ Ended = tuple[dict[str, Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the settings of a fleet ask for. configs: of the replicas that it begins with. events, rule: what changes
-    their number."""
+    """What the settings of a fleet ask for.
+
+    configs: settings of the replicas that it begins with.
+    events, rule: what changes their number.
+    """
 
     configs: Sequence[RunConfig]
     router: Router
@@ -116,10 +123,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class FleetRun:
-    """A fleet that has run. ended: each replica. members: the index in the whole trace of each of its requests, by
-    replica. configs: the settings of each. stepped: of a fleet whose replicas were stepped together.
-    outputs: the tokens of each request, by id, if they are asked for. failures: of a fleet that serves, what its
-    replicas lost, as `events`; sent_again: the priorities of the requests of these that others got."""
+    """A fleet that has run.
+
+    ended: each replica.
+    members: for each replica, the indices of its requests in the whole trace.
+    configs: the settings of each.
+    stepped: the fleet whose replicas were stepped together, if they were.
+    outputs: the tokens of each request, by id, if they are asked for.
+    failures: what the replicas of a fleet that serves have lost, as `events`.
+    sent_again: priorities of the requests that were lost and sent to other replicas.
+    """
 
     ended: Sequence[Ended]
     members: Sequence[Sequence[int]]
@@ -183,7 +196,11 @@ def _first_engine(trace: Trace, plan: Plan, progress: Progress) -> Iterator[tupl
 
 
 def describe_fleet(trace: Trace, engine: Engine, config: RunConfig, own: Sequence[RunConfig]) -> dict[str, Any]:
-    """The content of run.json. engine: of the first replica. own: the settings of each replica."""
+    """The content of run.json.
+
+    engine: engine of the first replica.
+    own: the settings of each replica.
+    """
     description = describe(trace, engine, own[0])
     fleet = config.of_one_replica()
     differing = {name for one in own for name, value in one.as_dict().items() if value != getattr(fleet, name)}
@@ -464,7 +481,10 @@ def _write_requests(directory: Path, config: RunConfig, run: FleetRun, lost: Seq
 
 
 class _FleetRecorder(SummaryRecorder):
-    """A recorder of all replicas together. lost: the lines of requests that no replica took."""
+    """A recorder of all replicas together.
+
+    lost: the lines of requests that no replica took.
+    """
 
     lost: list[bytes]
 

@@ -33,7 +33,8 @@ from ifbbench.rundir import run_directory
 from ifbbench.rundir.lines import is_thinned_out
 from ifbbench.rundir.printing import PrintingRecorder
 from ifbbench.rundir.recorder import Recorder, SummaryRecorder
-from ifbbench.settings.config import BY_ITERATION, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.simulated.energy import energy_figures
 from ifbbench.simulated.executor import SimulatedExecutor
 from ifbbench.simulated.expected_error import NO_ENGINE, Compared, expected_error

@@ -352,7 +352,7 @@ CHARTS: Mapping[str, Chart] = MappingProxyType(
         "timeline": Chart(draw_timeline, "what each request did, from its arrival to its end"),
         "lanes": Chart(draw_lanes, "the requests that run at a time, a lane each"),
         "throughput": Chart(draw_throughput, "requests waiting, tokens per second and the batch over time"),
-        "budget": Chart(draw_budget, "how much of max_num_tokens and max_batch_size iterations used"),
+        "budget": Chart(draw_budget, "how much of the token budget and the batch size iterations used"),
         "queue": Chart(draw_queue, "how many requests wait, by what each waits for"),
         "bound": Chart(draw_bound, "the limit that bound each stretch of time"),
         "kv_cache": Chart(draw_kv_cache, "KV blocks used, and pauses"),

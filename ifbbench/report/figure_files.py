@@ -49,9 +49,10 @@ def save(
 
 def _write_png(canvas: FigureCanvasAgg, path: Path) -> None:
     """Draw, and write a PNG file. A figure has no transparent pixels, and without alpha it is encoded sooner."""
-    canvas.draw()
+    canvas.draw()  # type: ignore[no-untyped-call]
     content, dpi = BytesIO(), canvas.figure.dpi
-    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    pixels = canvas.buffer_rgba()  # type: ignore[no-untyped-call]
+    image = Image.fromarray(np.asarray(pixels)).convert("RGB")
     image.save(content, format="png", compress_level=1, dpi=(dpi, dpi))
     replace_file(path, content.getvalue())
 
@@ -61,7 +62,8 @@ def _keep_labels(figure: Figure) -> None:
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
             drawn_at = axis.label.get_transform().transform(axis.label.get_position())
-            axis.set_label_coords(*figure.transFigure.inverted().transform(drawn_at), transform=figure.transFigure)
+            x, y = figure.transFigure.inverted().transform(drawn_at)
+            axis.set_label_coords(x, y, transform=figure.transFigure)
 
 
 def _write_drawing(figure: Figure, path: Path) -> None:

@@ -28,7 +28,7 @@ from ifbbench.report.style import (
 )
 from ifbbench.report.timeline import phase_names
 from ifbbench.rundir.reader import Floats, RunData, once_a_run
-from ifbbench.settings.config import SGLANG, VLLM
+from ifbbench.settings.engines import SGLANG, VLLM
 
 HISTOGRAM_BINS = 40
 # Prefix of the cause of requests that stand behind another one, which a limit held.

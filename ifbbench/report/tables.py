@@ -45,6 +45,8 @@ BATCHING_TYPES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "beams": lambda config: (config.get("max_beam_width") or 1) > 1,
     "streaming": lambda config: bool(config.get("streaming")),
 }
+# How a model is divided among GPUs, and the settings of it.
+SIZES_OF_GPUS = {"TP": "tp_size", "PP": "pp_size", "EP": "ep_size", "attention DP": "attention_dp_size"}
 TIER_NAMES = {"disk": "Disks", "remote": "Remote store"}
 FAILURES_SHOWN = 5
 
@@ -147,7 +149,8 @@ def settings_line(run: RunData) -> str:
     types = [name for name, applies in BATCHING_TYPES.items() if applies(config)]
     where = " on ".join(str(config[name]) for name in ("model", "device", "endpoint") if config.get(name))
     engine = f"with {config['engine_overhead']}" if config.get("engine_overhead") else None
-    gpus = [f"{name} {size}" for name in ("TP", "PP") if (size := config.get(f"{name.lower()}_size") or 1) > 1]
+    gpus = [f"{name} {size}" for name, field in SIZES_OF_GPUS.items() if (size := config.get(field) or 1) > 1]
+    gpus += [f"MTP {config['draft_mtp']}"] if config.get("draft_mtp") else []
     dtype = (run.run.get("model") or {}).get("quantization") or config.get("dtype")
     replicas = f"{config['replicas']} × {config.get('router')}" if config.get("router") else None
     if run.is_disaggregated:

@@ -99,7 +99,10 @@ def _request_decoder() -> Callable[[bytes], Any]:
 class ExactLines:
     """Decodes the lines of the file `name` to structs, where they have the fields that this version writes and no
     others: ten times faster than line by line. Most lines have no optional field, and a type without them is read
-    faster still. without: names of fields that the structs lack; then lines may have others too."""
+    faster still.
+
+    without: names of fields that the structs lack; then lines may have others too.
+    """
 
     def __init__(self, name: str, without: frozenset[str] = frozenset()) -> None:
         # A type that takes any other field would take those with optional ones for lines without them.
@@ -235,10 +238,14 @@ def _as_read(
     optional: bool = True,
     without: frozenset[str] = frozenset(),
 ) -> Any:
-    """The type that a value of `kind`, of the field `name`, may have when it is read. figure: what may be in the place
-    of each number, which may also be None; nothing is required then. exact: whether all fields that are not optional
-    are required and no others are allowed, so that nothing is lost; integers stay so where floats are expected.
-    optional: whether there may be optional fields. without: names of fields that are left out, of any value."""
+    """The type that a value of `kind`, of the field `name`, may have when it is read.
+
+    figure: what may be in the place of each number, which may also be None; nothing is required then.
+    exact: whether all fields that are not optional are required and no others are allowed, so that nothing is lost;
+        integers stay so where floats are expected.
+    optional: whether there may be optional fields.
+    without: names of fields that are left out, of any value.
+    """
     if inspect.isclass(kind) and issubclass(kind, Struct):
         required = REQUIRED if issubclass(kind, HAVE_REQUIRED) and figure is None else frozenset()
         if exact:

@@ -37,7 +37,9 @@ TRANSFER = "transfer"
 def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats) -> dict[str, dict[str, float]]:
     """Which share of the iterations each limit bound, by number (`bound_by`) and by time (`bound_by_time`).
 
-    numbers: of each iteration, the position of its limit in `limits`. seconds: how long it took, see `own_seconds`."""
+    numbers: position in `limits` of the limit of each iteration.
+    seconds: duration of each iteration, see `own_seconds`.
+    """
     numbers = np.asarray(numbers, np.int64)
     counts, times = np.bincount(numbers, minlength=len(limits)), np.bincount(numbers, seconds, minlength=len(limits))
     shares = {"bound_by": counts / (counts.sum() or 1), "bound_by_time": times / (times.sum() or 1.0)}
@@ -69,7 +71,8 @@ def limit_waited_for(part: str) -> str | None:
 class HeadOfLine:
     """Which limit held the head of the line, the first request that was left out, over time.
 
-    limit: the one that holds it now, None before the first iteration, since `_since_s`. _held: when each held it.
+    limit: the limit that holds the head now, since `_since_s`; None before the first iteration.
+    _held: times in which each limit held it.
     """
 
     def __init__(self) -> None:
@@ -103,7 +106,8 @@ class _Held:
     """When one limit held the head of the line.
 
     begins, ends, before: each time, in seconds, and the seconds that it had held it before. It still holds it if it
-    began once more than it ended. seconds: all that have ended.
+        began once more than it ended.
+    seconds: durations of all spans that have ended.
     """
 
     def __init__(self) -> None:
@@ -142,8 +146,11 @@ def counted_distribution(values: Floats, counts: Integers) -> dict[str, float | 
 def _statistics(
     mean: float, values: Floats, total: int, index_of: Callable[[Integers], Integers]
 ) -> dict[str, float | None]:
-    """STATISTICS of `total` values. values: the different ones, ascending. index_of(places): the indices in `values` of
-    those at these places among all in order."""
+    """STATISTICS of `total` values.
+
+    values: the different ones, ascending.
+    index_of(places): the indices in `values` of those at these places among all in order.
+    """
     # The arithmetic of numpy's percentile, to the last bit: between the values before and after the rank. That function
     # itself takes longer than the rest of a short run's summary, and imports numpy.ma.
     ranks = (total - 1) * (np.array(list(PERCENTILES.values())) / 100)
@@ -226,7 +233,9 @@ class TokenGaps:
     def counted(self, ends: Sequence[float] | Floats, window: Window | None = None) -> tuple[Floats, Integers]:
         """Gaps in seconds and the number of times that each occurs; both of shape [different gaps], in no order.
 
-        ends: of each iteration, in seconds. window: only the gaps that end in it."""
+        ends: end of each iteration, in seconds.
+        window: counts only the gaps that end in it.
+        """
         seconds = np.asarray(ends, np.float64)
         begin, last = (np.asarray(column) for column in self._steps)
         every, size = self.every, (len(seconds) // self.every + 2) * self.every
@@ -248,8 +257,9 @@ class TokenGaps:
 class Population:
     """The requests of one class and priority that have ended: times and lengths of the completed ones as columns.
 
-    columns: name to seconds [completed]; `tpot_s` is NaN for answers of one token. places: of each request in the order
-    in which those of all populations completed. failed: number of failed requests.
+    columns: name to seconds [completed]; `tpot_s` is NaN for answers of one token.
+    places: position of each request in the order in which those of all populations completed.
+    failed: number of failed requests.
     """
 
     def __init__(self) -> None:
@@ -328,7 +338,9 @@ class Population:
     ) -> dict[str, Any]:
         """Counts, rates over `span_s`, latencies and, with `objectives`, goodput.
 
-        ends: of each iteration, in seconds. window: gaps between tokens are those that end in it."""
+        ends: end of each iteration, in seconds.
+        window: gaps between tokens are those that end in it.
+        """
         # A run without duration (an executor that answers at once, on a virtual clock) has no rates.
         per_second = 1.0 / span_s if span_s > 0 else 0.0
         columns = {name: np.asarray(column) for name, column in self.columns.items()}
@@ -359,10 +371,14 @@ def slow_ttft_s(objectives: Objectives) -> float:
 def goodput(
     objectives: Objectives, columns: Mapping[str, Floats], known: Mapping[str, Any], per_second: float
 ) -> dict[str, Any]:
-    """The figures of service level objectives. columns: latencies of the completed requests. known: their figures.
+    """The figures of service level objectives.
+
+    columns: latencies of the completed requests.
+    known: figures of these requests.
 
     A request is good if it meets every objective of each request; without such an objective there is no goodput. One
-    that failed is not good, and counts in the share. `value` of an objective of each request is the worst latency."""
+    that failed is not good, and counts in the share. `value` of an objective of each request is the worst latency.
+    """
     slo, good = {}, None
     for one in objectives:
         value = known[one.latency][one.statistic or "max"]

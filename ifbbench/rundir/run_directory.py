@@ -29,7 +29,8 @@ from ifbbench.files import (
     sole_writer,
     writing,
 )
-from ifbbench.settings.config import LOGGED_ENGINES, RECORDING_FORMATS
+from ifbbench.settings.engines import LOGGED_ENGINES
+from ifbbench.settings.groups.recording import RECORDING_FORMATS
 
 if TYPE_CHECKING:
     from ifbbench.workload.trace import Trace

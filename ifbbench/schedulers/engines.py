@@ -13,7 +13,7 @@ from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.parts import Parts
 from ifbbench.schedulers.plugins import check_parameters, describe_failure, find_plugin
-from ifbbench.settings.config import ENGINES, SGLANG, TRTLLM, VLLM
+from ifbbench.settings.engines import ENGINES, SGLANG, TRTLLM, VLLM
 
 ENTRY_POINT_GROUP = "ifbbench.engines"
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ifbbench.engine.arrays import Rows
 from ifbbench.engine.request import Request, RequestTable
 from ifbbench.kv.attention_window import ceil_div
-from ifbbench.settings.config import SGLANG, VLLM
+from ifbbench.settings.engines import SGLANG, VLLM
 
 
 class Parts:

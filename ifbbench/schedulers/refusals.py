@@ -11,7 +11,11 @@ from ifbbench.schedulers.tensorrt_llm.policies import CapacityPolicy, find_polic
 
 
 class Refusal(NamedTuple):
-    """limit: the setting that decides. text: what is wrong, with the numbers."""
+    """Why a request can never run.
+
+    limit: the setting that decides.
+    text: what is wrong, with the numbers.
+    """
 
     limit: str
     text: str
@@ -31,8 +35,9 @@ class AdmissionLimits:
     def __init__(
         self, config: BatchingConfig, policy: CapacityPolicy | None = None, adapters: AdapterCache | None = None
     ) -> None:
-        """policy: the one that schedules; None for a new one of the kind that `config` names. adapters: of requests
-        with LoRA tasks."""
+        """policy: the one that schedules; None for a new one of the kind that `config` names.
+        adapters: adapters of requests with LoRA tasks.
+        """
         if policy is None:
             policy = find_policy(config.effective_policy)(config.max_active)
         self._config = config
@@ -114,7 +119,8 @@ class AdmissionLimits:
                     more if num_ids > vocab_size else f"; expected 0 to {vocab_size - 1}"
                 )
         problem = None if request.sampling is GREEDY else request.sampling.problem(vocab_size)
-        problem = problem or options.problem(vocab_size, self._config.hidden_size)
+        if problem is None and vocab_size is not None:
+            problem = options.problem(vocab_size, self._config.hidden_size)
         if problem is None and (options.draft_input_ids is not None or options.draft_logits is not None):
             problem = draft_problem(request, vocab_size, self._config.refuses_drafts)
         return problem

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DTYPES, ENGINE_NAMES
 from ifbbench.settings.config_file import parse_config_file
+from ifbbench.settings.dtypes import DTYPES
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.settings.fields import boolean, did_you_mean, integer, located, table
 from ifbbench.settings.names import setting, snake_case
 
@@ -36,9 +37,10 @@ Convert = Callable[[str], dict[str, Any]]
 class Line(NamedTuple):
     """What a command line means.
 
-    values: by setting name, with the engine. ignored: options on which neither schedule nor times depend here.
-    not_simulated: options with which the server's schedule, times or memory may differ from what is simulated. notes:
-    what else has to be known, in sentences.
+    values: values by setting name, with the engine.
+    ignored: options on which neither schedule nor times depend here.
+    not_simulated: options with which the server's schedule, times or memory may differ from what is simulated.
+    notes: what else has to be known, in sentences.
     """
 
     values: dict[str, Any]
@@ -100,8 +102,21 @@ def of_all_ranks(values: Mapping[str, Any], limits: tuple[str, ...], ranks: int)
 
 
 def of_each_rank(values: Mapping[str, Any], limits: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """The limits of each rank, of `values` that hold for all of them together: see `of_all_ranks`."""
-    return {name: values[name] // ranks for name in limits if values.get(name) is not None}
+    """The limits of each rank, of `values` that hold for all of them together: see `of_all_ranks`. A limit below
+    their number becomes 1 each: a server takes no 0 there, or runs nothing with it."""
+    return {name: max(min(1, values[name]), values[name] // ranks) for name in limits if values.get(name) is not None}
+
+
+def uneven_limits(values: Mapping[str, Any], limits: tuple[str, ...], names: Mapping[str, str]) -> list[str]:
+    """A sentence for each limit of all ranks together that is no multiple of their number, so that ranks with equal
+    limits have another one together. names: what the server calls them."""
+    ranks = values.get("attention_dp_size") or 1
+    return [
+        f"{names[name]}: {values[name]} for {ranks} ranks together is no multiple of {ranks}; what is written gives "
+        f"each rank {each}, which is {each * ranks} together."
+        for name, each in of_each_rank(values, limits, ranks).items()
+        if each * ranks != values[name]
+    ]
 
 
 def json_table(value: str | bool, option: str) -> dict[str, Any]:
@@ -138,13 +153,17 @@ class _Others(NamedTuple):
 class Server:
     """The command line of one engine's server.
 
-    starts: words that begin a line, where `python` is any interpreter; the first are written. images: beginnings of the
-    names of container images that start it. options: of each setting that the server has. aliases: other names of its
-    options. converted: what a value means, where it is not the setting's own. joint, joint_flags: options with and
-    without a value that depend on others, and `join` reads them. has_negations: whether `--no-` turns a flag off; else
-    a flag that is off is left out. kv_dtypes: data types of the KV cache by the server's names, those that are written
-    first. model_option: before the model, if it has one. own_words: the words of settings that no single option says,
-    and the settings that are left.
+    starts: words that begin a line, where `python` is any interpreter; the first are written.
+    options: options of each setting that the server has.
+    kv_dtypes: data types of the KV cache by the server's names; the first ones are written.
+    images: beginnings of the names of container images that start it.
+    aliases: other names of its options.
+    converted: what a value means, where it is not the setting's own.
+    joint, joint_flags: options with and without a value that depend on others, and `join` reads them.
+    has_negations: whether `--no-` turns a flag off; else a flag that is off is left out.
+    model_option: option before the model, if it has one.
+    of_a_rank: limits that hold for each rank of data parallelism.
+    own_words: the words of settings that no single option says, and the settings that are left.
     """
 
     engine: str
@@ -161,6 +180,7 @@ class Server:
     join: Join = no_join
     has_negations: bool = True
     model_option: str | None = None
+    of_a_rank: tuple[str, ...] = ()
     own_words: Callable[[Mapping[str, Any]], tuple[list[str], Mapping[str, Any]]] = lambda values: ([], values)
 
     @cached_property
@@ -230,6 +250,10 @@ class Server:
             if own.get(name) is not None:
                 words += self.option(name, own[name])
         return shlex.join(words + more)
+
+    def remarks(self, values: Mapping[str, Any]) -> list[str]:
+        """What the written line does not say of these settings, one sentence each."""
+        return uneven_limits(values, self.of_a_rank, {name: f"--{option}" for name, option in self.options.items()})
 
     def option(self, name: str, value: Any) -> list[str]:
         """The words that give a setting of the server this value."""

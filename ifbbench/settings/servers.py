@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import ENGINE_NAMES, SGLANG, VLLM, VLLM_VERSIONS
+from ifbbench.settings.engines import ENGINE_NAMES, SGLANG, VLLM
 from ifbbench.settings.fields import shown
+from ifbbench.settings.groups.vllm import VLLM_VERSIONS
 from ifbbench.settings.manifests import container_lines
 from ifbbench.settings.server import HasExperts, Line, Server
 from ifbbench.settings.sglang_serve import SGLANG_SERVE
@@ -115,3 +116,8 @@ def _one_command(words: list[str]) -> list[str]:
 def write_line(values: Mapping[str, Any], engine: str) -> str:
     """The line that starts the server of `engine` with these settings, without those that it does not have."""
     return SERVERS[engine].write(values)
+
+
+def line_remarks(values: Mapping[str, Any], engine: str) -> list[str]:
+    """What the line of `write_line` does not say, one sentence each."""
+    return SERVERS[engine].remarks(values)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ifbbench.settings.config import VLLM
+from ifbbench.settings.engines import VLLM
 from ifbbench.settings.fields import integer, number
 from ifbbench.settings.names import setting
 from ifbbench.settings.server import (
@@ -167,5 +167,6 @@ VLLM_SERVE = Server(
         "bfloat16": "bf16",
         "float16": "fp16",
     },
+    of_a_rank=OF_A_RANK,
     own_words=_own_words,
 )

@@ -416,9 +416,10 @@ class CostModel:
         if self._has_row_times:
             found.append(self._expert_rows(of_all, rows))
         if size := shard.shared_expert_size:
+            both, layers = model.up_products * size, self._counts[Mlp.EXPERTS]
             found += [
-                self._layer_product("shared expert gate and up", Mlp.EXPERTS, tokens, hidden, model.up_products * size),
-                self._layer_product("shared expert down", Mlp.EXPERTS, tokens, size, hidden),
+                self._layer_product("shared expert gate and up", Mlp.SHARED, tokens, hidden, both, layers),
+                self._layer_product("shared expert down", Mlp.SHARED, tokens, size, hidden, layers),
             ]
         return found
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DTYPES, ENGINE_OVERHEADS
+from ifbbench.settings.devices import ENGINE_OVERHEADS
+from ifbbench.settings.dtypes import DTYPES
 from ifbbench.settings.fields import choice, did_you_mean, located, number, table, text
 from ifbbench.simulated.hardware import CONSTANTS, HardwareProfile, checked_numbers
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ifbbench.settings.config import ENGINES, TRTLLM
+from ifbbench.settings.engines import ENGINES, TRTLLM
 
 BANDS = Path(__file__).parent / "expected_errors.json"
 # Upper limits of the number of requests at a time that a band is for; None for all above the last.

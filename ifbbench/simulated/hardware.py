@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
 from ifbbench.files import replace_file
-from ifbbench.settings.config import HARDWARE_PROFILES, profile_names
+from ifbbench.settings.devices import HARDWARE_PROFILES, profile_names
 from ifbbench.settings.fields import choice, did_you_mean, located, number, table, text
 
 ARCHITECTURES = Path(__file__).parent / "architectures"

@@ -9,15 +9,18 @@ from ifbbench.models.config import ModelConfig, check_split
 from ifbbench.models.layers import Mixer, Mlp
 from ifbbench.models.lora_modules import device_pages, page_layout
 from ifbbench.models.named_models import load_model_config
-from ifbbench.settings.config import DTYPE_BYTES, SGLANG, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.dtypes import DTYPE_BYTES
+from ifbbench.settings.engines import SGLANG
 from ifbbench.settings.fields import memory_size
 from ifbbench.simulated.engines import load_overhead
 from ifbbench.simulated.expert_load import ExpertLoad, load_shares
 from ifbbench.simulated.hardware import HardwareProfile
 
-# Bytes of scales for each weight: 16 bits for groups of 128 (int4), a byte for 32 or 16 (mxfp4, nvfp4), 32 bits for
-# blocks of 128 by 128 (fp8_block).
-SCALE_BYTES = {"int4": 2 / 128, "mxfp4": 1 / 32, "nvfp4": 1 / 16, "fp8_block": 4 / 128**2}
+# Bytes of scales for each weight: 16 bits for groups of 128 (int4, if a checkpoint has no other groups), a byte for 32
+# or 16 (mxfp4, nvfp4), 32 bits for blocks of 128 by 128 (fp8_block).
+INT4_SCALE_BYTES = 2
+SCALE_BYTES = {"int4": INT4_SCALE_BYTES / 128, "mxfp4": 1 / 32, "nvfp4": 1 / 16, "fp8_block": 4 / 128**2}
 # Weights that are multiplied by activations of 8 bits.
 EIGHT_BITS = ("fp8", "fp8_block")
 # CUDA context, workspaces of libraries and captured graphs; and the buffers of collectives where there are any.
@@ -101,19 +104,19 @@ class Shard:
         """Data type of the weights of a mixer or MLP.
 
         MXFP4 is that of experts only (gpt-oss), and NVFP4 leaves latent attention in 16 bits (nvidia/DeepSeek-R1-FP4).
+        Beside these, parts keep 16 bits that the list of a quantized checkpoint names.
         """
         keeps = self.dtype == "mxfp4" and part is not Mlp.EXPERTS
         keeps |= self.dtype == "nvfp4" and part is Mixer.ATTENTION and self.model.latent is not None
+        keeps |= part in self.model.unquantized
         return self.compute_dtype if keeps else self.dtype
 
     def weight_bytes_of(self, part: Mixer | Mlp) -> float:
         """Bytes of one weight in the matrices of a mixer or MLP, its part of a scale included."""
-        return weight_bytes(self.dtype_of(part))
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of one weight in the matrices of MLPs, its part of a scale included."""
-        return weight_bytes(self.dtype)
+        dtype = self.dtype_of(part)
+        if dtype == "int4" and self.model.weights_of_scale:
+            return DTYPE_BYTES[dtype] + INT4_SCALE_BYTES / self.model.weights_of_scale
+        return weight_bytes(dtype)
 
     # Sizes of matrices, in values.
 
@@ -222,7 +225,8 @@ class Shard:
                 total += count * size(kind.mlp, self.mlp_weights)
             elif kind.mlp is Mlp.EXPERTS:
                 weights = self.experts.experts_per_part * self.expert_weights
-                total += count * size(kind.mlp, weights + self.shared_expert_weights + self.router_weights)
+                total += count * size(kind.mlp, weights + self.router_weights)
+                total += count * size(Mlp.SHARED, self.shared_expert_weights)
         return total / model.num_layers
 
     # Memory, in bytes.

@@ -5,7 +5,8 @@ from math import ceil
 from ifbbench.build.resolve import resolve_limits
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
-from ifbbench.settings.config import DTYPE_BYTES, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.dtypes import DTYPE_BYTES
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard
 

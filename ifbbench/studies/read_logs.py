@@ -26,7 +26,9 @@ FORMATS = (
 def read_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log], list[tuple[Path, LoadTest]]]:
     """The logs at `paths`, each recognised by its content, and the load tests in them with their files.
 
-    given: settings that were given. InputError for what is no log, and for one that is damaged or mixed.
+    given: settings that were given.
+
+    InputError for what is no log, and for one that is damaged or mixed.
     """
     logs, tests = [], []
     for path in paths:

@@ -16,7 +16,9 @@ import numpy as np
 from ifbbench.analysis.words import SIZES, setting_of
 from ifbbench.errors import InputError
 from ifbbench.progress import NO_PROGRESS, Progress
-from ifbbench.settings.config import ENGINE_NAMES, MAX_REPLICAS, RunConfig
+from ifbbench.settings.bounds import MAX_REPLICAS
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.studies.heuristics import TUNERS, trtllm_bench_limits
 from ifbbench.studies.tune_candidates import EQUAL_SHARE, TIE, Candidate, Goal, Judge
@@ -71,9 +73,14 @@ COST_GPUS, FAR_OFF = 64, 1.3
 
 @dataclass
 class Tuning:
-    """What a search found. best: None if no setting runs. baselines: what users get without a search. is_complete: it
-    was not interrupted. rates_of_stretches: with the goal max_rate, that of each third of the trace alone, in order.
-    as_recorded: with it and recorded arrivals, the best settings under these."""
+    """What a search found.
+
+    best: None if no setting runs.
+    baselines: what users get without a search.
+    is_complete: whether it was not interrupted.
+    rates_of_stretches: maximum rate of each third of the trace alone, in order, with the goal max_rate.
+    as_recorded: with it and recorded arrivals, the best settings under these.
+    """
 
     space: Space
     judge: Judge
@@ -107,8 +114,12 @@ OnBest = Callable[[Candidate], None]
 
 
 class Tuner:
-    """The search over one trace. max_gpus: of all replicas together. price: of a GPU hour. on_best: is called with
-    each new best candidate."""
+    """The search over one trace.
+
+    max_gpus: maximum number of GPUs of all replicas together.
+    price: price of a GPU hour.
+    on_best: is called with each new best candidate.
+    """
 
     def __init__(
         self,
@@ -573,7 +584,9 @@ class Tuner:
     ) -> Candidate | None:
         """The candidate of `settings` at the highest rate, or with the fewest replicas, that meets the objectives.
 
-        known: another one, whose number of replicas is near. start: a rate that is near."""
+        known: another one, whose number of replicas is near.
+        start: a rate that is near.
+        """
         if self.goal.is_minimised:
             near = known.run.case.replicas if known else 1
             most = self._max_replicas(dict(settings)["tp_size"])

@@ -28,10 +28,12 @@ from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.reader import REQUEST_FIELDS
 from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import find_lines
-from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.settings.fields import as_text
-from ifbbench.settings.servers import SERVERS, write_line
-from ifbbench.settings.trtllm_serve import arguments_of
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
+from ifbbench.settings.servers import SERVERS, line_remarks, write_line
+from ifbbench.settings.trtllm_serve import arguments_of, remarks_of_arguments
 from ifbbench.studies.points import SHARES
 from ifbbench.studies.sweep import check_free
 from ifbbench.studies.tune import Tuning
@@ -99,8 +101,11 @@ STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The object of `tune --json`. recorded: the runs of the best candidate, one for each replica. commands: the words
-    of the command of each replica."""
+    """The object of `tune --json`.
+
+    recorded: the runs of the best candidate, one for each replica.
+    commands: the words of the command of each replica.
+    """
     best, goal = tuning.best, tuning.goal
     assert best is not None
     ranked = [one for one in (*tuning.candidates, *tuning.baselines) if one.run.case.requests == best.run.case.requests]
@@ -430,6 +435,14 @@ def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Pat
     return [directory / name for name in SERVER_FILES]
 
 
+def server_remarks(settings: Mapping[str, Any]) -> list[str]:
+    """What the files of `write_server_files` do not say of these settings, one sentence each."""
+    if (engine := str(settings.get("engine"))) in SERVERS:
+        return line_remarks(settings, engine)
+    of_vllm = {name: settings.get(name) for name in (*IN_VLLM, *NOT_TRIED)}
+    return [*remarks_of_arguments(settings), *line_remarks(of_vllm, VLLM)]
+
+
 def write_answer(content: Mapping[str, Any], directory: Path) -> Path:
     path = directory / ANSWER
     replace_file(path, json.dumps(content, indent=2) + "\n")
@@ -457,7 +470,12 @@ def plot_candidates(
     subtitle: str,
     directory: Path,
 ) -> Path:
-    """Write `pareto.png` (and .svg). front: in order of latency. named: points with a label. target_s: objective."""
+    """Write `pareto.png` (and .svg).
+
+    front: candidates of the front, in order of latency.
+    named: points with a label.
+    target_s: objective.
+    """
     unit, scale = time_unit([point.latency_s for point in points])
     with styled():
         figure = Figure(figsize=(7.2, 4.4))

@@ -8,7 +8,8 @@ from ifbbench.analysis.number_texts import percent, significant
 from ifbbench.errors import InputError
 from ifbbench.fleet.sides import gpus_of_side
 from ifbbench.rundir.disaggregated import DECODE, PREFILL, SIDES
-from ifbbench.settings.config import ENGINE_NAMES, MAX_REPLICAS
+from ifbbench.settings.bounds import MAX_REPLICAS
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.studies.tune import MAX_ROUNDS, ROUND_WORK, WHOLE_STEPS, Tuner
 from ifbbench.studies.tune_candidates import Candidate, Goal, misses_text, nearest_objective
 from ifbbench.studies.tune_rate import max_runs_for_replicas
@@ -175,9 +176,10 @@ def measured_text(one: Candidate) -> str:
 def compared_text(together: Candidate | None, apart: Candidate | None, at_equal: Candidate | None, goal: Goal) -> str:
     """Whether prefill and decode apart pay, and why, as measured.
 
-    together: the cheapest replicas that do both; apart: the cheapest pair of sides; None if none meets the objectives
-    with the GPUs that are allowed. at_equal: the other form with the GPUs of the cheaper one; None if it does not
-    run."""
+    together: the cheapest replicas that do both.
+    apart: the cheapest pair of sides; None if none meets the objectives with the GPUs that are allowed.
+    at_equal: the other form with the GPUs of the cheaper one; None if it does not run.
+    """
     if apart is not None and (together is None or apart.gpus < together.gpus):
         others = "where replicas that do both do not meet the objectives with as many as were tried"
         if together is not None:

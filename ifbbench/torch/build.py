@@ -164,8 +164,12 @@ def kv_memory(
     of all of it leaves beside the model.
 
     On CUDA the peak of the largest batch and `lora_bytes`, for adapters, are subtracted first; on a CPU the limit is 2
-    GiB. config: with resolved limits. num_sharing: ranks that share the host's memory. OutOfMemory if the largest batch
-    does not fit.
+    GiB.
+
+    config: settings with resolved limits.
+    num_sharing: ranks that share the host's memory.
+
+    OutOfMemory if the largest batch does not fit.
     """
     if device.type == "cuda":
         longest = model.config.max_position_embeddings
@@ -224,9 +228,13 @@ def make_executor(
 ) -> ModelExecutor:
     """An executor with the KV cache `layout`, of the whole model, for up to `num_slots` sequences at a time.
 
-    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. lora: adapters that
-    requests may have. draft_model: see ModelExecutor. normalize_log_probs: see `OptionalOutputs`. OutOfMemory if the
-    cache does not fit.
+    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None.
+    profile: profile to add times to.
+    lora: adapters that requests may have.
+    draft_model: see ModelExecutor.
+    normalize_log_probs: see `OptionalOutputs`.
+
+    OutOfMemory if the cache does not fit.
     """
     make = executor_class(model) if profile is None else partial(TimedExecutor, profile=profile)
     if model.part is not None:

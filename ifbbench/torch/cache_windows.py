@@ -35,8 +35,11 @@ def one_window_layout(config: ModelConfig, num_blocks: int, tokens_per_block: in
 
 @dataclass(frozen=True, slots=True)
 class CacheWindow:
-    """The cache of the layers that share an attention window. index: of the window in the layout and in batches.
-    tables: block tables that replace those of batches."""
+    """The cache of the layers that share an attention window.
+
+    index: index of the window in the layout and in batches.
+    tables: block tables that replace those of batches.
+    """
 
     index: int
     layers: tuple[int, ...]
@@ -53,7 +56,11 @@ class CacheWindow:
 
 @dataclass(frozen=True, slots=True)
 class CacheMoves:
-    """Copies that a batch needs. blocks, before: blocks and rows, before it runs. after: rows, after it has run."""
+    """Copies that a batch needs.
+
+    blocks, before: blocks and rows, before it runs.
+    after: rows, after it has run.
+    """
 
     blocks: tuple[BlockCopy, ...]
     before: tuple[RowCopy, ...] = ()

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.workload.distributions import Generator, Lengths, Stream, Times, generator
 from ifbbench.workload.prompts import runs_of, with_prefix
 from ifbbench.workload.spec import FROM_ANSWER, RequestClass, SharedPrefix, WorkloadSpec
@@ -139,7 +139,10 @@ class _Streams(NamedTuple):
 
 class Turns(NamedTuple):
     """What each request is: its class, its conversation and its turn of it, from 0; each of shape [requests]. A request
-    of a class without sessions is a conversation of one turn. first_turns: the first request of each conversation."""
+    of a class without sessions is a conversation of one turn.
+
+    first_turns: the first request of each conversation.
+    """
 
     class_of: Indices
     session_of: Indices
@@ -185,9 +188,10 @@ def _arrivals(gaps_s: Times, first_turns: Indices) -> Times:
 class DrawnClass:
     """The requests of a class, in the order of their ids; each array is of shape [requests of the class].
 
-    tokens, first_ids: of a conversation up to and with the turn's message, without a shared prefix: how many, and the
-        first of their prefix ids. None without sessions.
-    pools: the tokens of each pool; the last, which NO_POOL indexes, has none. next_id: the first prefix id not used.
+    pools: the tokens of each pool; the last, which NO_POOL indexes, has none.
+    tokens, first_ids: number of tokens of a conversation up to and with the turn's message, without a shared prefix,
+        and the first of their prefix ids; None without sessions.
+    next_id: the first prefix id not used.
     """
 
     prompt_len: Lengths

@@ -58,9 +58,10 @@ class SharedPrefix(Limited):
 class SubRequests(Limited):
     """Requests that a turn of an agent's conversation starts at once when it is answered; the next turn waits for them.
 
-    count: how many; share: of the turns that start any, the last turn of a conversation starts none.
-    prompt_len: what each adds to the context that it begins with. context: None, the system prompt alone; or
-        CONVERSATION, the whole prompt of the turn.
+    count: number of sub-requests of a turn.
+    prompt_len: what each adds to the context that it begins with.
+    share: share of the turns that start any; the last turn of a conversation starts none.
+    context: None, the system prompt alone; or CONVERSATION, the whole prompt of the turn.
     """
 
     count: LengthDistribution

@@ -14,7 +14,8 @@ from ifbbench.errors import InputError
 from ifbbench.fleet.router import Replica, RoutedRequest, Router
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.rundir.fleet import replica_directories
-from ifbbench.settings.config import PREFIX_AFFINITY, ROUTERS, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.fleet import PREFIX_AFFINITY, ROUTERS
 from ifbbench.settings.names import from_mapping
 
 FILES = ("iterations.jsonl", "spans.jsonl", "requests.jsonl", "summary.json")

@@ -10,7 +10,8 @@ import pytest
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.run import run_trace
-from ifbbench.settings.config import ENGINE_OVERHEADS, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.devices import ENGINE_OVERHEADS
 from ifbbench.simulated.engines import load_overhead, overhead_names
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import kv_memory_bytes

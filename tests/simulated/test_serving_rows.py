@@ -275,6 +275,27 @@ def test_sglang_on_blackwell_compiles_where_nothing_has_warmed_it_up(changes, wa
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "times"),
+    [
+        ({"gpu": "b300", "date": "2026-05-13"}, 35_921 / 7_140),
+        ({"gpu": "b300", "date": "2026-05-17"}, 1),  # the client was mended
+        ({"gpu": "b200", "date": "2026-05-13"}, 1),  # an image with transformers 4
+        ({"gpu": "b300", "date": "2026-05-13", "engine": "tensorrt-llm"}, 1),
+    ],
+)
+def test_prompts_are_longer_where_the_client_had_a_wrong_tokenizer(changes, times):
+    row, _ = deepseek(**changes)
+    expected, _ = deepseek()
+    assert row["input"] == pytest.approx(expected["input"] * times, rel=0.001)
+    assert (row["output"], row["lengths_of"]) == (expected["output"], expected["lengths_of"])
+
+
+def test_rows_of_inferencex_have_no_means_beside_medians():
+    row, _ = deepseek(ttft_ms={"mean": 7000.0, "p50": 600.0, "p99": 68_000.0}, tpot_ms={"mean": 10.0})
+    assert measured_figures(row) == {"ttft": 0.6, "tpot": 0.01, "throughput": pytest.approx(row["output_tokens_per_s"])}
+
+
 def test_rounds_that_were_not_replayed_take_as_long_as_the_latest_ones():
     row, _ = deepseek()
     times = {"ttft_s": 1.0, "tpot_s": 0.1, "output_len": 900, "e2e_s": 10.0}

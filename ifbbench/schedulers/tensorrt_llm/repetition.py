@@ -55,8 +55,10 @@ class Repetition:
         dynamic_limits: DynamicLimits | None = None,
         balance: PartsBalance | None = None,
     ) -> None:
-        """pauses: whether the policy may pause requests. dynamic_limits: of batch size and tokens, where tuned.
-        balance: of the parts of the devices."""
+        """pauses: whether the policy may pause requests.
+        dynamic_limits: limits of batch size and tokens, where they are tuned.
+        balance: balance of the parts of the devices.
+        """
         self._active, self._kv_cache = active, kv_cache
         self._config, self._pauses, self._dynamic_limits = config, pauses, dynamic_limits
         self._balance = balance
@@ -100,7 +102,11 @@ class Repetition:
 
     def horizon(self, plan: Plan, admits: bool, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
         """For how many iterations `plan` is certain to run, of which only the last one completes a request; 0 if it
-        needs a batch. admits: whether the policy let a context request run. iteration: number of the first."""
+        needs a batch.
+
+        admits: whether the policy let a context request run.
+        iteration: number of the first.
+        """
         if not self._needs_no_batch(plan):
             return 0
         return self._max_steps(plan, self._times_certain(plan, admits), iteration, in_flight)
@@ -163,7 +169,11 @@ class Repetition:
 
     def _max_steps(self, plan: Plan, certain: int, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
         """In how many iterations of `plan`, at most `certain`, only the last one completes a request, and blocks
-        suffice. iteration: number of the first. in_flight: the iterations in flight."""
+        suffice.
+
+        iteration: number of the first.
+        in_flight: the iterations in flight.
+        """
         if self._num_turns > 1:
             self._begin_turn(plan, iteration, in_flight)
         batches = [iteration for iteration in in_flight if not (iteration.is_repeated or iteration.is_empty)]
@@ -264,6 +274,11 @@ class Repetition:
             self._park(request)
         self._rows = None if self._awaits_turn else active.generation_rows
         return growth
+
+    def used_blocks_after(self, count: int) -> int:
+        """Blocks in use once `count` iterations of the plan that was just decided have run."""
+        more = [sum(window.starting(count, self._turn)) for window in self._windows]
+        return self._kv_cache.num_used + sum(more)
 
     @property
     def _awaits_turn(self) -> bool:
@@ -567,6 +582,9 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         if self._any_retention:
             self.kv_cache.refresh(self._now_s)
         return growth
+
+    def used_blocks_after(self, plan: Plan, count: int) -> int | None:
+        return self._repetition.used_blocks_after(count)
 
     def confirm(self, count: int) -> list[Request]:
         done = self._repetition.confirm(count)

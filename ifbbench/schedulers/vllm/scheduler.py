@@ -28,8 +28,11 @@ from ifbbench.schedulers.vllm.step import NO_MAXIMUM, Step
 
 
 class VllmScheduler(QueueingScheduler):
-    """A `Scheduler` with the rules of vLLM. running: the running requests in the order of admission.
-    scheduled_rows: what the latest decision runs, in the order in which it was scheduled."""
+    """A `Scheduler` with the rules of vLLM.
+
+    running: running requests, in the order of admission.
+    scheduled_rows: what the latest decision runs, in the order in which it was scheduled.
+    """
 
     def __init__(self, limits: BatchingConfig, clock: Clock, is_predicted: bool = False) -> None:
         """ValueError without the rules of vLLM."""
@@ -323,6 +326,12 @@ class VllmScheduler(QueueingScheduler):
         self.state.in_flight.add(Scheduled(self.scheduled_rows, plan.rows, None, True, count))
         self._finish_scheduling(plan.rows)
         return growth
+
+    def used_blocks_after(self, plan: Plan, count: int) -> int | None:
+        generation, cache = self.state.generation, self.kv_cache
+        if plan.chunks or not generation.is_active or not cache.is_plain:  # windows release blocks
+            return None
+        return cache.num_used + sum(generation.starting(count + 1))  # the next one has its blocks
 
     def cache_state(self) -> CacheState:
         return self.kv_cache.state()

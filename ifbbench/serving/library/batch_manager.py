@@ -131,10 +131,12 @@ class BatchManager:
         """A manager of an engine that exists, which the caller closes; on the engine's clock. That of rank 0 where the
         engine has a communicator.
 
-        observer: is notified of each iteration, and of each request that ends without being complete. queued: number of
-        requests that have arrived and were not returned yet. next_priority: the highest priority among them, None if
-        there are none; they are returned by priority. wait_for_requests: is called while no request is active; returns
-        when one has arrived, and soon after a call of `close()` or `abort()`."""
+        observer: is notified of each iteration, and of each request that ends without being complete.
+        queued: number of requests that have arrived and were not returned yet.
+        next_priority: the highest priority among them, None if there are none; they are returned by priority.
+        wait_for_requests: is called while no request is active; returns when one has arrived, and soon after a call of
+            `close()` or `abort()`.
+        """
         limits = engine.limits
         callbacks = Callbacks(get_inference_requests, send_response, poll_stop_signals, None, limits, observer)
         manager = cls.__new__(cls)

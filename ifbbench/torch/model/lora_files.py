@@ -48,7 +48,10 @@ Pairs = Iterator[tuple[int, int, "Tensor", "Tensor"]]
 
 
 class Adapter(Protocol):
-    """An adapter of the model. ranks: [layers, modules], 0 where it changes nothing."""
+    """An adapter of the model.
+
+    ranks: [layers, modules], 0 where it changes nothing.
+    """
 
     @property
     def ranks(self) -> IntArray: ...
@@ -253,8 +256,10 @@ class TensorRtAdapter:
     """An adapter in the layout of TensorRT-LLM's requests.
 
     weights: [rows, values] or [1, rows, values]; a row has A [rank, inputs] and B [outputs, rank] of one module, flat,
-    one behind the other, with the scale in B. rows: int [rows, 3] or [1, rows, 3], number of the module, layer and
-    rank. InputError if they do not fit the model.
+        one behind the other, with the scale in B.
+    rows: int [rows, 3] or [1, rows, 3], number of the module, layer and rank.
+
+    InputError if they do not fit the model.
     """
 
     def __init__(
