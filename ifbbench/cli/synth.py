@@ -36,7 +36,7 @@ class Group(click.Group):
 @click.option("--output", type=click.Path(path_type=Path), help="As --output of the command.")
 @click.option("--random-seed", type=NOT_NEGATIVE_INTEGER, metavar="K", help="As --random-seed of the command.")
 @click.option(
-    "--request-rate", type=FloatRange(), metavar="R", help="As --request-rate of the command; -1: all at once."
+    "--request-rate", type=FloatRange(min=-1), metavar="R", help="As --request-rate of the command; -1: all at once."
 )
 @click.option(
     "--time-delay-dist",

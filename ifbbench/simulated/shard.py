@@ -165,6 +165,11 @@ class Shard:
         return self.model.size_of_expert // (self.tp_size // self.ep_size)
 
     @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """Experts of each device, redundant ones left out, and their intermediate size there; None without experts."""
+        return (self.model.num_experts // self.ep_size, self.expert_size) if self.model.num_experts else None
+
+    @property
     def vocab_size(self) -> int:
         return -(-self.model.vocab_size // self.attention_tp_size)
 
