@@ -32,8 +32,12 @@ ERROR_OF = {
 class Compared(NamedTuple):
     """What decides which measurements a run can be compared with.
 
-    engine: name of its engine overhead, NO_ENGINE without one. scheduler: its --engine. hardware: name of its profile.
-    model: name of its shape. draft: what proposes draft tokens, NO_DRAFTS without them."""
+    engine: name of its engine overhead, NO_ENGINE without one.
+    scheduler: its --engine.
+    hardware: name of its profile.
+    model: name of its shape.
+    draft: what proposes draft tokens, NO_DRAFTS without them.
+    """
 
     engine: str
     scheduler: str
