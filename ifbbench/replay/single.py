@@ -33,6 +33,7 @@ from ifbbench.rundir import run_directory
 from ifbbench.rundir.lines import is_thinned_out
 from ifbbench.rundir.printing import PrintingRecorder
 from ifbbench.rundir.recorder import Recorder, SummaryRecorder
+from ifbbench.schedulers.engines import check_scheduler
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.simulated.energy import energy_figures
@@ -173,6 +174,7 @@ def engine_for(
     with leading(config, beam_width) if config.num_ranks > 1 else nullcontext() as communicator:
         engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator, sends=sends)
         with closing(engine.executor):
+            check_scheduler(engine.limits, engine.clock)
             warn_of_refusals(trace, engine)
             if engine.makes_tokens:
                 check_vocabulary(trace, engine.model.vocab_size)

@@ -266,7 +266,7 @@ def peak_blocks(known: dict[str, Any]) -> tuple[int | None, int | None, str]:
 
 
 def _throughput_table(known: dict[str, Any], config: dict[str, Any], pairs: int = 2) -> Table:
-    """pairs: of a name and a figure in each row."""
+    """pairs: a name and a figure of each row."""
     requests, (peak, pool, of_window) = known["requests"], peak_blocks(known)
     words = words_of(config)
     are_known = known["request_throughput_per_s"] is not None  # else they are not in the log that was imported

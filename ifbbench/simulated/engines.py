@@ -52,15 +52,15 @@ class EngineOverhead:
         `ServingProcess`.
     context_s: time of the device in an iteration with context besides its operations: the host prepares new prompts and
         launches kernels without a CUDA graph.
-    factors: by which constants of an architecture are multiplied, because this engine's kernels differ.
+    factors: factors of constants of an architecture, because this engine's kernels differ.
     generation_attention: the share of memory bandwidth that attention in generation reaches, by architecture and data
         type of the KV cache, where it is not that of the architecture.
-    constants: by architecture, constants in place of its own, where this engine was measured on it.
+    constants: constants in place of those of an architecture, by architecture, where this engine was measured on it.
     constants_of_dtype: the same by architecture and data type of the weights.
     tuned_experts: by these, shapes of experts that the engine has tuned kernels for, and their constants.
     kv_share_of: what `kv_cache_free_gpu_mem_fraction` is a share of: memory that is `free` once the model is loaded, or
         the `total`, weights included.
-    settings: those of `ifbbench run` that come closest to the engine's defaults.
+    settings: settings of `ifbbench run` that come closest to the engine's defaults.
     """
 
     name: str
@@ -91,7 +91,8 @@ class EngineOverhead:
         """`hardware` as this engine uses it, with weights in `dtype`. A profile that was calibrated has the constants
         of the engine that was measured, and host times of its own where these could be determined.
 
-        experts: of a device, and their intermediate size there; None without experts."""
+        experts: number of experts of a device, and their intermediate size there; None without experts.
+        """
         base, measured = hardware.constants, hardware.calibration
         determined = measured.get("determined", ("host_iteration_s", "host_request_s")) if measured else ()
         changed: dict[str, float] = {}
