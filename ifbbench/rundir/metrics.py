@@ -54,7 +54,8 @@ def own_seconds(starts: ArrayLike, ends: ArrayLike, num_micro_batches: int) -> F
     seconds: Floats = begins.copy()
     np.clip(ends[:-every], begins[every:], ends[every:], out=seconds[every:])
     np.copyto(seconds[every:], begins[every:], where=begins[every:] < begins[:-every])
-    return np.subtract(ends, seconds, out=seconds)
+    np.subtract(ends, seconds, out=seconds)
+    return seconds
 
 
 @cache
