@@ -182,7 +182,7 @@ def _run_all(
     paths: Sequence[str], over: Sequence[str], config_file: Path | None, options: Mapping[str, Any], quiet: bool
 ) -> list[Path]:
     """Run the trace at each point, below results/ or --output; returns the run directories."""
-    from ifbbench.cli.run import engine_configs, run_points, swept_names
+    from ifbbench.cli.sweep import engine_configs, run_points, swept_names
 
     if len(paths) > 1:
         raise click.UsageError("give one trace to compare several values of a setting.")

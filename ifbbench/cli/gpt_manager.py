@@ -13,7 +13,6 @@ import click
 from ifbbench.cli.options import SettingsCommand
 from ifbbench.errors import InputError
 from ifbbench.settings.fields import choice, number
-from ifbbench.settings.servers import SERVERS
 
 LOG_LEVELS = {
     "verbose": logging.DEBUG,
@@ -184,6 +183,8 @@ class TraceCommand(SettingsCommand):
                             if option.is_refused == is_refused
                         ]
                     )
+            from ifbbench.settings.servers import SERVERS
+
             for server in SERVERS.values():
                 with formatter.section(f"{server.usage} options without effect in `ifbbench config from`"):
                     names = sorted(server.others.no_effect)

@@ -156,7 +156,7 @@ def _group_styles(count: int, numeric: bool) -> list[dict[str, Any]]:
 def _draw_metric(
     axes: Axes, metric: Metric, rows: Sequence[SweepRow], position_of: Mapping[Any, float], over: str, line: str
 ) -> None:
-    """All keys of a metric; of a single one, the highest value is written."""
+    """All keys of a metric; of a single one, the best value is written."""
     unit, scale = metric.unit_of(rows)
     rows = sorted(rows, key=lambda row: position_of[row[over]])
     positions = [position_of[row[over]] for row in rows]
@@ -178,11 +178,11 @@ def _draw_metric(
     else:
         known = [(x, y * scale) for x, y in zip(positions, metric.values(rows)[0], strict=True) if not np.isnan(y)]
         if known:
-            highest = max(known, key=lambda point: point[1])
-            text = significant(highest[1]) + (f" {unit}" if unit else "")
+            best = (min if metric.is_better_low else max)(known, key=lambda point: point[1])
+            text = significant(best[1]) + (f" {unit}" if unit else "")
             axes.annotate(
                 text,
-                highest,
+                best,
                 xytext=(0, 7),
                 textcoords="offset points",
                 ha="center",

@@ -314,8 +314,9 @@ def git_revision() -> str | None:
     if not any((directory / ".git").exists() for directory in Path(__file__).parents):
         return None
     try:
+        # Threads that read the index in advance take longer to start than they save.
         answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],
+            ["git", "-c", "core.preloadIndex=false", "describe", "--always", "--dirty", "--abbrev=40", "--match="],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
