@@ -11,7 +11,7 @@ from ifbbench.rundir.reader import Floats
 
 Integers = NDArray[np.int64]
 
-# Of more rows, several are in one row of cells.
+# Several of more rows are in one row of cells.
 MAX_ROWS = 500
 WHITE = 255.0
 
