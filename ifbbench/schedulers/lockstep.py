@@ -159,7 +159,7 @@ class LockstepScheduler:
 
     @property
     def _has_work(self) -> bool:
-        return len(self.table.requests) > 0 or any([len(rank.waiting) > 0 for rank in self.ranks])
+        return len(self.table.requests) > 0 or any(len(rank.waiting) > 0 for rank in self.ranks)
 
     def find(self, request_id: int) -> Request | None:
         for rank in self.ranks:
@@ -182,7 +182,7 @@ class LockstepScheduler:
         table = self.table
         table.num_transferring = sum([one.num_transferring for one in self.tables])
         if not table.any_wide_steps:
-            table.any_wide_steps = any([one.any_wide_steps for one in self.tables])
+            table.any_wide_steps = any(one.any_wide_steps for one in self.tables)
 
     # Keys and values that are sent to other engines, or come from them, or from stores.
 
@@ -379,7 +379,7 @@ def joined_plan(plans: Sequence[Plan]) -> Plan:
 
 def joined_drafts(plans: Sequence[Plan], inputs: Sequence[StepInputs]) -> DraftInputs | None:
     """The draft tokens of all ranks: first those of their prompts, then those of generation."""
-    if all([one.drafts is None for one in inputs]):
+    if all(one.drafts is None for one in inputs):
         return None
     counts, tokens, later_counts, later_tokens = [], [], [], []
     for plan, of_rank in zip(plans, inputs, strict=True):
@@ -440,7 +440,7 @@ def joined_growth(growths: Sequence[Growth], last: CacheState) -> Growth:
     else:
         blocks = _sums([one.more_blocks for one in growths])
         taken = None
-        if any([one.more_taken is not one.more_blocks for one in growths]):
+        if any(one.more_taken is not one.more_blocks for one in growths):
             taken = _sums([one.more_taken for one in growths])
         windows = [
             _sums([one.more_of_windows[index] for one in growths]) for index in range(len(growths[0].more_of_windows))

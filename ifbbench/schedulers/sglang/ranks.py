@@ -40,5 +40,5 @@ class SglangRanks(LockstepScheduler):
         collect: Callable[[], None],
     ) -> list[Plan]:
         decisions = [one.decide_prompts(in_flight[rank]) for rank, one in enumerate(self._schedulers)]
-        decodes = not (self.limits.drafts.max_len and any([len(one.chosen) > 0 for one in decisions]))
+        decodes = not (self.limits.drafts.max_len and any(len(one.chosen) > 0 for one in decisions))
         return [one.decide_others(decisions[rank], decodes) for rank, one in enumerate(self._schedulers)]

@@ -66,8 +66,8 @@ class RanksAdmission(Admission):
         return len(active) >= self._max_of_rank and self._goes_before_last(request, active)
 
     def _divide(self, entering: list[Request], rooms: list[int], admitted: list[Request]) -> None:
-        """The longest prompt first, each to the rank with the fewest prompt tokens, among those that have fewer requests
-        than each has if they are divided evenly."""
+        """The longest prompt first, each to the rank with the fewest prompt tokens, among those with fewer requests
+        than each has if all are divided evenly."""
         counts = [len(one) for one in self._actives]
         even = max(ceil_div(sum(counts) + len(entering), len(counts)), max(counts))
         heap = [(self._tokens[rank], count, rank) for rank, count in enumerate(counts) if count < even and rooms[rank]]

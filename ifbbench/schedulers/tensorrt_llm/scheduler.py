@@ -176,7 +176,7 @@ class TensorRtLlmScheduler(SingleIterations):
             plan.context, self._latest = [], None
 
     def start(self, plan: Plan, now_s: float) -> Plan:
-        """The second part of `schedule`: pause what `plan` pauses, and take the blocks of the prompts that it starts."""
+        """The second part of `schedule`: pauses what `plan` pauses, and takes the blocks of the prompts that start."""
         for pause in plan.paused:
             self._pause(pause.victim)
         self._start_prompts(plan, now_s)
