@@ -31,10 +31,10 @@ class Submitted:
     """An iteration in flight, or several equal ones, as the rank at the same index of each list sees it.
 
     ranks: those with something to run. plans: what these run. rows: with outputs. batches: that the rank alone would
-    have; None where those of all ranks do. times: iterations that were not collected yet."""
+    have; None where those of all ranks do. times: iterations that were not collected yet. is_repeated: of `repeat`."""
 
-    def __init__(self, ranks: list[int], plans: list[Plan], times: int = 1) -> None:
-        self.ranks, self.plans, self.times = ranks, plans, times
+    def __init__(self, ranks: list[int], plans: list[Plan], times: int = 1, is_repeated: bool = False) -> None:
+        self.ranks, self.plans, self.times, self.is_repeated = ranks, plans, times, is_repeated
         self.rows = list[Rows]()
         self.batches = list[tuple[Batch, ...] | None]()
         self._seen: list[InFlightIteration] | None = None
@@ -45,11 +45,11 @@ class Submitted:
             self._seen = []
             for index, plan in enumerate(self.plans):
                 rows, batches = NO_ROWS, tuple[Batch, ...]()
-                if not iteration.is_repeated:
+                if not self.is_repeated:
                     rows, of_rank = self.rows[index], self.batches[index]
                     runs = len(plan.chunks) > 0 or len(plan.rows) > 0
                     batches = of_rank if of_rank is not None else iteration.batches if runs else ()
-                one = InFlightIteration(iteration.record, batches, rows, iteration.dropped, iteration.is_repeated)
+                one = InFlightIteration(iteration.record, batches, rows, iteration.dropped, self.is_repeated)
                 self._seen.append(one)
         return self._seen
 
@@ -249,7 +249,7 @@ class LockstepScheduler:
         return recomputed
 
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
-        if iteration.is_repeated:
+        if self._submitted[0].is_repeated:  # which need not run anything, and is then no such iteration of the loop
             return self.confirm(1)
         submitted, done = self._submitted.popleft(), list[Request]()
         seen, of_ranks = submitted.seen(iteration), submitted.outputs(outputs)
@@ -313,7 +313,7 @@ class LockstepScheduler:
         for rank, of_rank in zip(self._running, self._plans, strict=True):
             growths.append(self.ranks[rank].repeat(of_rank, count))
             last.append(growths[-1].last)
-        self._submitted.append(Submitted(self._running, self._plans, count))
+        self._submitted.append(Submitted(self._running, self._plans, count, is_repeated=True))
         return joined_growth(growths, joined_state(last))
 
     def confirm(self, count: int) -> list[Request]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ import pytest
 
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.drafts import DraftInputs
+from ifbbench.kv.sequence import ReuseRules
 from ifbbench.models.named_models import load_model_config
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.tensorrt_llm.balance import RanksBalance
@@ -59,6 +61,43 @@ def test_iterations_advanced_together_leave_the_same_files(tmp_path: Path, seed:
         single = run(trace_of(seed), config, tmp_path / "single", False, windows=windows)
 
     assert single.together == 0 < together.together
+    for name in FILES:
+        assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+def test_ranks_that_pause_and_reuse_leave_the_same_files(tmp_path: Path, seed: int, engine: str):
+    draw = np.random.default_rng(seed)
+    rules: dict[str, Any] = {"policy": "max_utilization", "chunk_unit": 4}
+    if engine == "vllm":
+        rules = {"vllm": VllmRules(is_priority=seed % 2 == 0), "chunk_unit": 1}
+    elif engine == "sglang":
+        rules = {"sglang": SglangRules(chunk_size=64, receive_interval=1 + 2 * (seed % 2)), "chunk_unit": 1}
+    config = config_of(
+        engine=engine,
+        attention_dp_size=2,
+        max_batch_size=int(draw.integers(4, 12)),
+        num_blocks=2 * int(draw.integers(24, 34)),
+        overlap=Overlap.ASYNC if seed != 1 else None,
+        reuse=ReuseRules(seed < 3, False, False),
+        reads_block_tables=False,
+        **rules,
+    )
+    rows = []
+    for index in range(30):
+        prompt_len, output_len = int(draw.integers(1, 60)), int(draw.integers(1, 30))
+        reserved = output_len + int(draw.integers(0, 4))
+        rows.append(TraceRequest(index, 2e-4 * index, prompt_len, output_len, reserved, priority=float(index % 3)))
+    trace = Trace("random", rows, "0" * 64, "test")
+    cost = CostModel(replace(COST.shard, tp_size=2, attention_dp_size=2), load_hardware("h100-sxm"))
+    concurrency = None if seed % 2 else 7
+    with mock.patch.dict(COST_MODELS, {1: cost}):
+        together = run(trace, config, tmp_path / "together", True, concurrency=concurrency)
+        run(trace, config, tmp_path / "single", False, concurrency=concurrency)
+
+    # With overlap, what TensorRT-LLM's scheduler stores depends on what was collected.
+    assert together.together > 0 or (engine == "trtllm" and config.reuse.enabled)
     for name in FILES:
         assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
 
