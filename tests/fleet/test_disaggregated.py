@@ -378,7 +378,7 @@ def check_iterations_at_once(seed: int, path: Path, engine: str, of_sides: str =
         values |= draw_failures(draw, path, values["prefill_replicas"] + values["decode_replicas"])
     values |= {side: values[side] + of_sides for side in ("prefill", "decode")}
     if of_sides:  # ranks have no pipelines
-        values = {name: value for name, value in values.items() if name not in ("pp_size", "overlap")}
+        values = {name: value for name, value in values.items() if name != "pp_size" and value != "partitioned"}
     steps = check_single_iterations(path, trace, values | {"engine": engine})
     # Plans of TensorRT-LLM and SGLang may never repeat (micro batches, dropped blocks, a queue that is always tried),
     # and replicas that fail may run none.

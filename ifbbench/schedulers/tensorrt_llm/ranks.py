@@ -96,7 +96,7 @@ class TensorRtLlmRanks(LockstepScheduler):
         super().__init__(limits, ranks)
         of_rank, actives = ranks[0].config, [one.active for one in ranks]
         refusals = AdmissionLimits(of_rank, ranks[0].policy)
-        self._schedulers = ranks
+        self.config, self._schedulers = limits, ranks
         self._admission = RanksAdmission(refusals, actives, of_rank.max_active, limits.max_queue_size)
         self._balance = RanksBalance(of_rank) if limits.balances_ranks else None
         self._has_collected = False
