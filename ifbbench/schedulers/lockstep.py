@@ -105,7 +105,7 @@ class LockstepScheduler:
         # Whether what a rank verifies or confirms needs batches of its own.
         self._builds = limits.drafts.max_len > 0 or self.layout.has_separate_passes
         self._submitted: deque[Submitted] = deque()
-        # Of each rank, the iterations in flight in which it has something to run, while it decides.
+        # The iterations in flight in which each rank has something to run, while it decides.
         self._in_flight = [deque[InFlightIteration]() for _ in ranks]
         # What the ranks run that have something to run, in the latest decision, and what they have taken for it.
         self._running, self._plans, self._inputs = list[int](), list[Plan](), list[StepInputs]()
