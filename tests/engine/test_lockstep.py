@@ -168,13 +168,11 @@ class Router:
             counts[rank] += 1
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("engine", ENGINES)
-def test_ranks_decide_as_single_engines_that_are_stepped_together(engine: str, seed: int) -> None:
+def check_against_single_engines(engine: str, seed: int, count: int) -> None:
     draw = np.random.default_rng(seed)
     ranks = int(draw.integers(2, 5))
     limits = limits_of(engine, draw, ranks)
-    requests = requests_of(draw, 40)
+    requests = requests_of(draw, count)
     together = Stepped(make_scheduler(limits, VirtualClock()))
     singles = [Stepped(find_scheduler(engine)(limits.of_rank(rank), VirtualClock())) for rank in range(ranks)]
     router, step, paused = Router(engine, singles, limits), 0, 0
@@ -207,6 +205,20 @@ def test_ranks_decide_as_single_engines_that_are_stepped_together(engine: str, s
         step += 1
     assert found["blocks"] == 0 or limits.reuse.enabled
     assert not together.scheduler.table.requests
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_decide_as_single_engines_that_are_stepped_together(engine: str, seed: int) -> None:
+    check_against_single_engines(engine, seed, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(3, 63, 10))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_more_ranks_decide_as_single_engines_that_are_stepped_together(engine: str, first: int) -> None:
+    for seed in range(first, first + 10):
+        check_against_single_engines(engine, seed, 60)
 
 
 def stepped(limits: BatchingConfig, requests: list[Request]) -> Stepped:

@@ -409,9 +409,8 @@ def test_iterations_at_once_leave_the_files_of_single_ones(engine: str, seed: in
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(2))
-def test_ranks_run_many_iterations_at_once(engine: str, seed: int, tmp_path: Path) -> None:
-    check_iterations_at_once(seed, tmp_path, engine, ",tp_size=2,attention_dp_size=2")
+def test_ranks_run_many_iterations_at_once(engine: str, tmp_path: Path) -> None:
+    check_iterations_at_once(0, tmp_path, engine, ",tp_size=2,attention_dp_size=2")
 
 
 @pytest.mark.slow
