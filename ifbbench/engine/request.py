@@ -491,8 +491,15 @@ class RequestTable:
         self.free_rows.append(row)
 
     def add_rank(self, table: "RequestTable") -> None:
-        """The requests of `table`, which has as many rows, and rows of its own among them, are in this one too."""
-        table.whole, table.step_tokens, table.is_special = self, self.step_tokens, self.is_special
+        """The requests of `table`, which has as many rows, and rows of its own among them, are in this one too, with
+        their counters."""
+        table.whole = self
+        table.generated, table.confirmed = self.generated, self.confirmed
+        table.reserved, table.stop_after = self.reserved, self.stop_after
+        table.draft_tokens, table.step_tokens = self.draft_tokens, self.step_tokens
+        table.original_prompt_len, table.joined = self.original_prompt_len, self.joined
+        table.cached_before_pause, table.lora_tasks = self.cached_before_pause, self.lora_tasks
+        table.is_special, table.micro_batch = self.is_special, self.micro_batch
 
     def begin_turn(self, micro_batch: int) -> None:
         """The requests of this micro batch can be scheduled again; those of the others are in flight."""

@@ -30,25 +30,28 @@ NOT_LIMITED = 2**62
 class Submitted:
     """An iteration in flight, or several equal ones, as the rank at the same index of each list sees it.
 
-    ranks: those with something to run. plans: what these run. rows: with outputs. batches: that the rank alone would
-    have; None where those of all ranks do. times: iterations that were not collected yet. is_repeated: of `repeat`."""
+    ranks: those with something to run. plans: what these run. rows: with outputs. inputs: what was taken for batches of
+    each rank alone. times: iterations that were not collected yet. is_repeated: of `repeat`."""
 
     def __init__(self, ranks: list[int], plans: list[Plan], times: int = 1, is_repeated: bool = False) -> None:
         self.ranks, self.plans, self.times, self.is_repeated = ranks, plans, times, is_repeated
-        self.rows = list[Rows]()
-        self.batches = list[tuple[Batch, ...] | None]()
+        self.rows, self.inputs = list[Rows](), list[StepInputs]()
         self._seen: list[InFlightIteration] | None = None
 
-    def seen(self, iteration: InFlightIteration) -> list[InFlightIteration]:
-        """`iteration`, which is that of all ranks, as each of them sees it. They share which outputs are dropped."""
+    def seen(self, iteration: InFlightIteration, builders: Sequence[BatchBuilder]) -> list[InFlightIteration]:
+        """`iteration`, which is that of all ranks, as each of them sees it. They share which outputs are dropped.
+        builders: of the batches of each rank; none where those of all ranks do."""
         if self._seen is None:
             self._seen = []
             for index, plan in enumerate(self.plans):
                 rows, batches = NO_ROWS, tuple[Batch, ...]()
                 if not self.is_repeated:
-                    rows, of_rank = self.rows[index], self.batches[index]
-                    runs = len(plan.chunks) > 0 or len(plan.rows) > 0
-                    batches = of_rank if of_rank is not None else iteration.batches if runs else ()
+                    rows = self.rows[index]
+                    if builders:
+                        builder = builders[self.ranks[index]]
+                        batches = builder.build(iteration.record.iteration, plan, self.inputs[index])
+                    elif plan.chunks or len(plan.rows):
+                        batches = iteration.batches
                 one = InFlightIteration(iteration.record, batches, rows, iteration.dropped, self.is_repeated)
                 self._seen.append(one)
         return self._seen
@@ -101,9 +104,9 @@ class LockstepScheduler:
         self.table = RequestTable(limits.num_slots)
         for table in self.tables:
             self.table.add_rank(table)
-        self._builders = [BatchBuilder(rank.table, rank.layout) for rank in ranks]
-        # Whether what a rank verifies or confirms needs batches of its own.
-        self._builds = limits.drafts.max_len > 0 or self.layout.has_separate_passes
+        self._builders = list[BatchBuilder]()
+        if limits.drafts.max_len or self.layout.has_separate_passes:
+            self._builders = [BatchBuilder(rank.table, rank.layout) for rank in ranks]
         self._submitted: deque[Submitted] = deque()
         # The iterations in flight in which each rank has something to run, while it decides.
         self._in_flight = [deque[InFlightIteration]() for _ in ranks]
@@ -218,7 +221,7 @@ class LockstepScheduler:
         for of_rank in self._in_flight:
             of_rank.clear()
         for submitted in self._submitted:
-            for rank, seen in zip(submitted.ranks, submitted.seen(in_flight[index]), strict=True):
+            for rank, seen in zip(submitted.ranks, submitted.seen(in_flight[index], self._builders), strict=True):
                 self._in_flight[rank].extend([seen] * submitted.times)
             index += submitted.times
         plans = self._all_plans = self._decide(iteration, now_s, self._in_flight, collect)
@@ -239,11 +242,10 @@ class LockstepScheduler:
 
     def advance(self, plan: Plan, iteration: int) -> int:
         recomputed, submitted = 0, Submitted(self._running, self._plans)
+        submitted.inputs = self._inputs
         for index, rank in enumerate(self._running):
             of_rank = self._plans[index]
             submitted.rows.append(of_rank.output_rows())
-            builds = self._builders[rank].build(iteration, of_rank, self._inputs[index]) if self._builds else None
-            submitted.batches.append(builds)
             recomputed += self.ranks[rank].advance(of_rank, iteration)
         self._submitted.append(submitted)
         return recomputed
@@ -252,7 +254,7 @@ class LockstepScheduler:
         if self._submitted[0].is_repeated:  # which need not run anything, and is then no such iteration of the loop
             return self.confirm(1)
         submitted, done = self._submitted.popleft(), list[Request]()
-        seen, of_ranks = submitted.seen(iteration), submitted.outputs(outputs)
+        seen, of_ranks = submitted.seen(iteration, self._builders), submitted.outputs(outputs)
         for index, rank in enumerate(submitted.ranks):
             self._collected(rank, 1)
             done += self.ranks[rank].update(seen[index], of_ranks[index])
@@ -268,7 +270,7 @@ class LockstepScheduler:
 
     def lose(self, iteration: InFlightIteration) -> list[Request]:
         submitted, lost = self._submitted.popleft(), list[Request]()
-        seen = submitted.seen(iteration)
+        seen = submitted.seen(iteration, self._builders)
         for index, rank in enumerate(submitted.ranks):
             lost += self.ranks[rank].lose(seen[index])
         return lost

@@ -7,7 +7,11 @@ adp_router.py of 2026), read, not compared.
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
+from ifbbench.engine.arrays import IntArray, Rows
+from ifbbench.engine.batch import StepOutputs
+from ifbbench.engine.drafts import draw_accepted
 from ifbbench.engine.interfaces import RequestSource
+from ifbbench.engine.passes import confirm
 from ifbbench.engine.plan import Plan
 from ifbbench.engine.records import InFlightIteration
 from ifbbench.engine.request import Request
@@ -153,6 +157,29 @@ class TensorRtLlmRanks(LockstepScheduler):
             for rank, plan in enumerate(plans):
                 self._schedulers[rank].hold_prompts(plan)
         return [one.start(plans[rank], now_s) for rank, one in enumerate(self._schedulers)]
+
+    # Draft tokens, which no rank repeats.
+
+    def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
+        """The outputs of all ranks at once, where that is the same."""
+        if not self.limits.drafts.max_len or any(one.tokens is not None for one in outputs):
+            return super().update(iteration, outputs)
+        self._submitted.popleft()
+        return confirm(iteration, outputs, self.table, self)
+
+    def accepted(self, rows: Rows, counts: IntArray) -> IntArray:
+        """See DraftVerifier."""
+        return draw_accepted(self.limits.drafts, self.table, rows, counts)
+
+    def settle(self, rows: Rows) -> None:
+        """See DraftVerifier."""
+        of_rows = rows % self.num_ranks
+        for rank, scheduler in enumerate(self._schedulers):
+            of_rank = rows[of_rows == rank]
+            if len(of_rank):
+                scheduler.drafts.settle(of_rank)
+
+    # Many iterations.
 
     def horizon(self, plan: Plan) -> int:
         steps = super().horizon(plan)

@@ -82,7 +82,7 @@ class TensorRtLlmScheduler(SingleIterations):
             config.num_micro_batches,
         )
         self._dynamic_limits = DynamicLimits(config, self._micro_batch) if config.has_dynamic_limits else None
-        self._drafts = Drafts(config.drafts, self.active, cache)
+        self.drafts = Drafts(config.drafts, self.active, cache)
         self._reuses_blocks = config.reuse.enabled
         self._is_async = config.is_async
         self._v1_batch = V1Batch(self.active, cache) if config.batching_type is BatchingType.V1 else None
@@ -160,7 +160,7 @@ class TensorRtLlmScheduler(SingleIterations):
         if self.num_micro_batches > 1:
             self.table.begin_turn(iteration % self.num_micro_batches)
         if self.config.drafts.max_len:
-            self._drafts.propose()
+            self.drafts.propose()
         plan = self._decide()
         while plan.paused and is_pause_in_flight(plan, in_flight, self.table, self._is_async):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
@@ -284,7 +284,7 @@ class TensorRtLlmScheduler(SingleIterations):
         try:
             positions = cache.add_tokens(rows)
             if self.table.max_draft_tokens:
-                drafts = self._drafts.take([chunk.request for chunk in plan.chunks if chunk.is_last], rows)
+                drafts = self.drafts.take([chunk.request for chunk in plan.chunks if chunk.is_last], rows)
             if not plan.chunks and not len(rows):
                 return StepInputs(rows)
             if len(idle):
@@ -335,7 +335,7 @@ class TensorRtLlmScheduler(SingleIterations):
         self.kv_cache.end_generation(row)
 
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
-        done = confirm(iteration, outputs, self.table, self._drafts)
+        done = confirm(iteration, outputs, self.table, self.drafts)
         if self._loads is not None:
             self._loads.collected()
         return done if self._v1_batch is None else self._v1_batch.add_complete(done)
