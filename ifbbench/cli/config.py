@@ -14,7 +14,7 @@ from ifbbench.compressed import STANDARD_INPUT, read_text
 from ifbbench.errors import InputError
 from ifbbench.settings.config import FLEET_SETTINGS, RunConfig, settings
 from ifbbench.settings.config_file import CONFIG_SUFFIXES
-from ifbbench.settings.servers import SERVERS, plain_line, read_line, write_line
+from ifbbench.settings.servers import SERVERS, line_remarks, plain_line, read_line, write_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,10 @@ def show(
         given = [row for row in rows if row["source"] not in (DEFAULT, DERIVED)]
         if file is not None and file.is_dir():  # it has every setting, most of which were not given
             given = [row for row in given if row["source"] == OPTION or row["value"] != row["default"]]
-        click.echo(write_line({row["name"]: row["value"] for row in given}, as_tool))
+        values = {row["name"]: row["value"] for row in given}
+        for remark in line_remarks(values, as_tool):
+            click.echo(remark, err=True)
+        click.echo(write_line(values, as_tool))
         return
     if changed:
         rows = [row for row in rows if row["value"] != row["default"]]

@@ -131,6 +131,7 @@ def tune(
         answer,
         decided,
         record_best,
+        server_remarks,
         write_answer,
         write_run_config,
         write_server_files,
@@ -166,6 +167,8 @@ def tune(
             print_sides(found["sides"], console)
         print_answer(found, tuning, console)
         files = ", ".join(("tune.json", "pareto.png", "run.yaml", *(path.name for path in server_files)))
+        for remark in server_remarks(decided(tuning)) if server_files else ():
+            click.echo(remark)
         click.echo(f"Results are in {directory}: {files}, and the run in run/.")
     if not tuning.is_complete:
         click.echo("Interrupted: this is the best that was found so far.", err=True)

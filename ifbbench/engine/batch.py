@@ -27,7 +27,8 @@ class BlockCopy:
     """Keys and values that an executor copies before its batch runs, in the order of the list.
 
     source, destination: indices in device memory; in host memory the source of ONBOARD and the destination of OFFLOAD.
-    num_tokens: how many of the block's first cache positions are needed. window: index of the attention window.
+    num_tokens: how many of the block's first cache positions are needed.
+    window: index of the attention window.
     """
 
     kind: CopyKind
@@ -48,8 +49,12 @@ class AdapterLoad(NamedTuple):
 
 
 class AdapterUse(NamedTuple):
-    """The adapters of a batch. tasks: [generation requests], task id of each or NO_ADAPTER; those of context chunks are
-    their requests' `lora_task_id`. loads: to be done before the batch runs, in this order."""
+    """The adapters of a batch.
+
+    tasks: [generation requests], task id of each or NO_ADAPTER; those of context chunks are their requests'
+        `lora_task_id`.
+    loads: to be done before the batch runs, in this order.
+    """
 
     tasks: Int64Array
     loads: tuple[AdapterLoad, ...] = ()
@@ -130,7 +135,9 @@ class Batch(NamedTuple):
 class BeamCandidates:
     """The best continuations of each request over all its beams, best first. Arrays are [outputs, num_candidates].
 
-    tokens: the token to append. beams: the beam to append it to. scores: float32, cumulative log-probability.
+    tokens: the token to append.
+    beams: the beam to append it to.
+    scores: float32, cumulative log-probability.
     """
 
     tokens: IntArray
@@ -229,8 +236,10 @@ class StepInputs(NamedTuple):
 class BatchLayout:
     """What all batches of a scheduler have in common.
 
-    block_tables: of each attention window, live views; see `Batch`. num_micro_batches: numbers of micro batches.
-    has_separate_passes: whether context and generation run in a pass each. is_padded: see `Batch.padded`.
+    block_tables: those of each attention window, live views; see `Batch`.
+    num_micro_batches: number of parts that the requests are divided into, which run in turn.
+    has_separate_passes: whether context and generation run in one pass each.
+    is_padded: see `Batch.padded`.
     """
 
     block_tables: tuple[IntArray, ...]

@@ -25,7 +25,8 @@ SMALLEST_DIVISOR, LARGEST_DIVISOR = 1e-100, 1e100
 class FinalBeam:
     """One beam of the result. Arrays are [output length].
 
-    tokens: the end token or stop sequence included. log_probs: log-probability of each token.
+    tokens: the end token or stop sequence included.
+    log_probs: log-probability of each token.
     path: the beam, among the inputs of its step, from which each token was chosen; 0 for the first.
     score: cumulative log-probability / output length ** length_penalty.
     """
@@ -44,7 +45,8 @@ class FinalBeam:
 class _Beams:
     """The running beams after a step, best first; all are [beams].
 
-    parents: index of each beam's predecessor among the beams of the step before. scores: cumulative log-probabilities.
+    parents: index of each beam's predecessor among the beams of the step before.
+    scores: cumulative log-probabilities.
     """
 
     tokens: IntArray

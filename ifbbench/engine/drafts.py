@@ -23,9 +23,10 @@ UNKNOWN_TOKEN = -1
 class DraftSettings:
     """Which drafts generation steps get, beside those that clients bring for a request's first tokens.
 
-    max_len: draft tokens of a step at most; 0 for none. max_ngram: prompt look-up with at most so many tokens to match;
-    0 if the executor proposes the drafts. acceptance: of executors that return no tokens: the probability that a draft
-    is accepted if all before it were, by its position in the step; the last one holds for all positions after it.
+    max_len: maximum number of draft tokens of a step; 0 for none.
+    max_ngram: maximum number of tokens to match in prompt look-up; 0 if the executor proposes the drafts.
+    acceptance: probability that a draft is accepted if all before it were, by its position in the step, for executors
+        that return no tokens; the last one holds for all further positions.
     """
 
     max_len: int = 0
@@ -41,9 +42,10 @@ NO_DRAFTS = DraftSettings()
 class DraftInputs:
     """The draft tokens of a batch.
 
-    counts: [outputs], of each last chunk in batch order, then of each generation request. They follow the chunk, or the
-    request's newest token. tokens: [their sum], UNKNOWN_TOKEN where a draft model is to propose them. logits: index of
-    an output -> [its drafts, vocabulary], from which its client drew them, where known.
+    counts: [outputs], number of drafts of each last chunk in batch order, then of each generation request. The drafts
+        follow the chunk, or the request's newest token.
+    tokens: [sum of counts], UNKNOWN_TOKEN where a draft model is to propose them.
+    logits: index of an output -> [its drafts, vocabulary], from which the client drew them, where known.
     """
 
     counts: IntArray
@@ -77,8 +79,11 @@ class DraftVerifier(Protocol):
 class DraftCounts:
     """The draft tokens of one iteration.
 
-    drafted: tokens verified. accepted: those that became output. requests: with drafts. extra: each request that got
-    several tokens, and how many beyond one. draft_s: device time of the draft model, in seconds.
+    drafted: number of tokens verified.
+    accepted: number of those that became output.
+    requests: number of requests with drafts.
+    extra: each request that got several tokens, and how many more than one.
+    draft_s: device time of the draft model, in seconds.
     """
 
     drafted: int = 0

@@ -48,8 +48,11 @@ class Scheduler(Protocol):
     the others (`cycle`), and `repeat` and `confirm` stand for so many of those calls. A class that derives from this
     one needs none of these: then no plan repeats.
 
-    name: for messages. table: the running set. layout: what all batches have in common.
-    max_in_flight: iterations that may be in flight. num_micro_batches: parts of the running set that run in turn.
+    name: for messages.
+    table: the running set.
+    layout: what all batches have in common.
+    max_in_flight: maximum number of iterations in flight.
+    num_micro_batches: number of parts of the running set, which run in turn.
     """
 
     name: str
@@ -246,9 +249,12 @@ class PredictableExecutor(Protocol):
     ) -> PredictedTimes:
         """Run at most `steps` iterations, up to the one that starts at `change_ns` or later, and let their time pass.
 
-        turns: the first iterations, which then repeat in turn: with the next chunks of the same lengths, and the next
-        positions. first: number of the first iteration. num_in_flight: iterations in flight before it. max_in_flight:
-        each iteration waits for the oldest of so many, itself included; fewer than that stay in flight."""
+        turns: the first iterations, which then repeat in turn, with the next chunks of the same lengths and the next
+            positions.
+        first: number of the first iteration.
+        num_in_flight: number of iterations in flight before the first.
+        max_in_flight: each iteration waits for the oldest of so many, itself included, so that fewer stay in flight.
+        """
         ...
 
     def state(self) -> Any:

@@ -49,12 +49,15 @@ class TokenGenerationLoop:
 
     Loops of a simulated device derive from it: see `PredictedLoop`, and `SteppedLoop` of a fleet.
 
-    get_requests(n): returns at most n requests that have arrived; called at the start of an iteration.
-    send_response(response): called at the end of the iteration that yields it. queued(): how many requests have arrived
-    that `get_requests` has not returned. poll_stop_signals(): ids of requests to stop, called at the end of an
-    iteration. Unknown ids are ignored. next_change(now_s): see NextChange. If it is given, `get_requests` is called
-    only when requests may have arrived or one has left. next_priority(): see `RequestSource`. is_open_loop: no response
-    lets a request arrive.
+    get_requests(n): returns at most n requests that have arrived. It is called at the start of an iteration.
+    send_response(response): is called at the end of the iteration that yields the response.
+    queued(): returns how many requests have arrived that `get_requests` has not returned.
+    poll_stop_signals(): returns the ids of requests to stop; unknown ids are ignored. It is called at the end of an
+        iteration.
+    next_change(now_s): see NextChange. If it is given, `get_requests` is called only when requests may have arrived or
+        one has left.
+    next_priority(): see `RequestSource`.
+    is_open_loop: whether no response lets a request arrive.
     """
 
     def __init__(

@@ -51,8 +51,10 @@ class Pause:
 class ContextChunk:
     """A part of one prompt to compute: positions `start` to `start + length - 1` of `request`.
 
-    is_last: whether it completes the prompt, so that it yields a token. is_again: whether the prompt was paused before.
-    Both stay what they are when the request is paused while the chunk is in flight.
+    is_last: whether it completes the prompt, so that it yields a token.
+    is_again: whether the prompt was paused before.
+
+    The last two do not change when the request is paused while the chunk is in flight.
     """
 
     def __init__(self, request: Request, start: int, length: int) -> None:
@@ -68,19 +70,26 @@ class ContextChunk:
 class Plan:
     """The decision for one iteration.
 
-    context: requests with a chunk to run. rows: table rows of the generation requests to run, in batch order. idle:
-    rows of complete members of a static batch. held: generation requests that do not run. paused: requests to pause, in
-    this order. blocked: the first request that each part of the scheduler left out, and those paused.
-    valid_until_next_allocation: the decision may differ as soon as a generation request takes a block. chunks: of
-    `context`, once their requests have blocks and it is known how many of their tokens are reused. entered: requests
-    that this decision takes from the queue into the running set. in_flight: requests in other micro batches, which are
-    in flight. num_ending: requests that do not run because their last token is in flight. awaits_in_flight: iterations
-    in flight change the KV cache once the first one of this plan was submitted. receiving: requests that got blocks for
-    the keys and values that another engine sends. continued: requests that generate from now on without a chunk: what
-    they have came; and how many outputs they have. loaded_tokens: tokens of which keys and values are copied from host
-    memory for the chunks. awaits_stores: requests in the queue wait for what a store sends. valid_until_s: iterations
-    that start from then on may find other blocks free first. queue_head: what holds all requests in the queue, of an
-    engine that holds its queue and its running requests apart: one of `blocked`; None if nothing does.
+    context: requests with a chunk to run.
+    rows: table rows of the generation requests to run, in batch order.
+    idle: rows of complete members of a static batch.
+    held: generation requests that do not run.
+    paused: requests to pause, in this order.
+    blocked: the first request that each part of the scheduler left out, and the paused ones.
+    valid_until_next_allocation: the decision may differ as soon as a generation request takes a block.
+    chunks: of `context`, once their requests have blocks and it is known how many of their tokens are reused.
+    entered: requests that this decision takes from the queue into the running set.
+    in_flight: number of requests in other micro batches, which are in flight.
+    num_ending: number of requests that do not run because their last token is in flight.
+    awaits_in_flight: whether iterations in flight change the KV cache after the first one of this plan was submitted.
+    receiving: requests that got blocks for the keys and values that another engine sends.
+    continued: requests that generate from now on without a chunk, as their keys and values have come, and the number of
+        outputs of each.
+    loaded_tokens: tokens whose keys and values are copied from host memory for the chunks.
+    awaits_stores: whether requests in the queue wait for what a store sends.
+    valid_until_s: time from which an iteration may find that other blocks have become free.
+    queue_head: the entry of `blocked` that holds the whole queue, in an engine that keeps its queue apart from its
+        running requests; None if nothing holds it.
     """
 
     context: list[Request]

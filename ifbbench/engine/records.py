@@ -20,12 +20,13 @@ class WindowBlocks:
 
 
 class CacheState:
-    """The KV cache while an iteration ran.
+    """The KV cache while an iteration ran. Blocks are those of the device, and None in a cache without blocks.
 
-    Blocks are those of the device, None in a cache without blocks; allocated_total, allocated_new, reused and missed
-    are sums since the start (see BlockCounters). max_tokens, held_tokens, filled_tokens: token positions in all, those
-    that requests hold, and those with a token in them. windows: the blocks of each attention window, which add up to
-    the others; empty with one window.
+    allocated_total, allocated_new, reused, missed: sums since the start of the run (see BlockCounters).
+    max_tokens: token positions in all.
+    held_tokens: positions that requests hold.
+    filled_tokens: positions with a token in them.
+    windows: the blocks of each attention window, which add up to the others; empty with one window.
     """
 
     def __init__(
@@ -63,21 +64,34 @@ NO_CACHE_STATE = CacheState(None, None, None, None, None, None, 0, 0, 0)
 
 
 class IterationRecord:
-    """One iteration. Times are seconds on the run's clock.
+    """One iteration. Times are seconds on the run's clock; requests, chunks and tokens are those of this iteration.
 
-    start_s, submit_s, end_s: the iteration began, its batch was submitted, its outputs were collected. With overlap an
-    iteration begins before the previous one ends. context_end_s: end of the context pass, if context and generation
-    have one pass each. activated: requests that became active in it. context: the chunks it ran, of num_context_tokens
-    in all. `recomputed` of these tokens had been computed before a pause, and `padding` tokens (V1) were computed in
-    addition. num_generation: generation requests that it ran: all active ones but those in `held`, the paused, and
-    those in another micro batch. idle: complete requests of a static batch that stay in it until all others are
-    complete (V1); part of `held`. finished: requests that it completed. left_out: the first request, in the order of
-    the active list and then of the queue, that did not run or had its chunk cut. blocked: the first such request of
-    each scheduler, for which all behind it wait. queue_head: see Plan. queued: requests that have arrived and are not
-    active. steps: of a record that sums up a static batch, its first and last iteration. num_micro_batches: parts that
-    the requests are divided into. Those of this one can run again so many iterations later, and `in_flight` requests
-    are in the others. loads: LoRA adapters that it copied to the device. drafts: of an iteration that verified draft
-    tokens, which are among num_generation_tokens. continued: see Plan.
+    start_s: when it began. With overlap that is before the previous one ends.
+    timestamp: `start_s` in seconds since the Unix epoch.
+    active: number of requests in the running set.
+    queued: number of requests that have arrived and are not active.
+    activated: requests that became active.
+    context: the chunks that it ran, `num_context_tokens` tokens in all.
+    recomputed: how many of these tokens had been computed before a pause.
+    num_generation: number of generation requests that it ran: the active ones that are neither in `held`, nor paused,
+        nor in another micro batch.
+    left_out: the first request, in the order of the active list and then of the queue, that did not run or had its
+        chunk cut.
+    blocked: the first such request of each part of the scheduler, for which all behind it wait.
+    idle: number of complete requests of a static batch (V1) that stay in it until all others are complete; they are
+        among `held`.
+    padding: tokens computed in addition to those of the requests (V1).
+    submit_s: when its batch was submitted.
+    context_end_s: end of the context pass, if context and generation have one pass each.
+    end_s: when its outputs were collected.
+    finished: requests that it completed.
+    num_micro_batches: number of parts that the requests are divided into. The requests of this one can run again so
+        many iterations later.
+    in_flight: number of requests in the other micro batches.
+    steps: first and last iteration of a record that sums up a static batch.
+    loads: LoRA adapters that it copied to the device.
+    drafts: draft tokens that it verified, which are among num_generation_tokens.
+    continued, queue_head: see Plan.
     """
 
     def __init__(
@@ -148,9 +162,11 @@ class IterationRecord:
 class InFlightIteration:
     """One iteration from its submission to its outputs.
 
-    batches: its passes. output_rows: [outputs], the table row of each output. dropped: rows with outputs to ignore,
-    because the request has left or only pads the batch. num_submitted: passes that were not collected yet.
-    is_repeated: one of `Scheduler.repeat`, which has no batch.
+    batches: one for each pass.
+    output_rows: [outputs], the table row of each output.
+    dropped: rows whose outputs are ignored, because the request has left or only pads the batch.
+    is_repeated: whether it is one of `Scheduler.repeat`, which has no batch.
+    num_submitted: number of passes that are not collected yet.
     """
 
     def __init__(

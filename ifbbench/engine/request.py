@@ -45,7 +45,8 @@ class RequestState(IntEnum):
 class ReuseIdentity:
     """What decides, beside token ids, whether two requests may share blocks.
 
-    extra_ids: [prompt length], one for each prompt token. cache_salt: requests with different salts share nothing.
+    extra_ids: [prompt length], one for each prompt token.
+    cache_salt: requests with different salts share nothing.
     runs: the prompt as symbolic tokens (no ids recorded), runs of (first number, length); the output then begins with
         `output_runs` and goes on with the run that starts with `output_symbol`.
     num_shared: no other request has prompt tokens beyond this many, nor the output; None if one may have them.
@@ -85,14 +86,19 @@ class EarlierAttempts(NamedTuple):
 class Request:
     """One request in the engine.
 
-    `prompt_len` is the current prompt: when a paused request is resumed, its generated tokens have
-    joined the prompt, and `max_new_tokens` (N) is smaller by as much. `position` is the context cursor and `chunk` the
-    size of the next context chunk. Only the stop check uses `output_len`. `num_draft_tokens` are those that the client
-    brings, until they are verified with the prompt's last chunk; those of generation steps are in the table. `name` is
-    what a recorded engine calls the request. `remote_len`: tokens of the prompt of which the keys and values come from
-    another engine, or a store; 0 for a request that is computed here. `is_sent_on`: its own are sent to another engine
-    once its prompt is complete. `loads`: from stores, so far. `earlier`: of one that a router sends again, or later
-    than it arrived.
+    prompt_len: length of the current prompt. When a paused request is resumed, its generated tokens have joined the
+        prompt, and `max_new_tokens` (N) is smaller by as much.
+    chunk: size of the next context chunk.
+    output_len: number of tokens after which the request stops; nothing but the stop check uses it.
+    num_draft_tokens: draft tokens that the client brings, until they are verified with the prompt's last chunk; those
+        of generation steps are in the table.
+    name: what a recorded engine calls the request.
+    earlier: earlier attempts of a request that a router sends again, or later than it arrived.
+    remote_len: tokens of the prompt whose keys and values come from another engine, or a store; 0 for a prompt that is
+        computed here.
+    loads: keys and values loaded from stores so far.
+    is_sent_on: whether keys and values are sent to another engine once the prompt is complete.
+    position: the context cursor, in tokens of the prompt.
     """
 
     __slots__ = (
@@ -410,9 +416,12 @@ class RequestTable:
 
     requests: by row.
     generated: output tokens scheduled since the prompt (or the resumed prompt) was complete.
-    confirmed: how many of them the executor has returned. The two differ while an iteration is in flight.
-    deferred_steps, deferred_confirmed: what `generated` and `confirmed` of all generation requests lack, while plans
-        repeat. `confirmed` is negative as long as iterations in flight do not count for a request.
+    confirmed: how many of the generated tokens the executor has returned: fewer while an iteration is in flight.
+        Negative as long as iterations in flight do not count for the request.
+    deferred_steps: what `generated` of all generation requests lacks while plans repeat.
+    deferred_confirmed: what `confirmed` of all generation requests lacks while plans repeat.
+    num_transferring: number of requests that hold blocks while keys and values are sent to or from another engine; they
+        do not run.
     reserved: maximum of `generated`.
     stop_after: value of `confirmed` at which the request has all its output tokens.
     draft_tokens: draft tokens of the next generation step.
@@ -424,20 +433,18 @@ class RequestTable:
     cached_before_pause: tokens of the sequence with keys and values computed before it was paused.
     any_paused: whether any request was ever paused.
     end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
+    is_special: whether a new token needs more than to be stored (see `Request.is_special`).
+    lora_tasks: LoRA task id, -1 for none.
     started: by row, the context requests past their first chunk.
     makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
     shares_outputs: whether another request may go on with the symbolic output of one.
-    is_special: whether a new token needs more than to be stored (see `Request.is_special`).
     micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.
     any_in_flight: whether a request may be in another micro batch than the one that has its turn.
-    lora_tasks: LoRA task id, -1 for none.
     whole: with attention data parallelism, the table of all ranks, which has the requests of this one too; else None.
-    num_transferring: requests that hold blocks while keys and values are sent to or from another engine; they do not
-        run.
     """
 
     def __init__(self, rows: int, first: int = 0, every: int = 1) -> None:
-        """first, every: only every so many of the rows are used, from `first` on."""
+        """first, every: numbers of the first row that is used, and of the rows to the next one."""
         self.requests: dict[int, Request] = {}
         self.generated = np.zeros(rows, np.int64)
         self.confirmed = np.zeros(rows, np.int64)

@@ -99,7 +99,8 @@ class OutputOptions:
         virtual tokens: id vocabulary + n has the embedding in row n.
     lora_weights, lora_config: an adapter as in TensorRT-LLM's documentation: float [modules and layers, values], and
         int32 [modules and layers, 3] of module id, layer and rank.
-    draft_input_ids: int32 [draft tokens]. draft_logits: float32 [draft tokens, vocabulary].
+    draft_input_ids: int32 [draft tokens].
+    draft_logits: float32 [draft tokens, vocabulary].
     """
 
     streaming: bool = False
@@ -142,7 +143,8 @@ class OutputOptions:
 class StopConditions:
     """What ends a request before its maximum length. The token or sequence that ended it is part of the output.
 
-    end_tokens: ids that end it at any position. stop_sequences: sequences of ids, matched within the output only.
+    end_tokens: ids that end it at any position.
+    stop_sequences: sequences of ids, matched within the output only.
     """
 
     end_tokens: tuple[int, ...] = ()

@@ -78,8 +78,13 @@ class SentChunk(NamedTuple):
 
 
 class SentBatch(NamedTuple):
-    """A batch. rest: it, without its chunks and block tables. rows: the slots of its requests. tables: the rows of
-    these in the block tables of each attention window. num_slots: rows of the whole tables."""
+    """A batch.
+
+    rest: the batch without its chunks and block tables.
+    rows: the slots of the requests.
+    tables: the block table rows of these slots, for each attention window.
+    num_slots: number of rows of the whole tables.
+    """
 
     rest: Batch
     chunks: tuple[SentChunk, ...]

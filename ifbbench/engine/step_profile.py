@@ -10,9 +10,11 @@ from ifbbench.engine.batch import Batch
 class StepTimes:
     """Times of one iteration, all its passes together, in seconds.
 
-    prepare_s: packing on the host. launch_s: handing the batch to a GPU; 0 on a CPU. collect_s: waiting for outputs.
-    device_s: the device is busy with the batch, a GPU from its first kernel to its last. flops, bytes: the least work
-    that the batch needs.
+    prepare_s: packing on the host.
+    launch_s: handing the batch to a GPU; 0 on a CPU.
+    collect_s: waiting for outputs.
+    device_s: the device works on the batch, a GPU from its first kernel to its last.
+    flops, bytes: the least work that the batch needs.
     """
 
     prepare_s: float = 0.0

@@ -11,8 +11,12 @@ from ifbbench.engine.request import Request
 class Positions:
     """The positions of the next tokens of generation requests.
 
-    count: of how many. total: their sum. of_each(): [requests]. idle: positions of the requests that only pad the
-    batch, which stay the same in further iterations. beam_width: of all of them. slots: [requests], of each.
+    count: number of requests.
+    total: sum of the positions.
+    of_each(): returns the positions, [requests].
+    idle: positions of the requests that only pad the batch, which stay the same in further iterations.
+    beam_width: of all requests.
+    slots: [requests], slot of each.
     """
 
     def __init__(
@@ -31,11 +35,14 @@ class Positions:
 class Growth:
     """The KV cache while each of several iterations of one plan ran.
 
-    last: while the last one ran. more_blocks, more_tokens: [iterations], blocks in use and positions filled, beyond
-    those while the first one ran, or before it. more_taken: blocks taken since then, None if none are released.
-    more_new: those of them without known tokens. more_of_windows: [windows][iterations], `more_blocks` of each
-    attention window; empty with one window. recomputed: tokens of prompts that had been computed before a pause.
-    num_leaving: requests that are active in the first iteration only.
+    last: its state while the last one ran.
+    more_blocks: [iterations], blocks in use beyond those while the first one ran, or before it.
+    more_tokens: [iterations], positions filled beyond those while the first one ran, or before it.
+    more_new: [iterations], those of `more_taken` without known tokens.
+    more_of_windows: [windows][iterations], `more_blocks` of each attention window; empty with one window.
+    more_taken: [iterations], blocks taken since then; None if none are released, so that it equals `more_blocks`.
+    recomputed: tokens of prompts that had been computed before a pause.
+    num_leaving: number of requests that are active in the first iteration only.
     """
 
     def __init__(
@@ -172,10 +179,13 @@ class Stretch:
     chunks of the same lengths, without completing them in two iterations or more. With several micro batches, the
     generation requests of each have their turns.
 
-    turns: records of the first iteration of each micro batch, without `finished`: those requests are completed by the
-    last iteration. first: of the first one of all. start_s, submit_s, end_s: [iterations], as in an IterationRecord.
-    growth: of the KV cache, of these iterations and maybe further ones. epoch_s: the run's second zero in seconds since
-    the Unix epoch. max_in_flight: iterations that may be in flight.
+    turns: records of the first iteration of each micro batch, without `finished`.
+    finished: requests that the last iteration completes.
+    start_s, submit_s, end_s: [iterations], as in an IterationRecord.
+    growth: of the KV cache, over these iterations and maybe further ones.
+    epoch_s: the run's second zero in seconds since the Unix epoch.
+    max_in_flight: maximum number of iterations in flight.
+    first: record of the first iteration.
     """
 
     def __init__(

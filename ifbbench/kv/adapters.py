@@ -57,8 +57,12 @@ class LoraPages:
 
 
 class AdapterSize(NamedTuple):
-    """pages: of a cache that the adapter takes. values: of all its matrices, on one device. is_stored: whether it can
-    be read again; not if a request brought it."""
+    """The memory that one adapter takes.
+
+    pages: pages of a cache.
+    values: values of all its matrices, on one device.
+    is_stored: whether it can be read again, which is not so if a request brought it.
+    """
 
     pages: int
     values: int
@@ -110,9 +114,13 @@ class LoraConfig:
 class AdapterCounters:
     """What a run did with adapters.
 
-    uses: adapters that iterations needed, each once an iteration. misses: those that were not on the device, which
-    costs a copy; bytes: copied so. evictions: from the device. loads: adapters read into host memory since the start of
-    the run, from the directory or a request. host_evictions: from host memory. peak_device_pages: held at a time.
+    uses: adapters that iterations needed, each counted once an iteration.
+    misses: those that were not on the device, which costs a copy.
+    evictions: adapters evicted from the device.
+    bytes: bytes copied to the device.
+    loads: adapters read into host memory since the start of the run, from the directory or a request.
+    host_evictions: adapters evicted from host memory.
+    peak_device_pages: maximum number of device pages held at a time.
     """
 
     uses: int = 0

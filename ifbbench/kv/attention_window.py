@@ -35,9 +35,12 @@ class AttentionWindow:
     position. A window that is not cyclic (the linear mode of later versions of TensorRT-LLM) has a cache position for
     each position of the longest sequence, and limits only what queries see.
 
-    max_seq_len: of the longest sequence. max_beam_width: with several beams a cyclic window has one spare block, so
-        that a block is overwritten only when no query sees any of it. temporary: cache positions beyond the
-        capacity that prompts may use. pads_sink: whether sink tokens fill whole blocks.
+    max_seq_len: length of the longest sequence, in tokens.
+    max_beam_width: with several beams a cyclic window has one spare block, so that a block is overwritten only when no
+        query sees any of it.
+    temporary: cache positions beyond the capacity that prompts may use.
+    pads_sink: whether sink tokens fill whole blocks.
+
     Raises ValueError if the sink tokens fill the window.
     """
 
@@ -119,7 +122,8 @@ class AttentionWindow:
     def cache_rows(self, tables: NDArray[np.int32], table_rows: Int64Array, positions: Int64Array) -> Int64Array:
         """Where keys and values of `positions` are stored: block id * tokens per block + position in the block.
 
-        tables: [sequences, blocks]. table_rows: rows of `tables`, of a shape that broadcasts to that of `positions`.
+        tables: [sequences, blocks].
+        table_rows: rows of `tables`, of a shape that broadcasts to that of `positions`.
         """
         stored = self.cache_positions(positions)
         blocks = tables[table_rows, stored // self.tokens_per_block].astype(np.int64)

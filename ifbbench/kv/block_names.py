@@ -5,11 +5,14 @@ from ifbbench.engine.tokens import KnownTokens
 
 
 def block_names(known: KnownTokens, first: int, end: int, size: int, before: int | None, owner: int = 0) -> list[int]:
-    """The names of the blocks `first` to `end` - 1 of `size` tokens, or fewer where tokens are not known. before: the
-    name of the block before the first; None if that is the first of all. owner: of the names, if that is not 0, of
-    blocks that have symbols of one request alone: another engine may use the same symbols.
+    """The names of the blocks `first` to `end` - 1 of `size` tokens, or fewer where tokens are not known.
 
-    A block that goes on with the next symbols of the block before has the next number."""
+    before: the name of the block before the first; None if that is the first of all.
+    owner: of the names, if that is not 0, of blocks that have symbols of one request alone: another engine may use the
+        same symbols.
+
+    A block that goes on with the next symbols of the block before has the next number.
+    """
     names = list[int]()
     runs = known.tokens.block_runs(first - (before is not None), min(end, len(known.tokens) // size), size)
     if before is not None and runs:  # the run of the block before may go on

@@ -15,8 +15,13 @@ class OutOfBlocks(Exception):
 
 @dataclass(slots=True)
 class BlockCounters:
-    """allocated_total: blocks taken, including those for copies and for onboarding. allocated_new: those of them that
-    never had known tokens. reused: matched blocks, partial matches included. missed: blocks of prompts not matched."""
+    """Counts of blocks since the start of a run.
+
+    allocated_total: blocks taken, including those for copies and for onboarding.
+    allocated_new: those of them that never had known tokens.
+    reused: matched blocks, partial matches included.
+    missed: blocks of prompts that were not matched.
+    """
 
     allocated_total: int = 0
     allocated_new: int = 0
@@ -28,8 +33,9 @@ class Blocks:
     """Blocks with reuse and host memory. Block ids 0 to `num_primary` - 1 start in device memory, the `num_secondary`
     behind them in host memory. A block that moves between the two keeps its id and its node in the reuse tree.
 
-    references: [blocks], number of sequences (and beams) that hold each. memory: [blocks], index in the memory that
-    it is in. copies: what the executor must copy, until `KvCacheManager.take_copies`.
+    references: [blocks], number of sequences (and beams) that hold each.
+    memory: [blocks], index in the memory that it is in.
+    copies: what the executor must copy, until `KvCacheManager.take_copies`.
     """
 
     def __init__(self, num_primary: int, num_secondary: int = 0, tokens_per_block: int = 1) -> None:

@@ -30,7 +30,8 @@ class KvCache(ABC):
     registered: [slots], tokens in each sequence, the sink bubble included.
     block_tables: [slots, beams, blocks per sequence], indices in device memory, of the first attention window.
     window_tables: the same for each further attention window.
-    num_blocks: device blocks. num_positions: tokens that the device memory has room for.
+    num_blocks: device blocks.
+    num_positions: tokens that the device memory has room for.
     looks_ahead: whether `step_needs` counts two steps, the second of which another micro batch would have to leave room
         for (`twoStepsLookAhead` of TensorRT-LLM's `getNeededBlocksOneStep`).
     """

@@ -22,11 +22,14 @@ class StepGroup:
     """Sequences in generation that register their tokens in the same steps: those of a micro batch. The ones that start
     a block in the same steps are counted together, so that a step costs the same for one sequence as for a thousand.
 
-    count: sequences. tokens: that these have registered together. step: steps so far. settled: the step up to which
-    their entries of `registered` are counted. slots: of the sequences.
-    growing: [tokens per block], the blocks that sequences start in each step with this remainder. wraps: the steps
-    before which sequences reach the capacity, with their slots; from then on they take no blocks, and are among
-    num_wrapped.
+    count: number of sequences.
+    tokens: tokens that these have registered together.
+    step: number of steps so far.
+    settled: the step up to which the sequences' entries of `registered` are counted.
+    num_wrapped: number of sequences that have reached the capacity, and take no more blocks.
+    growing: [tokens per block], the blocks that sequences start in each step with this remainder.
+    wraps: heap of (step before which a sequence reaches the capacity, its slot).
+    slots: slots of the sequences.
     """
 
     def __init__(self, size: int) -> None:
@@ -53,8 +56,10 @@ class PagedCache(KvCache):
     Sequences in generation are in the group of their micro batch, and their entries of `registered` lack the steps
     since `_settle`. A sequence in no group, such as one with draft tokens, takes its steps alone.
 
-    groups: of each micro batch. count: sequences in all of them. micro_batches: by slot. filled_positions: cache
-    positions with a token; a token that several sequences share counts for each.
+    filled_positions: number of cache positions with a token; a token that several sequences share counts for each.
+    micro_batches: [slots], the micro batch of each sequence.
+    groups: the sequences of each micro batch.
+    count: number of sequences in all groups.
     """
 
     def __init__(

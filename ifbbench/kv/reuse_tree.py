@@ -18,7 +18,8 @@ class MissingBlockSearch:
     """How far the search for a request's first missing block has come: `depth` blocks were found, the last is `node`.
 
     request: the search is valid for this request only. A request that is stopped before it starts leaves its slot, and
-        this search, to another one. known: its tokens, None if its blocks are not shared.
+        this search, to another one.
+    known: tokens of the request, None if its blocks are not shared.
     """
 
     request: Hashable
@@ -41,7 +42,8 @@ class ReuseTree:
     key: [blocks], what each block holds, None where unknown. It remains when a block is unlinked.
     parent: [blocks], the node above, UNLINKED for blocks outside the tree.
     stamp: [blocks], changes whenever a block leaves the tree: a remembered node with another stamp is invalid.
-    num_changes: number of links and unlinks. num_evicted: blocks that were taken for others while they were linked.
+    num_changes: number of links and unlinks.
+    num_evicted: blocks that were taken for others while they were linked.
     """
 
     def __init__(self, num_blocks: int, tokens_per_block: int = 1) -> None:

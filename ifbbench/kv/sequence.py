@@ -13,8 +13,11 @@ from ifbbench.kv.blocks import Blocks, OutOfBlocks
 
 @dataclass(frozen=True, slots=True)
 class ReuseRules:
-    """partial: blocks of which only a prefix matches are reused too. copy_partial: those in use are copied instead of
-    skipped."""
+    """How blocks of earlier requests are reused.
+
+    partial: whether blocks of which only a prefix matches are reused too.
+    copy_partial: whether such blocks are copied if they are in use; otherwise they are skipped.
+    """
 
     enabled: bool = False
     partial: bool = True

@@ -65,10 +65,12 @@ def blocks_of_memory(
 ) -> dict[int, WindowBlocks]:
     """The blocks of each attention window, from the bytes that all windows share.
 
-    memory_bytes, host_bytes: for keys and values, in device and host memory. max_tokens: maximum number of tokens of
-    each window in device memory; None for no limit. The last primary block is counted even if memory ends within it
-    (upstream's `ceilDiv`), the last secondary one is not.
-    Raises ValueError like `window_shares`, and for negative memory."""
+    memory_bytes, host_bytes: for keys and values, in device and host memory.
+    max_tokens: maximum number of tokens of each window in device memory; None for no limit. The last primary block is
+        counted even if memory ends within it (upstream's `ceilDiv`), the last secondary one is not.
+
+    Raises ValueError like `window_shares`, and for negative memory.
+    """
     _check_windows(bytes_per_token_of_window)
     if memory_bytes < 0 or host_bytes < 0:
         raise ValueError(f"memory of {memory_bytes} and {host_bytes} bytes; expected at least 0")

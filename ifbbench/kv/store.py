@@ -12,11 +12,14 @@ from ifbbench.virtual_clock import tick, to_seconds
 class Transfer:
     """Bytes on their way to a store or from it.
 
-    owner: the number of the replica. writes: keys of the blocks that the store has once it has arrived; none of a load.
-    chain: blocks of the same prompt before these. is_write: whether it is one of
-    the writes of its replica, which go in turn. is_dropped: it does not begin any more. end: how many bytes every
-    transfer of its link has moved, in all, when its last byte has left; infinite before it begins. arrived_s: infinite
-    before it has arrived."""
+    owner: number of the replica.
+    writes: keys of the blocks that the store has once it has arrived; none of a load.
+    chain: blocks of the same prompt before these.
+    is_write: whether it is one of the writes of its replica, which go in turn.
+    is_dropped: whether it does not begin any more.
+    end: bytes that all transfers of its link have moved when its last byte has left; infinite before it begins.
+    arrived_s: when it has arrived; infinite before.
+    """
 
     def __init__(self, owner: int, size: float, writes: Sequence[Hashable], chain: Sequence[Hashable]) -> None:
         self.owner, self.size, self.writes, self.chain = owner, size, writes, chain

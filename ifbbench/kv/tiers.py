@@ -34,10 +34,13 @@ class KvTiers:
     A block is read from the first store that has it, and written to each that has not; one that was read to the quicker
     ones, once the engine takes it in.
 
-    writes_back: blocks are written when they are evicted from the device, else once they are computed. has_queue:
-    requests wait that may look for blocks. is_awaited: the engine waits for transfers other than loads of requests.
-    deadline_s: when it does something whatever has come. prefetches: what only slower stores have is copied to the
-    first one before a request gets blocks. others_s: no other engine writes to the stores before."""
+    writes_back: whether blocks are written when they are evicted from the device; otherwise once they are computed.
+    has_queue: whether requests wait that may look for blocks.
+    others_s: time before which no other engine writes to the stores.
+    is_awaited: whether the engine waits for transfers other than loads of requests.
+    deadline_s: when the engine does something, whatever has come.
+    prefetches: whether what only slower stores have is copied to the first one before a request gets blocks.
+    """
 
     def __init__(
         self, stores: Sequence[KvStore], tokens_per_block: int, clock: Clock, writes_back: bool, owner: int = 0

@@ -83,7 +83,9 @@ class VariableWindowCache(KvCache):
     def __init__(
         self, windows: tuple[WindowLayout, ...], slots: int, num_groups: int = 1, has_ids: bool = True
     ) -> None:
-        """num_groups: micro batches. has_ids: of the blocks; else they are only counted."""
+        """num_groups: number of micro batches.
+        has_ids: whether blocks have ids; otherwise they are only counted.
+        """
         self.windows: tuple[PagedCache, ...] = tuple(
             KvCacheManager(
                 window.attention_window, window.num_blocks, slots, window.num_host_blocks, num_groups=num_groups

@@ -16,8 +16,10 @@ class Ends:
     """The ends of generation requests that all get a token in each of the iterations that are counted here: a request
     has its last token scheduled with one number of scheduled iterations, and completes with one of collected ones.
 
-    scheduled, collected: so many of these iterations. ending: the ends of requests whose last token is scheduled, but
-    not collected. Only asynchronous scheduling knows of these: without it a request is generating until it completes.
+    scheduled: number of these iterations that are scheduled.
+    collected: number of these iterations that are collected.
+    ending: the ends of requests whose last token is scheduled, but not collected. Only asynchronous scheduling knows of
+        these: without it a request is generating until it completes.
     """
 
     def __init__(self, table: RequestTable, is_async: bool) -> None:

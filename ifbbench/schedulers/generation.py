@@ -20,8 +20,9 @@ class JointGeneration:
     held: [rows], blocks of each request. Meanwhile entries of `computed`, `held` and of the table lack the iterations
     since `settle` (`RequestTable.deferred_steps`, `deferred_confirmed`).
 
-    is_active: whether they do. computed: [rows], tokens of each that were computed or scheduled. num_ahead: 1 if the
-    blocks of an iteration are taken that is not scheduled yet, else 0.
+    computed: [rows], tokens of each that were computed or scheduled.
+    is_active: whether all generation requests run together.
+    num_ahead: 1 if the blocks of an iteration are taken that is not scheduled yet, else 0.
     """
 
     def __init__(self, limits: BatchingConfig, table: RequestTable, held: Rows) -> None:

@@ -40,19 +40,26 @@ def share_of(limit: int | None, ranks: int, unit: int = 1) -> int | None:
 class BatchingConfig:
     """Limits of tokens, requests and blocks. ValueError for settings that contradict each other.
 
-    chunk_unit: None means no chunked context. vocab_size, hidden_size: token ids and arrays of requests are checked
-    against them; None without a model. max_num_tokens: None is no limit. max_queue_size: requests that may wait; None
-    means all. overlap: None is none, and pp_size above 1 leaves it without effect: a pipeline of so many stages has as
-    many micro batches in flight.
+    max_num_tokens: token budget of an iteration; None for no limit.
+    chunk_unit: tokens of which the size of a context chunk is a multiple; None for no chunked context.
+    overlap: None for none. It has no effect with `pp_size` above 1.
+    pp_size: number of pipeline stages, which is also that of the micro batches in flight.
+    vocab_size, hidden_size: what token ids and arrays of requests are checked against; None without a model.
+    max_queue_size: maximum number of waiting requests; None for no limit.
     windows: attention windows and their blocks, if some layer does not see all tokens; else there is one window of
-    num_blocks and num_host_blocks. is_contiguous: a cache without blocks. tunes_batch_size, tunes_num_tokens,
-    tuning_window: see DynamicLimits. lora: the adapters; None if requests with LoRA tasks run the base model.
-    engine: whose scheduler decides, by name. vllm, sglang: the rules of those two. reads_block_tables: whether the
-    executor does; else blocks have no ids where nothing else needs them. attention_dp_size: ranks of attention data
-    parallelism, each of which has requests, and limits, of its own. rank: the one that has these limits; None for those
-    of all ranks together. balances_ranks, attention_dp_time_out_iters, attention_dp_batching_wait_iters: see
-    RanksBalance. num_sending: further sequence slots, of requests that are not active while their keys and values are
-    sent to another engine.
+        num_blocks and num_host_blocks.
+    is_contiguous: whether the cache has no blocks.
+    tunes_batch_size, tunes_num_tokens, tuning_window: see DynamicLimits.
+    lora: adapters; None if requests with LoRA tasks run the base model.
+    num_sending: number of further sequence slots, for requests that are not active while their keys and values are sent
+        to another engine.
+    engine: name of the engine whose scheduler decides.
+    vllm, sglang: rules of these engines.
+    reads_block_tables: whether the executor reads block tables; otherwise blocks have no ids where nothing else needs
+        them.
+    attention_dp_size: number of ranks of attention data parallelism, each with requests and limits of its own.
+    rank: the rank that has these limits; None for those of all ranks together.
+    balances_ranks, attention_dp_time_out_iters, attention_dp_batching_wait_iters: see RanksBalance.
     """
 
     policy: str

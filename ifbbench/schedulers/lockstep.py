@@ -30,8 +30,13 @@ NOT_LIMITED = 2**62
 class Submitted:
     """An iteration in flight, or several equal ones, as the rank at the same index of each list sees it.
 
-    ranks: those with something to run. plans: what these run. rows: with outputs. inputs: what was taken for batches of
-    each rank alone. times: iterations that were not collected yet. is_repeated: of `repeat`."""
+    ranks: those with something to run.
+    plans: what these run.
+    rows: table rows with outputs.
+    inputs: what was taken for a batch of each rank alone.
+    times: number of iterations that were not collected yet.
+    is_repeated: whether it is of `repeat`.
+    """
 
     def __init__(self, ranks: list[int], plans: list[Plan], times: int = 1, is_repeated: bool = False) -> None:
         self.ranks, self.plans, self.times, self.is_repeated = ranks, plans, times, is_repeated
@@ -40,7 +45,9 @@ class Submitted:
 
     def seen(self, iteration: InFlightIteration, builders: Sequence[BatchBuilder]) -> list[InFlightIteration]:
         """`iteration`, which is that of all ranks, as each of them sees it. They share which outputs are dropped.
-        builders: of the batches of each rank; none where those of all ranks do."""
+
+        builders: those of the batches of each rank; none where the batches of all ranks do.
+        """
         if self._seen is None:
             self._seen = []
             for index, plan in enumerate(self.plans):
@@ -93,7 +100,9 @@ def _part_of(outputs: StepOutputs, indices: Rows) -> StepOutputs:
 class LockstepScheduler:
     """A `Scheduler` over one for each rank.
 
-    ranks: these schedulers, made with `BatchingConfig.of_rank`. table: the requests of all of them."""
+    ranks: these schedulers, made with `BatchingConfig.of_rank`.
+    table: table of the requests of all of them.
+    """
 
     def __init__(self, limits: BatchingConfig, ranks: Sequence[Scheduler]) -> None:
         first = ranks[0]
@@ -130,7 +139,10 @@ class LockstepScheduler:
         in_flight: Sequence[Sequence[InFlightIteration]],
         collect: Callable[[], None],
     ) -> list[Plan]:
-        """What each rank runs. in_flight: of each rank."""
+        """What each rank runs.
+
+        in_flight: the iterations in flight, of each rank.
+        """
         return [rank.schedule(iteration, now_s, in_flight[index], collect) for index, rank in enumerate(self.ranks)]
 
     # The queues.
@@ -434,7 +446,10 @@ def _sum(values: Sequence[int | None]) -> int | None:
 
 
 def joined_growth(growths: Sequence[Growth], last: CacheState) -> Growth:
-    """The caches of all ranks while each of several iterations ran. last: while the last one ran."""
+    """The caches of all ranks while each of several iterations ran.
+
+    last: the caches while the last one ran.
+    """
     if len(growths) == 1:
         first = growths[0]
         joined = Growth(last, first.more_blocks, first.more_tokens, first.more_new, first.more_of_windows)

@@ -20,13 +20,20 @@ def find_plugin(kind: str, name: str, group: str, built_in: Iterable[str]) -> An
     """What `name` names: `package.module:Name` of an installed module or one in the current directory, or an entry
     point of `group`.
 
-    kind: what it is, as the option that takes it. built_in: names to suggest. InputError if there is none."""
+    kind: name of the option that takes it.
+    built_in: names to suggest.
+
+    InputError if there is none.
+    """
     return _from_module(kind, name) if ":" in name else _from_entry_point(kind, name, group, built_in)
 
 
 def check_parameters(kind: str, name: str, target: Callable[..., Any], what: str, *parameters: str) -> None:
-    """InputError unless `target`, which `name` names, can be called with these parameters. kind: see `find_plugin`.
-    what: the parameters in words."""
+    """InputError unless `target`, which `name` names, can be called with these parameters.
+
+    kind: see `find_plugin`.
+    what: the parameters in words.
+    """
     try:
         inspect.signature(target).bind(*parameters)
     except TypeError as error:

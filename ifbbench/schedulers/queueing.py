@@ -17,8 +17,12 @@ from ifbbench.schedulers.refusals import AdmissionLimits, id_in_use, queue_full
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Submitted:
-    """An iteration in flight, or several equal ones. outputs: rows of the requests that get a token, in the order of
-    the batch. times: iterations. is_joint: all generation requests run (see `JointGeneration`)."""
+    """An iteration in flight, or several equal ones.
+
+    outputs: rows of the requests that get a token, in batch order.
+    times: number of iterations.
+    is_joint: whether all generation requests run (see `JointGeneration`).
+    """
 
     def __init__(self, outputs: Rows, times: int, is_joint: bool) -> None:
         self.outputs, self.times, self.is_joint = outputs, times, is_joint

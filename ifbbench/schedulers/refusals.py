@@ -11,7 +11,11 @@ from ifbbench.schedulers.tensorrt_llm.policies import CapacityPolicy, find_polic
 
 
 class Refusal(NamedTuple):
-    """limit: the setting that decides. text: what is wrong, with the numbers."""
+    """Why a request can never run.
+
+    limit: the setting that decides.
+    text: what is wrong, with the numbers.
+    """
 
     limit: str
     text: str
@@ -31,8 +35,9 @@ class AdmissionLimits:
     def __init__(
         self, config: BatchingConfig, policy: CapacityPolicy | None = None, adapters: AdapterCache | None = None
     ) -> None:
-        """policy: the one that schedules; None for a new one of the kind that `config` names. adapters: of requests
-        with LoRA tasks."""
+        """policy: the one that schedules; None for a new one of the kind that `config` names.
+        adapters: of requests with LoRA tasks.
+        """
         if config.attention_dp_size > 1 and config.rank is None:
             config = config.of_rank(0)  # a request runs in one of them
         if policy is None:

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ifbbench.errors import InputError
+from ifbbench.settings.fields import shown
 
 # What a container runs: of Kubernetes `command` and `args`, of Docker Compose `entrypoint` and `command`.
 IMAGE, RUN = "image", ("entrypoint", "command", "args")
-ENVIRONMENTS = ("env", "environment")
+ENVIRONMENT = "environment"
+ENVIRONMENTS = ("env", ENVIRONMENT)
+SERVICES, EXTENDS = "services", "extends"  # of Docker Compose
 # $(NAME) of Kubernetes; ${NAME}, ${NAME:-default} and $NAME of Docker Compose and of shells.
 _VARIABLE = re.compile(r"\$\((\w+)\)|\$\{(\w+)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 _DOCUMENTS = re.compile(r"^---.*$", re.MULTILINE)
@@ -29,6 +32,11 @@ def container_lines(text: str) -> list[list[str]]:
     found = list[list[str]]()
     for document in documents:
         found += [_texts(document)] if isinstance(document, list) and _texts(document) else _containers(document)
+    if not found and (elsewhere := [name for one in documents for name in _extending_files(one)]):
+        raise InputError(
+            f"extends: {', '.join(elsewhere)} is another file, which is not read here; give what "
+            "`docker compose config` prints."
+        )
     return found
 
 
@@ -39,6 +47,10 @@ def _containers(value: Any) -> Iterator[list[str]]:
             yield from _containers(item)
     if not isinstance(value, dict):
         return
+    if isinstance(services := value.get(SERVICES), dict):  # what stands beside them, as x-name, are templates
+        for name in services:
+            yield from _containers(_service(services, name))
+        return
     words = [word for name in RUN for word in _words(value.get(name))]
     if words:
         known = _environment(value)
@@ -46,6 +58,33 @@ def _containers(value: Any) -> Iterator[list[str]]:
     else:
         for item in value.values():
             yield from _containers(item)
+
+
+def _service(services: Mapping[str, Any], name: str, seen: tuple[str, ...] = ()) -> Any:
+    """A service of Docker Compose, on top of the one of the same file that it extends: its own values win, and
+    variables are put together."""
+    service = services.get(name)
+    extended = service.get(EXTENDS) if isinstance(service, dict) else None
+    base = extended.get("service") if isinstance(extended, dict) and "file" not in extended else extended
+    if not isinstance(base, str):
+        return service
+    if base not in services or base in (*seen, name):
+        expected = "a service of this file that does not extend this one"
+        raise InputError(f"{SERVICES}.{name}.{EXTENDS} is {shown(base)}; expected {expected}.")
+    lower = _service(services, base, (*seen, name))
+    if not isinstance(lower, dict):
+        return service
+    environment = {ENVIRONMENT: {**_environment(lower), **_environment(service)}}
+    return {**lower, **service, **environment}
+
+
+def _extending_files(document: Any) -> Iterator[str]:
+    """The files of the services that services extend."""
+    services = document.get(SERVICES) if isinstance(document, dict) else None
+    for service in services.values() if isinstance(services, dict) else ():
+        extended = service.get(EXTENDS) if isinstance(service, dict) else None
+        if isinstance(extended, dict) and "file" in extended:
+            yield str(extended["file"])
 
 
 def _words(value: Any) -> list[str]:

@@ -100,8 +100,21 @@ def of_all_ranks(values: Mapping[str, Any], limits: tuple[str, ...], ranks: int)
 
 
 def of_each_rank(values: Mapping[str, Any], limits: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """The limits of each rank, of `values` that hold for all of them together: see `of_all_ranks`."""
-    return {name: values[name] // ranks for name in limits if values.get(name) is not None}
+    """The limits of each rank, of `values` that hold for all of them together: see `of_all_ranks`. A limit below
+    their number becomes 1 each: a server takes no 0 there, or runs nothing with it."""
+    return {name: max(min(1, values[name]), values[name] // ranks) for name in limits if values.get(name) is not None}
+
+
+def uneven_limits(values: Mapping[str, Any], limits: tuple[str, ...], names: Mapping[str, str]) -> list[str]:
+    """A sentence for each limit of all ranks together that is no multiple of their number, so that ranks with equal
+    limits have another one together. names: what the server calls them."""
+    ranks = values.get("attention_dp_size") or 1
+    return [
+        f"{names[name]}: {values[name]} for {ranks} ranks together is no multiple of {ranks}; what is written gives "
+        f"each rank {each}, which is {each * ranks} together."
+        for name, each in of_each_rank(values, limits, ranks).items()
+        if each * ranks != values[name]
+    ]
 
 
 def json_table(value: str | bool, option: str) -> dict[str, Any]:
@@ -143,8 +156,8 @@ class Server:
     options. converted: what a value means, where it is not the setting's own. joint, joint_flags: options with and
     without a value that depend on others, and `join` reads them. has_negations: whether `--no-` turns a flag off; else
     a flag that is off is left out. kv_dtypes: data types of the KV cache by the server's names, those that are written
-    first. model_option: before the model, if it has one. own_words: the words of settings that no single option says,
-    and the settings that are left.
+    first. model_option: before the model, if it has one. of_a_rank: limits that hold for each rank of data parallelism.
+    own_words: the words of settings that no single option says, and the settings that are left.
     """
 
     engine: str
@@ -161,6 +174,7 @@ class Server:
     join: Join = no_join
     has_negations: bool = True
     model_option: str | None = None
+    of_a_rank: tuple[str, ...] = ()
     own_words: Callable[[Mapping[str, Any]], tuple[list[str], Mapping[str, Any]]] = lambda values: ([], values)
 
     @cached_property
@@ -230,6 +244,10 @@ class Server:
             if own.get(name) is not None:
                 words += self.option(name, own[name])
         return shlex.join(words + more)
+
+    def remarks(self, values: Mapping[str, Any]) -> list[str]:
+        """What the written line does not say of these settings, one sentence each."""
+        return uneven_limits(values, self.of_a_rank, {name: f"--{option}" for name, option in self.options.items()})
 
     def option(self, name: str, value: Any) -> list[str]:
         """The words that give a setting of the server this value."""

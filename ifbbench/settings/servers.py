@@ -115,3 +115,8 @@ def _one_command(words: list[str]) -> list[str]:
 def write_line(values: Mapping[str, Any], engine: str) -> str:
     """The line that starts the server of `engine` with these settings, without those that it does not have."""
     return SERVERS[engine].write(values)
+
+
+def line_remarks(values: Mapping[str, Any], engine: str) -> list[str]:
+    """What the line of `write_line` does not say, one sentence each."""
+    return SERVERS[engine].remarks(values)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ifbbench.settings.config import SGLANG
 from ifbbench.settings.names import setting
-from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, number_of
+from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, number_of, of_each_rank
 
 # The settings that the server has, each with SGLang's name.
 OPTIONS: Mapping[str, str] = {
@@ -46,6 +46,8 @@ OPTIONS: Mapping[str, str] = {
 # Data parallelism: ranks that share the experts, or replicas.
 RANKS, SHARES_ATTENTION, EXPERTS = "dp-size", "enable-dp-attention", "ep-size"
 ATTENTION_RANKS = "attn-dp-size"  # the same as both of the first
+# Limits of all ranks that share experts, of which the server gives each rank an equal part.
+DIVIDED = ("max_batch_size", "max_num_tokens")
 # What makes the experts those of all GPUs: a backend that passes tokens between them, and options of earlier versions.
 ALL_TO_ALL, EARLIER_EXPERTS = "moe-a2a-backend", ("enable-ep-moe", "enable-deepep-moe")
 ALGORITHM, STEPS, BRANCHES, VERIFIED = (
@@ -104,6 +106,7 @@ def _own_words(values: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]
     ranks, replicas = values.get("attention_dp_size") or 1, values.get("replicas") or 1
     if ranks > 1:
         words += [f"--{RANKS}", str(ranks), f"--{SHARES_ATTENTION}"]
+        own |= {name: max(ranks, own[name]) for name in of_each_rank(values, DIVIDED, ranks) if own[name] != -1}
     elif replicas > 1:
         words += [f"--{RANKS}", str(replicas)]
     if (parts := values.get("ep_size") or 1) > 1:
@@ -142,5 +145,6 @@ SGLANG_SERVE = Server(
     kv_dtypes={"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16"},
     has_negations=False,
     model_option="--model-path",
+    of_a_rank=DIVIDED,
     own_words=_own_words,
 )

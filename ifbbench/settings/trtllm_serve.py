@@ -9,7 +9,16 @@ from ifbbench.settings.config import TRTLLM, settings
 from ifbbench.settings.config_file import parse_config_file
 from ifbbench.settings.fields import boolean, integer, located
 from ifbbench.settings.names import setting
-from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, of_all_ranks, of_each_rank
+from ifbbench.settings.server import (
+    ACCEPTANCE,
+    Given,
+    HasExperts,
+    Line,
+    Server,
+    of_all_ranks,
+    of_each_rank,
+    uneven_limits,
+)
 
 # The settings that `trtllm-serve` has, each with its name there.
 OPTIONS: Mapping[str, str] = {
@@ -109,6 +118,11 @@ def arguments_of(values: Mapping[str, Any]) -> dict[str, Any]:
             is_member = section == OF_ENUMERATIONS and isinstance(value, str)
             table[key] = value.upper() if is_member else value
     return found
+
+
+def remarks_of_arguments(values: Mapping[str, Any]) -> list[str]:
+    """What `arguments_of` these settings does not say, one sentence each."""
+    return uneven_limits(values, OF_A_RANK, {name: name for name in OF_A_RANK})
 
 
 def _take_drafts(given: Mapping[str, Any], found: Arguments) -> None:

@@ -167,5 +167,6 @@ VLLM_SERVE = Server(
         "bfloat16": "bf16",
         "float16": "fp16",
     },
+    of_a_rank=OF_A_RANK,
     own_words=_own_words,
 )

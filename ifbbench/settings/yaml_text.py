@@ -9,15 +9,22 @@ from ifbbench.settings.fields import shown
 
 
 def parse_yaml(text: str, as_texts: bool = False) -> Any:
-    """The content of a YAML text, None if it is empty. as_texts: each value is a text, as it is written.
+    """The content of a YAML text, None if it is empty. as_texts: each value is a text, as it is written. Merge keys
+    (`<<: *name`) are merged in either case.
 
     InputError, with the line, for a key that is there twice; yaml.YAMLError for what is no YAML."""
     if yaml.__with_libyaml__:
         try:
-            return _parsed(yaml.CBaseLoader(text) if as_texts else yaml.CSafeLoader(text))
+            return _parsed(_texts_of(yaml.CSafeLoader)(text) if as_texts else yaml.CSafeLoader(text))
         except (yaml.YAMLError, ValueError, RecursionError):
             pass  # the parser in Python words errors better, and libyaml has limits of its own
-    return _parsed(yaml.BaseLoader(text) if as_texts else yaml.SafeLoader(text))
+    return _parsed(_texts_of(yaml.SafeLoader)(text) if as_texts else yaml.SafeLoader(text))
+
+
+def _texts_of(loader: Any) -> Any:
+    """A loader that makes a text of each scalar, whatever its tag. PyYAML's own (BaseLoader) does not merge."""
+    resolvers = {"<": loader.yaml_implicit_resolvers["<"]}
+    return type("TextLoader", (loader,), {"yaml_implicit_resolvers": resolvers, "yaml_constructors": {}})
 
 
 def _parsed(loader: Any) -> Any:

@@ -292,7 +292,8 @@ def figures(study: Study) -> dict[str, Any]:
     if study.requests:
         means = ("prompt_len", "output_len", "max_new_tokens", "beam_width")
         # Prompts of mean length in an iteration without other requests.
-        prompts_per_iteration = study.limits.token_budget / study.mean("prompt_len")
+        budget = study.limits.token_budget
+        prompts_per_iteration = None if budget == UNLIMITED else budget / study.mean("prompt_len")
         requests = {
             "count": len(study.requests),
             "refused": study.refused,
@@ -313,6 +314,7 @@ def figures(study: Study) -> dict[str, Any]:
         }
         for window, of_run in zip(pool.windows, pool.layout.windows, strict=True)
     ]
+    has_budget = study.limits.generation_budget != UNLIMITED
     fits = [
         {
             "policy": found.case.policy,
@@ -320,7 +322,7 @@ def figures(study: Study) -> dict[str, Any]:
             "mean_blocks_per_request": float(found.mean_blocks),
             "by_kv_blocks": found.by_limit[Limit.KV_BLOCKS],
             "by_batch_size": found.by_limit[Limit.BATCH_SIZE],
-            "by_num_tokens": found.by_limit[Limit.NUM_TOKENS],
+            "by_num_tokens": found.by_limit[Limit.NUM_TOKENS] if has_budget else None,
             "at_once": found.at_once,
             "bound_by": found.bound_by.value,
             "first_requests": found.first,

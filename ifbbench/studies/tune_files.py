@@ -29,8 +29,8 @@ from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import find_lines
 from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, VLLM, RunConfig
 from ifbbench.settings.fields import as_text
-from ifbbench.settings.servers import SERVERS, write_line
-from ifbbench.settings.trtllm_serve import arguments_of
+from ifbbench.settings.servers import SERVERS, line_remarks, write_line
+from ifbbench.settings.trtllm_serve import arguments_of, remarks_of_arguments
 from ifbbench.studies.points import SHARES
 from ifbbench.studies.sweep import check_free
 from ifbbench.studies.tune import Tuning
@@ -427,6 +427,14 @@ def write_server_files(settings: Mapping[str, Any], directory: Path) -> list[Pat
     for name, text in zip(SERVER_FILES, texts, strict=True):
         replace_file(directory / name, text)
     return [directory / name for name in SERVER_FILES]
+
+
+def server_remarks(settings: Mapping[str, Any]) -> list[str]:
+    """What the files of `write_server_files` do not say of these settings, one sentence each."""
+    if (engine := str(settings.get("engine"))) in SERVERS:
+        return line_remarks(settings, engine)
+    of_vllm = {name: settings.get(name) for name in (*IN_VLLM, *NOT_TRIED)}
+    return [*remarks_of_arguments(settings), *line_remarks(of_vllm, VLLM)]
 
 
 def write_answer(content: Mapping[str, Any], directory: Path) -> Path:

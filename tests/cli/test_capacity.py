@@ -90,6 +90,20 @@ def test_the_known_case():
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "per_iteration"),
+    [
+        (["--engine", "sglang"], True),
+        (["--engine", "sglang", "--chunked-prefill-size", "none"], False),
+        (["--max_num_tokens", "none"], False),
+    ],
+)
+def test_limits_that_are_none_are_null(options: list[str], per_iteration: bool) -> None:
+    found = answer("tiny", *KNOWN, *options)
+    assert [case["by_num_tokens"] for case in found["at_once"]] == [None] * len(found["at_once"])
+    assert (found["requests"]["prompts_per_iteration"] is not None) == per_iteration
+
+
 def test_tables():
     printed = invoke(*KNOWN).stdout
     rows = [" ".join(line.split()) for line in printed.splitlines()]

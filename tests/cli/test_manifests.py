@@ -1,5 +1,6 @@
 """`ifbbench config from` with YAML of Docker Compose and Kubernetes, files and standard input."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,26 @@ env:
 - {name: SEQS, value: '8'}
 args: [--model=$(MODEL), --max-num-seqs=$SEQS]
 """
+MERGED = """
+x-vllm: &vllm
+  image: vllm/vllm-openai:v0.19.1
+  environment: &variables {SEQS: "64", MODEL: llama-3.1-8b}
+  command: --model=${MODEL} --max-num-seqs=${SEQS}
+services:
+  one:
+    <<: *vllm
+    environment: {<<: *variables, SEQS: "32"}
+"""
+EXTENDED = """
+services:
+  base:
+    image: vllm/vllm-openai:v0.19.1
+    environment: [SEQS=64, MODEL=llama-3.1-8b]
+  one:
+    extends: {service: base}
+    environment: {SEQS: 32}
+    command: --model=${MODEL} --max-num-seqs=${SEQS}
+"""
 VLLM, SGLANG = {"engine": "vllm", "model": "llama-3.1-8b"}, {"engine": "sglang", "model": "gpt-oss-120b"}
 
 
@@ -65,6 +86,8 @@ VLLM, SGLANG = {"engine": "vllm", "model": "llama-3.1-8b"}, {"engine": "sglang",
         (KUBERNETES, VLLM | {"vllm_version": "0.19", "tp_size": 4, "max_batch_size": 128}),
         (COMPOSE, SGLANG | {"tp_size": 2}),
         (ARGUMENTS, VLLM | {"vllm_version": "0.15", "draft_mtp": 2}),
+        (MERGED, VLLM | {"vllm_version": "0.19", "max_batch_size": 32}),
+        (EXTENDED, VLLM | {"vllm_version": "0.19", "max_batch_size": 32}),
         (ELSEWHERE, VLLM | {"vllm_version": "0.19", "model": "$(MODEL)", "max_batch_size": 8}),
         (f"docker run vllm/vllm-openai:v0.{'9' * 5000} --model llama-3.1-8b", VLLM),
         ("[vllm, serve, llama-3.1-8b, --max-num-seqs, '8']", VLLM | {"max_batch_size": 8}),
@@ -94,13 +117,16 @@ def test_the_version_of_an_image_is_named_with_the_one_that_is_simulated() -> No
         ("a: [", "starts no server"),
         ("a: &x [*x]", "starts no server"),
         ("[" * 3000, "starts no server"),
+        ("services: {a: {extends: b}, c: {command: [vllm, serve, m]}}", "services.a.extends is 'b'; expected a serv"),
+        ("services: {a: {extends: {service: b}}, b: {extends: a}}", "expected a service of this file"),
+        ("services: {a: {extends: {service: b, file: c.yaml}}}", "c.yaml is another file.*`docker compose config`"),
     ],
 )
 def test_what_starts_no_server_is_refused(text: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         read_line(text)
     result = CliRunner().invoke(main, ["config", "from", "--", text])
-    assert (result.exit_code, words in result.output) == (2, True)
+    assert (result.exit_code, bool(re.search(words, result.output))) == (2, True)
 
 
 def test_a_line_with_json_is_no_yaml() -> None:

@@ -12,6 +12,7 @@ from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from ifbbench.settings.config import settings
 from ifbbench.settings.servers import read_line, write_line
+from ifbbench.settings.trtllm_serve import arguments_of, remarks_of_arguments
 from ifbbench.settings.vllm_serve import OPTIONS
 
 
@@ -273,3 +274,20 @@ def test_the_line_of_a_run_has_no_defaults(tmp_path: Path) -> None:
     assert "--max-num-seqs 8" in line
     assert not [option for option in ("--watermark", "--seed", "enable-dbo", "--stream-interval") if option in line]
     assert read_line(line).values["max_batch_size"] == 8
+
+
+@pytest.mark.parametrize(("limit", "each", "words"), [(4, 1, "8 together"), (12, 1, "8 together"), (16, 2, "")])
+def test_each_rank_has_a_limit_of_at_least_one(limit: int, each: int, words: str) -> None:
+    """A limit below the number of ranks was written as 0, which no server takes."""
+    values = {"model": "m", "tp_size": 8, "attention_dp_size": 8, "max_batch_size": limit}
+    words_of_line = write_line(values, "vllm").split()
+    assert words_of_line[words_of_line.index("--max-num-seqs") + 1] == str(each)
+    options = ["--model", "deepseek-r1", "--device", "b200", "--tp_size", "8", "--attention_dp_size", "8"]
+    options += ["--engine", "vllm", "--max_batch_size", str(limit), "--as", "vllm"]
+    remarks = CliRunner().invoke(main, ["config", "show", *options]).stderr
+    assert words in remarks
+    assert ("--max-num-seqs" in remarks) == bool(words)
+    sglang = write_line(values, "sglang").split()
+    assert sglang[sglang.index("--max-running-requests") + 1] == str(max(limit, 8))
+    assert arguments_of(values)["max_batch_size"] == each
+    assert bool(remarks_of_arguments(values)) == bool(words)

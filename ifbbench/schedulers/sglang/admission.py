@@ -24,9 +24,15 @@ class Verdict(Enum):
 
 
 class Need(NamedTuple):
-    """What decides whether a waiting request is taken. new_tokens: of prompt and outputs, those that are not cached.
-    cached: those in the tree. max_new_tokens, outputs: how many outputs it may have, and has. ignores_eos: it will have
-    all of them. loaded: of those cached, the ones that only the host has, which take pages of the device."""
+    """What decides whether a waiting request is taken, in tokens.
+
+    new_tokens: tokens of prompt and outputs that are not cached.
+    cached: tokens in the tree.
+    max_new_tokens: maximum number of outputs.
+    outputs: number of outputs that it has.
+    ignores_eos: whether it will have all of its outputs.
+    loaded: the cached tokens that only the host has, which take pages of the device.
+    """
 
     new_tokens: int
     cached: int
@@ -53,8 +59,10 @@ NONE_RUNNING = Running([], [], [], [])
 class PrefillPass:
     """The budgets of one prefill batch.
 
-    available(): tokens that are free or can be evicted now. running: the requests that decode. ratio: share of the rest
-    of their outputs that these are expected to need. num_mixed: decode tokens that ride in the batch.
+    available(): tokens that are free or can be evicted now.
+    running: the requests that decode.
+    ratio: share of the rest of their outputs that these are expected to need.
+    num_mixed: decode tokens that ride in the batch.
     keeps_prefixes: whether there is a radix tree.
     """
 

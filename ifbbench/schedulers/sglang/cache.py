@@ -16,8 +16,12 @@ from ifbbench.schedulers.sglang.radix_tree import Match, Node, RadixTree
 
 
 class _Held:
-    """What a request holds in the tree. node: the end of the path that it locks, `tokens` tokens from the root.
-    inserted: tokens that it has published."""
+    """What a request holds in the tree.
+
+    node: end of the path that it locks.
+    tokens: tokens from the root to `node`.
+    inserted: number of tokens that it has published.
+    """
 
     __slots__ = ("inserted", "node", "tokens")
 
@@ -28,10 +32,13 @@ class _Held:
 class SglangCache:
     """The pages of each running request, by table row. docs/engines.md, SGLang: Radix cache.
 
-    held: [rows], pages of each request. block_tables: [rows, 1, pages per sequence], the ids of the first `named` of
-    them; further entries are meaningless. While generation requests run jointly (`JointGeneration`), their pages are
-    counted, and get ids once one is read. free: pages that hold nothing. tree: None without a radix cache. host: None
-    without host memory.
+    host: pages in host memory, None without any.
+    free: pages that hold nothing.
+    tree: the radix cache, None without one.
+    held: [rows], number of pages of each request.
+    block_tables: [rows, 1, pages per sequence], the ids of the first `named` of them; further entries are meaningless.
+        While generation requests run jointly (`JointGeneration`), their pages are counted, and get ids once one is
+        read.
     """
 
     def __init__(

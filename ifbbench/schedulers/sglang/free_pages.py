@@ -8,7 +8,9 @@ from ifbbench.engine.arrays import IntArray
 class FreePages:
     """A stack of the pages that hold nothing: those given up last are taken first.
 
-    count: of them. num_reserved: pages that are in use, and have no ids yet."""
+    count: number of free pages.
+    num_reserved: number of pages that are in use, and have no ids yet.
+    """
 
     def __init__(self, num_pages: int) -> None:
         # Its first entries are free or reserved.

@@ -11,9 +11,11 @@ WRITE_THROUGH_HITS = {"write_through": 1, "write_through_selective": 2}
 class HostPages:
     """The pages of host memory, `num_pages` of `page_size` tokens.
 
+    keeps_copies: whether an executor makes the copies.
     writes_back: pages are copied to the host when they are evicted from the device; else once they were inserted
-    `min_hits` times. free: pages that hold nothing. keeps_copies: whether an executor makes the copies. stored,
-    loaded, evicted: tokens copied here and to the device, and given up, so far.
+        `min_hits` times.
+    free: pages that hold nothing.
+    stored, loaded, evicted: tokens copied here and to the device, and given up, so far.
     """
 
     def __init__(self, num_pages: int, page_size: int, write_policy: str, keeps_copies: bool) -> None:

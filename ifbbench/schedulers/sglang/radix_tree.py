@@ -20,14 +20,23 @@ Rank: TypeAlias = tuple[float, ...]
 
 
 class Node:
-    """The end of an edge.
+    """A node of the tree: an edge, and where its tokens are.
 
-    parent: None of the root. key: the tokens of the edge, `length` of them, in `pages` of the device if `is_on_device`,
-    and in `host_pages` unless None. children: by `first_page`, the tokens of their first pages; of the root with what
-    requests must have in common to share. num_on_device: children that are on the device. locks: running requests that
-    use it. hits: insertions of other requests that reached it. used, created: times. host_locks:
-    what keeps its `host_pages`. segment: a number, of a node that `lock_host` has locked, which the uppermost part
-    keeps when it is split. names: of its pages in storage, if nodes have them."""
+    parent: None for the root.
+    key: the tokens of the edge.
+    length: number of tokens of the edge.
+    pages: pages of the device that hold them, if `is_on_device`.
+    host_pages: pages of the host that hold them, None if none do.
+    children: by `first_page`, the tokens of their first pages; those of the root, with what requests must have in
+        common to share.
+    locks: number of running requests that use it.
+    hits: number of insertions of other requests that reached it.
+    num_on_device: number of children that are on the device.
+    host_locks: number of those that keep its `host_pages`.
+    segment: number of a node that `lock_host` has locked, which the uppermost part keeps when it is split.
+    names: names of its pages in storage, if nodes have them.
+    used, created: when it was used last, and created.
+    """
 
     __slots__ = (
         "children", "created", "first_page", "hits", "host_locks", "host_pages", "is_on_device", "key", "length",
@@ -105,12 +114,15 @@ def _is_locked_below(node: Node) -> bool:
 
 
 class RadixTree:
-    """Pages by their tokens and those before them. free: takes the pages that the tree gives up. host: None without
-    host memory.
+    """Pages by their tokens and those before them.
 
-    evictable, protected: tokens on the device, in nodes that nothing uses, and in the others. keeps_names: whether
-    nodes know what storage calls their pages; owner: see `block_names`. copied: called with each node that was copied
-    to the host.
+    free: takes the pages that the tree gives up.
+    host: None without host memory.
+
+    evictable, protected: tokens on the device, in nodes that nothing uses, and in the others.
+    keeps_names: whether nodes know what storage calls their pages.
+    owner: see `block_names`.
+    copied: called with each node that was copied to the host.
     """
 
     def __init__(
@@ -149,8 +161,9 @@ class RadixTree:
         """Add the first tokens, those that fill `pages`. Returns how many tokens were there before, whose pages stay
         those of the tree, and the last node.
 
-        inserted: tokens that the same request inserted before, which are no hits. limit: tokens, if fewer than those of
-        `pages`."""
+        inserted: tokens that the same request inserted before, which are no hits.
+        limit: tokens, if fewer than those of `pages`.
+        """
         end = len(pages) * self.page_size if limit is None else self._aligned(limit)
         found, begin = self._walk(known, end, priority, inserted, pages)
         node = found.node

@@ -6,8 +6,11 @@ from ifbbench.engine.request import Request
 class Receiver:
     """Requests that have arrived and that the scheduler has not received yet.
 
-    It receives them in the iteration behind a prefill batch, else in each `interval`-th one. requests: in the order of
-    arrival. is_due: whether the next iteration receives."""
+    It receives them in the iteration behind a prefill batch, else in each `interval`-th one.
+
+    requests: those that have arrived, in this order.
+    is_due: whether the next iteration receives them.
+    """
 
     def __init__(self, interval: int) -> None:
         self.requests: list[Request] = []

@@ -17,9 +17,10 @@ FEW_REQUESTS = 32
 class RemoteRequests:
     """The queues of a decode engine: requests wait for pages, for their keys and values, and for a place in the batch.
 
-    waiting: for pages, in order. transferring: requests that have pages, and what came for them or not, in the order in
-    which they got them. arrived: those that may join the batch. in_host: retracted ones, which are resumed before any
-    other gets pages.
+    waiting: requests that wait for pages, in order.
+    transferring: requests that have pages, in the order in which they got them, and what has come for them.
+    arrived: requests that may join the batch.
+    in_host: retracted requests, which are resumed before any other gets pages.
     """
 
     def __init__(self, state: SglangState) -> None:
@@ -162,8 +163,11 @@ class RemoteRequests:
         return sum([request.original_prompt_len + request.num_outputs for request in self._state.running])
 
     def _budget(self, retractable: int | None, retracted: bool = True) -> int:
-        """Tokens of the cache that are not reserved (`_allocatable_token_budgets`). retractable: see there; None
-        leaves out what the longest running request may need. retracted: those have their part reserved."""
+        """Tokens of the cache that are not reserved (`_allocatable_token_budgets`).
+
+        retractable: see there; None leaves out what the longest running request may need.
+        retracted: requests that have their part reserved.
+        """
         state, reserved = self._state, self._state.rules.reserved_tokens
         num_active = len(state.running) + len(self.transferring) + len(self.arrived)
         kept = reserved * num_active

@@ -7,25 +7,27 @@ from dataclasses import dataclass
 class SglangRules:
     """Settings of SGLang's `ServerArgs`, beside those that all engines have.
 
-    schedule_policy: how the queue is ordered. conservativeness: factor of the share of their output that running
-        requests are expected to need.
+    schedule_policy: how the queue is ordered.
+    conservativeness: factor of the share of the outputs that running requests are expected to need.
     chunk_size: tokens of prompts in an iteration, beyond which the last prompt is cut; None does not cut prompts.
     max_prefill_tokens: tokens of prompts in an iteration, above which no further prompt starts.
     prefill_max_requests: prompts of an iteration; None is no limit.
-    mixes_chunks: decode tokens ride in prefill batches.
-    eviction_policy: which leaf of the tree is evicted first. write_policy: when it is copied to the host, if that has
-        memory for it.
-    prefetch_policy: how long a request waits for what storage has of its prompt. prefetch_threshold: fewer tokens are
-    not
-        prefetched.
-    retracts_by_priority: the lowest priority is retracted first; else the request with the fewest outputs.
-    is_priority: the queue is ordered by priority. preempts: a waiting request may take the place of running ones whose
-        priority is lower by more than `preemption_threshold`.
-    reserved_tokens: of the cache, kept free for each request of which another engine computes the prompt.
+    mixes_chunks: whether prefill batches include the decode tokens of running requests.
+    eviction_policy: which leaf of the tree is evicted first.
+    write_policy: when a leaf is copied to the host, if that has memory for it.
+    prefetch_policy: how long a request waits for what storage has of its prompt.
+    prefetch_threshold: number of tokens below which nothing is prefetched.
+    retracts_by_priority: whether the lowest priority is retracted first; otherwise the request with the fewest outputs
+        is.
+    is_priority: whether the queue is ordered by priority.
+    preempts: whether a waiting request may take the place of running ones whose priority is lower by more than
+        `preemption_threshold`.
     receive_interval: iterations without prompts after which requests that have arrived are received.
-    ignores_eos: outputs of which the maximum length is the actual one have it for certain: no end token ends them.
-    reserves_by_ratio: while such requests run, they are nevertheless expected to need a share of the rest of it only.
-    seed: of the random order.
+    reserved_tokens: tokens of the cache kept free for each request whose prompt another engine computes.
+    ignores_eos: whether outputs whose maximum length is the actual one have it for certain, as no end token ends them.
+    reserves_by_ratio: whether such requests, while they run, are nevertheless expected to need a share of the rest
+        only.
+    seed: seed of the random order.
     """
 
     schedule_policy: str = "fcfs"

@@ -9,7 +9,11 @@ from ifbbench.engine.request import Request
 
 
 class RunningRequests:
-    """`running_batch` of SGLang. requests: in the order of joining. rows: [requests], their rows of the table."""
+    """`running_batch` of SGLang.
+
+    requests: in the order in which they joined.
+    rows: [requests], row of each in the table.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []

@@ -24,14 +24,21 @@ from ifbbench.schedulers.sglang.storage import Storage
 class SglangState:
     """The requests of the scheduler, waiting, running and in flight, and the pages that they hold.
 
-    arrived: requests that it has not received yet. queue: waiting requests. running: those that decode. last: those of
-    the latest prefill batch, which have not joined `running`. chunked: the one whose prompt is computed in chunks.
-    storage: behind the host memory, None without any. is_full: no request is tried before one has left. has_left: one
-    has left `running` or `last` since the latest decision. has_finishing: the last output of some running request may
-    be in flight. limit_of_head: why the head of the queue waits; or `left_out`, which stands behind requests that wait
-    for storage. awaits_only: all in the queue wait for storage. judged: tokens that waiting requests lacked when they
-    were last judged, or ran. kept: requests that are complete, and whose pages are being sent to another engine.
-    in_host: those that were retracted to host memory.
+    arrived: requests that the scheduler has not received yet.
+    queue: waiting requests.
+    running: requests that decode.
+    last: requests of the latest prefill batch, which have not joined `running`.
+    chunked: the request whose prompt is computed in chunks.
+    is_full: whether no request is tried before one has left.
+    has_left: whether one has left `running` or `last` since the latest decision.
+    has_finishing: whether the last output of some running request may be in flight.
+    limit_of_head: why the head of the queue waits, or `left_out` if that is set.
+    left_out: the request that waits for `limit_of_head`, if requests that wait for storage stand before it.
+    awaits_only: whether all requests in the queue wait for storage.
+    judged: number of tokens that each waiting request lacked when it was last judged, or ran.
+    kept: complete requests whose pages are being sent to another engine.
+    in_host: requests that were retracted to host memory.
+    storage: the storage behind the host memory, None without any.
     """
 
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
@@ -167,13 +174,18 @@ class SglangState:
 
 
 class Decision:
-    """What one iteration runs, while it is decided.
+    """One decision of the scheduler, while it is made.
 
-    in_flight: the iterations in flight. chosen: requests with chunks of their prompts. rows: of the generation
-    requests. paused, entered, num_ending, receiving: as in a Plan. continued: requests that join the running ones
-    without a prefill. awaits: requests wait for storage, and those behind them are tried. has_lost: one matches less
-    than before, and is tried in the next iteration. aborted: the only running request, if it does not fit. is_prefill:
-    whether it is a prefill batch. is_held: no request decodes, because another rank has a prefill batch.
+    in_flight: the iterations in flight.
+    chosen: requests with chunks of their prompts.
+    rows: table rows of the generation requests.
+    paused, entered, num_ending, receiving: as in a Plan.
+    continued: requests that join the running ones without a prefill.
+    awaits: whether requests wait for storage while those behind them are tried.
+    has_lost: whether a request matches less than before, and is tried in the next iteration.
+    aborted: the only running request, if it does not fit.
+    is_prefill: whether it is a prefill batch.
+    is_held: whether no request decodes because another rank has a prefill batch.
     """
 
     def __init__(self, in_flight: Sequence[InFlightIteration]) -> None:

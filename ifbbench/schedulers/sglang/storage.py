@@ -33,8 +33,10 @@ class Prefetch:
 
     known: the tokens, of which those from `begin` on, `asked` of them, were looked for below `node`, which is locked.
     names: of the pages that storage has of them.
-    own: pages of the host, none before storage has answered. transfers: reads of the batches of `own`. completed: of
-    `own`, pages that have come, as the scheduler knows."""
+    own: its pages of the host, none before storage has answered.
+    transfers: the reads of `own`, in batches.
+    completed: number of pages of `own` that have come, as far as the scheduler knows.
+    """
 
     def __init__(self, node: Node, locked: tuple[Node, int], known: KnownTokens, begin: int, asked: int) -> None:
         self.node, self.locked, self.known, self.begin, self.asked = node, locked, known, begin, asked
@@ -47,10 +49,15 @@ class Prefetch:
 class Waiting:
     """What storage has to do with a request in the queue.
 
-    matched: tokens that it matched when it was looked up. attempts: how often it was looked up again. prefetch: None if
-    nothing is on its way. held_s: since when this keeps it from being tried; None if it does not. timeout_s: how long
-    it may. is_expired: that time has passed. span: tokens that came from storage, from and up to. waited_s: from when
-    to when it was kept."""
+    matched: tokens that it matched when it was looked up.
+    attempts: how often it was looked up again.
+    prefetch: what is on its way, None if nothing is.
+    held_s: since when the prefetch keeps it from being tried; None if it does not.
+    timeout_s: how long the prefetch may keep it.
+    is_expired: whether that time has passed.
+    span: first and end position of the tokens that came from storage.
+    waited_s: from when to when it was kept waiting.
+    """
 
     def __init__(self) -> None:
         self.matched = self.attempts = 0

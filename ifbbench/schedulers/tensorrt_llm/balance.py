@@ -30,8 +30,10 @@ class RanksBalance:
         self.holds = self._is_batching = self._all_generate = False
 
     def lets_run(self, context: Sequence[int], generation: Sequence[int]) -> bool:
-        """Whether the prompts that are scheduled run in this iteration. context, generation: of each rank, how many
-        requests it has in these phases."""
+        """Whether the prompts that are scheduled run in this iteration.
+
+        context, generation: number of requests of each rank in these phases.
+        """
         self._all_generate = min(generation) > 0
         have_room = max(generation) < self._max_batch_size
         have_prompts = min(context) > 0

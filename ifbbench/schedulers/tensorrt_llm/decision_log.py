@@ -12,7 +12,11 @@ log = logging.getLogger("ifbbench.scheduler")
 
 
 def log_decisions(plan: Plan, active: ActiveRequests, cache: KvCache, policy: str, may_pause: bool) -> None:
-    """Log what becomes of each active request. policy: its name. may_pause: whether it pauses requests."""
+    """Log what becomes of each active request.
+
+    policy: its name.
+    may_pause: whether it pauses requests.
+    """
     table = active.table
     pauses = {pause.victim.slot: pause for pause in plan.paused}
     limits = {one.request.slot: one.limit for one in plan.blocked}

@@ -44,7 +44,9 @@ class Drafts:
         """The drafts of an iteration, once the blocks of its prompts and of each one's next token were taken; those of
         generation take places here, and those of prompts did with the first chunk. None if there are none.
 
-        completing: requests on their last chunk. rows: of the generation requests."""
+        completing: requests on their last chunk.
+        rows: of the generation requests.
+        """
         cache, table = self.kv_cache, self.active.table
         for request in completing:  # the scheduler may have cut the drafts since their places were taken
             needed = request.prompt_len + request.num_draft_tokens + cache.attention_window.bubble

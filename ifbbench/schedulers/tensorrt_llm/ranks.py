@@ -29,7 +29,9 @@ from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
 class RanksAdmission(Admission):
     """The queue of all ranks: those requests that enter the running set together are divided among the ranks.
 
-    actives: of each rank. max_active: of a rank."""
+    actives: active requests of each rank.
+    max_active: maximum number of active requests of a rank.
+    """
 
     def __init__(
         self, limits: AdmissionLimits, actives: list[ActiveRequests], max_active: int, max_queue_size: int | None

@@ -53,7 +53,9 @@ class Repetition:
         pauses: bool,
         dynamic_limits: DynamicLimits | None = None,
     ) -> None:
-        """pauses: whether the policy may pause requests. dynamic_limits: of batch size and tokens, where tuned."""
+        """pauses: whether the policy may pause requests.
+        dynamic_limits: those of batch size and tokens, where they are tuned.
+        """
         self._active, self._kv_cache = active, kv_cache
         self._config, self._pauses, self._dynamic_limits = config, pauses, dynamic_limits
         self._windows = [window for window in kv_cache.of_windows() if isinstance(window, PagedCache)]
@@ -96,7 +98,11 @@ class Repetition:
 
     def horizon(self, plan: Plan, admits: bool, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
         """For how many iterations `plan` is certain to run, of which only the last one completes a request; 0 if it
-        needs a batch. admits: whether the policy let a context request run. iteration: number of the first."""
+        needs a batch.
+
+        admits: whether the policy let a context request run.
+        iteration: number of the first.
+        """
         if not self._needs_no_batch(plan):
             return 0
         return self._max_steps(plan, self._times_certain(plan, admits), iteration, in_flight)
@@ -157,7 +163,11 @@ class Repetition:
 
     def _max_steps(self, plan: Plan, certain: int, iteration: int, in_flight: Sequence[InFlightIteration]) -> int:
         """In how many iterations of `plan`, at most `certain`, only the last one completes a request, and blocks
-        suffice. iteration: number of the first. in_flight: the iterations in flight."""
+        suffice.
+
+        iteration: number of the first.
+        in_flight: the iterations in flight.
+        """
         if self._num_turns > 1:
             self._begin_turn(plan, iteration, in_flight)
         batches = [iteration for iteration in in_flight if not (iteration.is_repeated or iteration.is_empty)]

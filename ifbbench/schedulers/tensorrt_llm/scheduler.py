@@ -46,15 +46,17 @@ class TensorRtLlmScheduler(SingleIterations):
 
     One whose plans repeat is a `RepeatingScheduler`.
 
-    active: the running set. kv_cache: its blocks. adapters: the pages of its LoRA adapters, None without a cache of
-    them.
+    adapters: pages of LoRA adapters, None without a cache of them.
+    active: the running set.
+    kv_cache: blocks of the requests.
     """
 
     def __init__(
         self, config: BatchingConfig, clock: Clock, policy: CapacityPolicy, adapters: AdapterCache | None, has_ids: bool
     ) -> None:
-        """clock: blocks of equal priority are evicted in the order of its time. has_ids: whether blocks have ids even
-        if no requests share them."""
+        """clock: gives the times by which blocks of equal priority are evicted in order.
+        has_ids: whether blocks have ids even if no requests share them.
+        """
         self.config = config
         self.name = f"policy {config.policy}"
         self.max_in_flight, self.num_micro_batches = config.max_in_flight, config.num_micro_batches

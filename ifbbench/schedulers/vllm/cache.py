@@ -18,8 +18,11 @@ from ifbbench.schedulers.vllm.rules import VllmRules
 
 
 class Hits(NamedTuple):
-    """What a waiting request can reuse. num_blocks: how many. blocks: their ids in each group, without those that a
-    window has left behind."""
+    """What a waiting request can reuse.
+
+    num_blocks: number of blocks.
+    blocks: their ids in each group, without those that a window has left behind.
+    """
 
     num_blocks: int
     blocks: tuple[Blocks, ...]
@@ -35,8 +38,10 @@ def _nothing() -> None:
 class VllmCache:
     """The blocks of each running request, by table row. docs/engines.md, Blocks and Prefix cache.
 
-    held: [rows], blocks of each request in every group of layers, those that a window has left behind included. hashed:
-    [rows], how many of them were considered for a hash. is_plain: one group without a window.
+    held: [rows], number of blocks of each request in every group of layers, those that a window has left behind
+        included.
+    hashed: [rows], number of the held blocks that were considered for a hash.
+    is_plain: whether there is one group, without a window.
 
     settle(): gives `held` the blocks that it lacks while generation requests are counted together.
 
@@ -55,7 +60,9 @@ class VllmCache:
         max_in_flight: int,
         has_ids: bool = True,
     ) -> None:
-        """max_in_flight: maximum number of tokens in flight. has_ids: blocks have ids from the start."""
+        """max_in_flight: maximum number of tokens in flight.
+        has_ids: whether blocks have ids from the start.
+        """
         self.pool = BlockPool(num_blocks, rules.takes_new_first)
         self.tokens_per_block = tokens_per_block
         self.held, self.hashed = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
@@ -125,7 +132,9 @@ class VllmCache:
         """What keeps a waiting request from starting with `hits` and `tokens` more tokens, or None; and how many blocks
         others may take before that becomes another limit.
 
-        is_alone: no request runs, so that no watermark is kept. reserved: free blocks that it leaves to others."""
+        is_alone: whether no request runs, so that no watermark is kept.
+        reserved: number of free blocks that it leaves to others.
+        """
         size, count = self.tokens_per_block, hits.num_blocks
         num_free_hits = 0
         if count:

@@ -32,8 +32,11 @@ class Drafts:
         self._table.set_draft_tokens(rows, counts)
 
     def inputs(self, completing: Sequence[Request], rows: Rows) -> DraftInputs | None:
-        """The drafts of an iteration, None if there are none. completing: requests on their last chunk, whose drafts
-        only pad their step. rows: of the generation requests."""
+        """The drafts of an iteration, None if there are none.
+
+        completing: requests on their last chunk, whose drafts only pad their step.
+        rows: of the generation requests.
+        """
         of_prompts = [request.num_draft_tokens for request in completing]
         counts = np.concatenate([np.array(of_prompts, np.int64), self._table.draft_tokens[rows]]).astype(np.int32)
         if not counts.any():

@@ -13,9 +13,11 @@ from ifbbench.schedulers.vllm.blocks import BlockPool
 class LayerGroup:
     """The blocks of each running request in the layers of one group, by table row.
 
-    window: how many tokens a query sees, None for all. block_tables: [rows, 1, blocks per sequence], the ids; those of
-    released blocks, and entries beyond the sequence, are meaningless. released: [rows], how many first blocks the
-    window has left behind. salt: makes hashes of this group differ from those of other groups, whose blocks are others.
+    window: number of tokens that a query sees, None for all.
+    salt: makes hashes of this group differ from those of other groups, which have blocks of their own.
+    released: [rows], number of first blocks that the window has left behind.
+    block_tables: [rows, 1, blocks per sequence], the ids; those of released blocks, and entries beyond the sequence,
+        are meaningless.
     """
 
     def __init__(self, index: int, window: int | None, size: int, rows: int, columns: int) -> None:

@@ -14,8 +14,10 @@ from ifbbench.schedulers.queueing import Submitted
 class Scheduled(Submitted):
     """One iteration in flight, or several equal ones.
 
-    rows: [scheduled], in the order of scheduling. tokens: [scheduled], in each iteration; None for one of each, and
-    where nothing asks for them. chunks: of prompts, where a store gets what they compute."""
+    rows: [scheduled], table rows of the requests, in the order of scheduling.
+    tokens: [scheduled], tokens of each in an iteration; None for one of each, and where nothing asks for them.
+    chunks: those of prompts, where a store gets what they compute.
+    """
 
     def __init__(self, rows: Rows, outputs: Rows, tokens: Rows | None, is_joint: bool, times: int = 1) -> None:
         super().__init__(outputs, times, is_joint)

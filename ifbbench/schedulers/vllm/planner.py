@@ -295,8 +295,12 @@ class Planner:
         self, request: Request, hits: Hits, end: int, step: Step, loaded: int = 0, reserved: int = 0
     ) -> Limit | None:
         """Take blocks for the first `end` tokens of the head of the queue, of which keys and values come from another
-        engine or a store (Connectors); or the limit that keeps it there, with nothing done. It runs no token until they
-        have come. loaded: blocks that come from a store. reserved: free blocks that are left to others."""
+        engine or a store (Connectors); or the limit that keeps it there, with nothing done. It runs no token until
+        they have come.
+
+        loaded: number of blocks that come from a store.
+        reserved: number of free blocks that are left to others.
+        """
         reused = hits.num_blocks * self._limits.tokens_per_block
         is_alone = not len(self._running)
         limit, slack = self._kv_cache.limit_of_start(request, hits, end - reused, is_alone, reserved)

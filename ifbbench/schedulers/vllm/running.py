@@ -13,7 +13,8 @@ class RunningRequests:
 
     A caller that changes the phase of a running request calls `changed`.
 
-    num_ending: how many have their last token in flight. numbers: of each, by which they are in order.
+    num_ending: number of requests whose last token is in flight.
+    numbers: number of each request, by which they are in order.
     """
 
     def __init__(self) -> None:

@@ -28,8 +28,11 @@ from ifbbench.schedulers.vllm.step import NO_MAXIMUM, Step
 
 
 class VllmScheduler(QueueingScheduler):
-    """A `Scheduler` with the rules of vLLM. running: the running requests in the order of admission.
-    scheduled_rows: what the latest decision runs, in the order in which it was scheduled."""
+    """A `Scheduler` with the rules of vLLM.
+
+    running: running requests, in the order of admission.
+    scheduled_rows: what the latest decision runs, in the order in which it was scheduled.
+    """
 
     def __init__(self, limits: BatchingConfig, clock: Clock, is_predicted: bool = False) -> None:
         """ValueError without the rules of vLLM."""

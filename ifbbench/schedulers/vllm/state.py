@@ -18,8 +18,10 @@ class VllmState:
 
     computed: [rows], of generation requests, how many tokens were computed or scheduled, where they do not run jointly.
     num_with_rows: requests in the queue that have a row: pre-empted ones, and those that have received their prompt's
-    keys and values. transferring: requests whose keys and values are on their way, from here or to here, and how many
-    there had been before each. tiers: stores beneath the device memory, None without any.
+        keys and values.
+    transferring: requests whose keys and values are on their way, from here or to here, and how many there had been
+        before each.
+    tiers: stores beneath the device memory, None without any.
     """
 
     def __init__(self, limits: BatchingConfig, rules: VllmRules, is_predicted: bool) -> None:

@@ -12,11 +12,16 @@ NO_MAXIMUM = 2**62
 class Step:
     """What one iteration runs, and what is left of its budgets.
 
-    tokens, inputs: what is left of the token budget and of the input budget. cap: maximum number of tokens of a
-    request, 0 for none. num_tokens: tokens that it runs. receiving, awaits_stores: as in a Plan.
-    chunks: prompt tokens of each request, in order. entered, paused, blocked: as in a Plan. has_ended: the walk over
-    the running requests ended before the last of them. has_running, has_running_chunks: requests that ran before are
-    scheduled, and some of them with a chunk of their prompts.
+    tokens: what is left of the token budget.
+    inputs: what is left of the input budget.
+    cap: maximum number of tokens of a request, 0 for no maximum.
+    num_tokens: number of tokens that it runs.
+    chunks: prompt tokens of each request, in order.
+    entered, paused, blocked: as in a Plan.
+    receiving, awaits_stores: as in a Plan.
+    has_ended: whether the walk over the running requests ended before the last of them.
+    has_running: whether requests that ran before are scheduled.
+    has_running_chunks: whether some of these run a chunk of their prompts.
     repeats: nothing but the tokens of generation requests and blocks can make the next decision another one.
     slack: blocks that may be taken before it is another one.
     """
