@@ -413,6 +413,11 @@ def test_ranks_run_many_iterations_at_once(engine: str, tmp_path: Path) -> None:
     check_iterations_at_once(0, tmp_path, engine, ",tp_size=2,attention_dp_size=2")
 
 
+def test_the_blocks_of_a_request_whose_prefill_fails_are_for_others(tmp_path: Path) -> None:
+    # The last request waits for the blocks of one that a rank of the prefill side refuses.
+    check_iterations_at_once(37, tmp_path, "vllm", ",tp_size=2,attention_dp_size=2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("first", range(3, 70, SEEDS_AT_ONCE))
