@@ -106,7 +106,7 @@ def _end_ms(line: dict[str, Any]) -> float:
 def bytes_read(shard: Shard, kv_tokens: float) -> float:
     """What an iteration of generation tokens has to read; `kv_tokens` in the cache."""
     output_layer = shard.model.vocab_size * shard.model.hidden_size * shard.compute_bytes
-    return shard.layers * shard.layer_weights * shard.weight_bytes + output_layer + kv_tokens * shard.kv_bytes_per_token
+    return shard.layers * shard.layer_bytes + output_layer + kv_tokens * shard.kv_bytes_per_token
 
 
 def figures(result: RunResult, generation: Sequence[Step], shard: Shard, bandwidth: float) -> dict[str, Any]:

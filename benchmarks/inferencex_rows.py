@@ -5,6 +5,8 @@ Little's law over so many, and `gpus` is the product of `tp` and `ep`. Requests 
 times those of the row, ROUNDS for each client. `itl_ms` is that of chunks, in which a server sends several tokens (its
 stream interval), so that it is not a time between tokens: it is left out, and `tpot_ms` is compared.
 
+Medians are compared: most rows have no means, and in the means of the others is what happened once (compilation).
+
 Throughput is all output tokens over the time from the first request to the last answer, in which the last requests
 run by themselves.
 
@@ -21,6 +23,8 @@ run by themselves.
   row is that of each decode GPU, whatever the file says about it: so many times the decode GPUs, it is the output share
   of all tokens/s of all GPUs (within 8 % in 193 of 197 rows), and Little's law holds. The other four rows have no
   workers, and the GPUs of both sides together on each: they cannot be replayed.
+- The client sends random token ids as text. Where it had a wrong tokenizer (TRANSFORMERS_5), the server made
+  RETOKENIZED times as many tokens of a prompt.
 - Before WARMED_UP the client sent no requests to warm the server up. SGLang on Blackwell then compiles kernels when it
   first cuts a prompt into chunks: nothing runs for COMPILING_S, which the throughput has in it. (TTFT p99 has them
   too. That this happens was found with all rows in view; how long it takes was set by eye.)
@@ -44,6 +48,14 @@ LATENCIES = ("ttft_ms", "tpot_ms", "e2e_ms")
 WARMED_UP = "2026-01-22"
 # Set by eye, not fitted: about the extra time of the SGLang rows of fit_rows.csv in which a prompt is cut, 68 to 98 s.
 COMPILING_S = 72.0
+# First dates of SGLang's images with transformers 5 (0.5.10.post1 has 5.3.0, 0.5.11 has 5.6.0, 0.5.9 has 4.57.1) by
+# GPU, in InferenceX's nvidia-master.yaml. Its client, which runs in the same image, loaded DeepSeek's tokenizer wrongly
+# until TOKENIZER_MENDED (its commit 5fe6d56e), so that the server read a prompt of 7,140 tokens as 35,921 (its pull
+# request 937). The cause was looked for because rows with TTFTs of seconds were predicted wrongly; the factor is that
+# of the pull request, not fitted.
+TRANSFORMERS_5 = {"b300": "2026-04-17", "h200": "2026-05-12", "b200": "2026-05-14"}
+TOKENIZER_MENDED = "2026-05-16"
+RETOKENIZED = 35_921 / 7_140
 # The client's own part of a TTFT, from sending a request to reading the first chunk: set by eye, with the rows of all
 # engines in view.
 CLIENT_S = 0.02
@@ -77,9 +89,9 @@ def is_inferencex(row: Row) -> bool:
 def standard_row(row: Row) -> dict[str, Any]:
     """`row` in the form of serving_rows. disaggregated: it cannot be replayed as one deployment."""
     decode, lengths = row["decode"], Random(0)
+    longest = {"input": row["input"] * (RETOKENIZED if _is_retokenized(row) else 1), "output": row["output"]}
     pairs = [
-        tuple(max(1, round(row[name] * lengths.uniform(SHORTEST, 1))) for name in ("input", "output"))
-        for _ in range(PAIRS)
+        tuple(max(1, round(most * lengths.uniform(SHORTEST, 1))) for most in longest.values()) for _ in range(PAIRS)
     ]
     is_apart = bool(row.get("disaggregated"))
     named = ("source", "engine", "model", "concurrency", "generation", "id", "drafts", "disaggregated", "date")
@@ -91,7 +103,8 @@ def standard_row(row: Row) -> dict[str, Any]:
     is_cold = row["engine"] == "sglang" and _is_blackwell(row) and row.get("date", WARMED_UP) < WARMED_UP
     prompts = row["concurrency"] * fmean(prompt_len for prompt_len, _ in pairs)
     return {
-        **{name: row[name] for name in (*named, *LATENCIES, "version", "power_w_per_gpu") if name in row},
+        **{name: row[name] for name in (*named, "version", "power_w_per_gpu") if name in row},
+        **{name: _without_mean(row[name]) for name in LATENCIES if name in row},
         "gpu": GPUS.get(row["gpu"], row["gpu"]),
         "num_gpus": sum(row[side]["gpus"] for side in SIDES) if is_apart else decode["tp"],
         **({"sides": sides_of(row, recipe)} if recipe else {}),
@@ -110,6 +123,16 @@ def standard_row(row: Row) -> dict[str, Any]:
         "waiting_s": COMPILING_S if is_cold and not is_apart and prompts > settings["max_num_tokens"] else 0.0,
         "output_tokens_per_s": row["output_tokens_per_s_per_gpu"] * decode["gpus" if is_apart else "tp"],
     }
+
+
+def _is_retokenized(row: Row) -> bool:
+    first = TRANSFORMERS_5.get(row["gpu"])
+    is_single = row["engine"] == "sglang" and not row.get("disaggregated")
+    return is_single and first is not None and first <= row.get("date", "") < TOKENIZER_MENDED
+
+
+def _without_mean(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: figure for name, figure in figures.items() if name != "mean" or "p50" not in figures}
 
 
 def _is_blackwell(row: Row) -> bool:

@@ -54,7 +54,9 @@ from ifbbench.build.engines import engine_defaults
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import built_in_models
 from ifbbench.replay.run import run_trace
-from ifbbench.settings.config import DTYPE_BYTES, SGLANG, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.dtypes import DTYPE_BYTES
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.simulated.engines import overhead_names
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.trace import PREFIX_BLOCK, TraceRequest

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from ifbbench.settings.config import EVICTION_POLICIES, HOST_WRITE_POLICIES
+from ifbbench.settings.groups.sglang import EVICTION_POLICIES, HOST_WRITE_POLICIES
 
 PAGE_SIZES = (1, 2, 8, 16, 64)
 DONE = SimpleNamespace(query=lambda: True, synchronize=lambda: None)

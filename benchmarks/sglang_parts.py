@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from ifbbench.settings.config import EVICTION_POLICIES
+from ifbbench.settings.groups.sglang import EVICTION_POLICIES
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from benchmarks.sglang_host import Controller, Slots, make_tree
-from ifbbench.settings.config import EVICTION_POLICIES, HOST_WRITE_POLICIES
+from ifbbench.settings.groups.sglang import EVICTION_POLICIES, HOST_WRITE_POLICIES
 
 PAGE_SIZES = (1, 2, 16)
 

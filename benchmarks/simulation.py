@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.scale import measured
 from ifbbench.rundir.run_directory import hardware, versions
-from ifbbench.settings.config import RECORDINGS
+from ifbbench.settings.groups.recording import RECORDINGS
 
 REPEATS = 5
 TRACES = Path("../shared/traces")

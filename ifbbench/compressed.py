@@ -111,7 +111,9 @@ class GzipWriter:
 def open_to_write(path: Path, mode: str = "w") -> BinaryIO | GzipWriter:
     """A new file of bytes, buffered, and compressed if the name ends in `.gz`.
 
-    mode: `w` replaces an existing file, `x` raises FileExistsError. OSError if the file cannot be written.
+    mode: `w` replaces an existing file, `x` raises FileExistsError.
+
+    OSError if the file cannot be written.
     """
     if is_compressed(path):
         return GzipWriter(path, mode)

@@ -17,7 +17,10 @@ class InputError(IfbbenchError):
 
 
 class RunFailed(IfbbenchError):
-    """The run ended early; what was done is in its directory. outcome: how much was done, and where it is."""
+    """The run ended early; what was done is in its directory.
+
+    outcome: how much was done, and where it is.
+    """
 
     def __init__(self, reason: str, outcome: str = "") -> None:
         super().__init__(reason, outcome)

@@ -85,8 +85,10 @@ def run_in_processes(
     exception that it raised, or Lost. A result must be picklable.
 
     on_steps: takes the sum of the steps of the tasks that are running, every REPORT_INTERVAL_S or more often; what it
-    raises ends the tasks. known: is asked before each task, when all results so far were taken, for a result that
-    makes it needless; None if there is none."""
+        raises ends the tasks.
+    known: is asked before each task, when all results so far were taken, for a result that makes it needless; None if
+        there is none.
+    """
     attempts = [0] * count
     waiting = list(range(count - 1, -1, -1))
     workers: dict[Connection, _Worker] = {}
@@ -145,7 +147,10 @@ def run_within(task: Callable[[], Any], seconds: float) -> Any:
 
 
 class _Worker:
-    """A process that runs one task after another. steps: of its task, how much is done."""
+    """A process that runs one task after another.
+
+    steps: how much of its task is done.
+    """
 
     def __init__(self, run_task: RunTask) -> None:
         self.task, self.steps = -1, 0

@@ -23,7 +23,8 @@ class VirtualClock:
     """Simulated time: it passes only in `advance` and `wait_until`. In whole nanoseconds, so that sums do not depend on
     their order.
 
-    now_ns: nanoseconds since the run started. epoch_s: when it started, in seconds since the Unix epoch.
+    epoch_s: when it started, in seconds since the Unix epoch.
+    now_ns: nanoseconds since the run started.
     """
 
     def __init__(self, epoch_s: int = 1_700_000_000) -> None:

@@ -29,7 +29,7 @@ PAGES = [PACKAGE.parent / "README.md", *(PACKAGE.parent / "docs").glob("*.md")]
 # Files with functions that a steady iteration executes, their lines of code, and such files of a whole simulated run.
 MAX_FILES_OF_A_STEADY_STEP, MAX_LINES_OF_A_STEADY_STEP, MAX_FILES_OF_A_REQUEST = 12, 2_070, 56
 # Files that name a limit, and those of schedulers that may: there it is the token budget of an object with all limits.
-MAX_FILES_OF_A_LIMIT = 35
+MAX_FILES_OF_A_LIMIT = 33
 LIMIT, MAY_NAME_IT = re.compile(r"\bmax_num_tokens\b"), {"schedulers/limits.py", "schedulers/refusals.py"}
 OUTPUT_LEN = 70
 NO_CODE = {tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -50,6 +50,12 @@ PRIVATE_WORDS = re.compile(
 
 # What begins without the subject of a sentence.
 TELEGRAMS = re.compile(r'("""|^\s*# )(Of |That of |Those (of|that) |The same (of|as|for) )')
+# A description of an attribute, in a class or a function, without a noun.
+NO_NOUN = re.compile(r'^\s+(""")?[a-z_]\w*(, [a-z_]\w*)*: (\[[^]]*\], )?of ')
+
+# One or several attributes or parameters described in a docstring, `name: what it is`, with the end of the text before.
+NAME = r"`?[a-z_][A-Za-z0-9_]*(?:\([^)\n]*\))?`?"
+DESCRIPTION = re.compile(rf"(?:^|[.;?)]\s+)(?P<names>{NAME}(?:(?:, | and |, and | or ){NAME})*):\s", re.MULTILINE)
 
 
 @pytest.fixture
@@ -163,6 +169,40 @@ def test_prose_has_no_private_words() -> None:
 
 def test_docstrings_and_comments_are_sentences() -> None:
     assert offending(FILES, TELEGRAMS) == []
+    assert offending(FILES, NO_NOUN) == []
+
+
+def run_on_descriptions(docstring: str) -> list[str]:
+    """Names that are described, but not at the beginning of a line."""
+    starts = [match.start("names") for match in DESCRIPTION.finditer(docstring)]
+    run_on = [start for start in starts if start and docstring[start - 1] != "\n"]
+    return [docstring[start:].split(":")[0] for start in run_on] if len(starts) > 1 else []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "names"),
+    [
+        ("A pool. size: of a block.", []),
+        ("A pool.\n\nsize: of a block.\ncount: of blocks, as long\n    as they are free: all.", []),
+        ("A pool. size: of a block. count: of blocks.", ["size", "count"]),
+        ("A pool.\n\nsize: of a block; `count`: of blocks.", ["`count`"]),
+        ("A pool.\n\nsize: of a block. first, last(n):\n    positions. It raises: nothing.", ["first, last(n)"]),
+    ],
+)
+def test_run_on_descriptions_are_found(docstring: str, names: list[str]) -> None:
+    assert run_on_descriptions(docstring) == names
+
+
+def test_docstrings_describe_one_attribute_a_line() -> None:
+    """A docstring that describes several attributes or parameters has each on a line of its own."""
+    offending = [
+        f"{path.relative_to(PACKAGE.parent)}:{node.lineno} {node.name}: {', '.join(names)}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if (names := run_on_descriptions(ast.get_docstring(node) or ""))
+    ]
+    assert offending == []
 
 
 def test_shares_and_sizes_are_written_by_one_function() -> None:

@@ -44,6 +44,8 @@ NOTABLE_SHARE = 0.01
 # How many of the latest arrivals and of the requests are tried as the ones that decide the earliest end.
 ARRIVALS_TRIED = 32
 REQUESTS_TRIED = 32
+# An iteration without work takes some time too.
+SHORTEST_S = 1e-9
 
 
 def part_names(words: Words) -> dict[str, str]:
@@ -66,10 +68,12 @@ def part_names(words: Words) -> dict[str, str]:
 class LowerBound:
     """What the duration of a run is made of, and what it could be at the least.
 
-    duration_s: from the first arrival to the last end. device_s: the least time of the device for all the work.
-    least_s: the least duration, with arrivals as they were. decided_by: "work" or "arrivals", what decides it.
+    duration_s: time from the first arrival to the last end.
+    device_s: the least time of the device for all the work.
+    least_s: the least duration, with arrivals as they were.
+    decided_by: "work" or "arrivals", what decides it.
     parts_s: seconds by LEAST, ARRIVALS, HOST, AGAIN, PADDING and "small_batches.LIMIT"; they add up to duration_s.
-    words: of the engine.
+    words: words of the engine.
     """
 
     duration_s: float
@@ -125,7 +129,9 @@ class Bounds:
             raise InputError(f"{run.data.path}: no request's spans are recorded")
         simulated, self._windows = _simulated(run)
         self.work: RunWork = read_work(run, self._windows)
-        self._timeline = _Timeline(run, len(self.work.computed.outputs))
+        # On a real device, the cost of iterations is fitted to their times.
+        weights = simulated.times_s(self.work.computed) if simulated else np.ones(len(self.work.computed.outputs))
+        self._timeline = _Timeline(run, weights)
         self._device: Device = simulated or MeasuredDevice.fitted(self.work.computed, self._timeline.device_s)
         self._stages = simulated.cost_model.shard.pp_size if simulated else 1
 
@@ -288,13 +294,18 @@ def _simulated(run: RecordedRun) -> tuple[SimulatedDevice | None, Windows]:
 class _Timeline:
     """The time of a run from its first arrival to its last end, divided among device, host and waiting for arrivals.
 
-    done_s: [iterations], when each had ended, and all before it. device_s: [iterations], after submission and after the
-    end of the iteration before. limit: [iterations], position in LIMITS of what bound each. arrivals_s: no request was
-    there. batching_s: requests waited for a static batch to be full. busy_s: of host and device, the rest. Between
-    iterations that thinned statistics recorded, times are interpolated.
+    done_s: [iterations], when each had ended, and all before it.
+    device_s: [iterations], after submission and after the end of the iteration before.
+    arrivals_s: no request was there.
+    batching_s: requests waited for a static batch to be full.
+    busy_s: the rest, in which host and device work. Between iterations that thinned statistics recorded, times are
+        interpolated.
+    limit: [iterations], position in LIMITS of what bound each.
+    weights: [iterations], how long each iteration is expected to take beside others, by which the time between recorded
+        ones is divided.
     """
 
-    def __init__(self, run: RecordedRun, size: int) -> None:
+    def __init__(self, run: RecordedRun, weights: Floats) -> None:
         recorded = run.iterations
         rows = [row for row in run.row_of.values() if row.get("end_s") is not None]
         self.begin_s = min(run.arrival_s(one) for one in {*run.spans, *run.row_of})
@@ -302,9 +313,13 @@ class _Timeline:
         if run.data.partial:
             end_s = max(end_s, float(recorded.end_s[-1]))
         self.duration_s = end_s - self.begin_s
-        numbers = np.arange(size)
-        start_s = np.interp(numbers, recorded.number, recorded.start_s)
-        latency_end_s = np.interp(numbers, recorded.number, recorded.end_s)
+        numbers = np.arange(len(weights))
+        # The last iterations recorded may have no work, and have no weight then.
+        without_work = max(int(recorded.number.max(initial=0)) + 1 - len(weights), 0)
+        after = np.cumsum(np.maximum(np.concatenate((weights, np.zeros(without_work))), SHORTEST_S))
+        before = np.concatenate(([0.0], after[:-1]))
+        start_s = np.interp(before[numbers], before[recorded.number], recorded.start_s)
+        latency_end_s = np.interp(after[numbers], after[recorded.number], recorded.end_s)
         submit_s = start_s + np.interp(numbers, recorded.number, recorded.host_s)
         # With overlap an iteration begins before the one before ends.
         done_s = np.clip(np.maximum.accumulate(latency_end_s), self.begin_s, end_s)
@@ -322,8 +337,8 @@ class _Timeline:
         self.batching_s = float((gaps_s - idle_s).sum()) if waits_for_batch else 0.0
         self.busy_s = self.duration_s - self.arrivals_s - self.batching_s
         indices = [LIMITS.index(limit if limit in LIMITS else OTHER) for limit in recorded.limits]
-        before = np.maximum(np.searchsorted(recorded.number, numbers, side="right") - 1, 0)
-        self.limit = np.array(indices, np.int64)[recorded.limit[before]]
+        latest = np.maximum(np.searchsorted(recorded.number, numbers, side="right") - 1, 0)
+        self.limit = np.array(indices, np.int64)[recorded.limit[latest]]
 
 
 def _nothing_to_do_s(free_s: Floats, begun_s: Floats, arrivals_s: Iterable[float], ends_s: Iterable[float]) -> Floats:

@@ -19,7 +19,8 @@ from ifbbench.rundir.line_types import RUNNING
 from ifbbench.rundir.metrics import limit_waited_for
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.timeline import Iterations
-from ifbbench.settings.config import ARRIVAL_SETTINGS, ENGINES, READ_SETTINGS, settings
+from ifbbench.settings.config import ARRIVAL_SETTINGS, READ_SETTINGS, settings
+from ifbbench.settings.engines import ENGINES
 from ifbbench.settings.modes import Overlap
 
 # Policies and engines that keep no blocks for the output of a request that starts.
@@ -34,9 +35,11 @@ TRACE_SETTINGS = {*READ_SETTINGS, *ARRIVAL_SETTINGS, "time_scale", "reserve", "m
 class Divergence:
     """The first iteration in which the runs decided differently.
 
-    a, b: what each run did in it that the other did not, in words. a_start_s, b_start_s: when it began.
-    states: of a and of b: what the run had in use, and which request it left out first. parted: of two engines, the
-    requests that ran in one run and not in the other, each with the reason, and which run plans ahead.
+    a_start_s, b_start_s: when it began.
+    a, b: what each run did in it that the other did not, in words.
+    states: what each run had in use, and which request it left out first.
+    parted: the requests of two engines that ran in one run and not in the other, each with the reason, and which run
+        plans ahead.
     """
 
     iteration: int
@@ -54,8 +57,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Change:
-    """How much longer a request took in run b. cause: of the run in which it took longer, why, by the part of its time
-    that differs most."""
+    """How much longer a request took in run b.
+
+    cause: why the run in which it took longer was slower, by the part of its time that differs most.
+    """
 
     request_id: Id
     e2e_a_s: float
@@ -71,8 +76,11 @@ class Change:
 
 
 class Comparison:
-    """Run `b` compared with run `a`. repeats: both with several seeds, from which the figures are then taken. name: of
-    `b` in sentences."""
+    """Run `b` compared with run `a`.
+
+    repeats: runs of both with several seeds, from which the figures are then taken.
+    name: name of `b` in sentences.
+    """
 
     def __init__(
         self, a: RecordedRun, b: RecordedRun, repeats: RepeatsComparison | None = None, name: str = "b"

@@ -77,13 +77,15 @@ class RunSample:
     figure is computed without each block in turn (the jackknife with groups), which works for means, percentiles and
     rates alike; the pseudo-values of the blocks have Student's t distribution.
 
-    blocks: 0 if the run is too short. lengths: its arrivals last so many mean latencies. An overloaded
-    run, in which latencies grow with the run, is always too short.
+    lengths: its arrivals last so many mean latencies. An overloaded run, in which latencies grow with the run, is
+        always too short.
+    blocks: 0 if the run is too short.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], window: Interval | None = None) -> None:
-        """rows: lines of `requests.jsonl`. window: (start, end) in seconds, of a run with a steady state; only requests
-        that end in it count."""
+        """rows: lines of `requests.jsonl`.
+        window: (start, end) in seconds, of a run with a steady state; only requests that end in it count.
+        """
         counted = [
             row
             for row in rows

@@ -9,7 +9,7 @@ import numpy as np
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 # A burst: intervals of so many mean gaps in which at least so many times as many requests arrive.
 GAPS_OF_INTERVAL, BURST_RATIO, MIN_OF_BURST = 10, 3, 10
@@ -23,7 +23,11 @@ GROUPS = ("class", "priority")
 
 @dataclass(frozen=True)
 class Culprit:
-    """What a run suffered from. kind: burst, giant_prompts or holds_slots. facts: of that kind, for JSON."""
+    """What a run suffered from.
+
+    kind: burst, giant_prompts or holds_slots.
+    facts: facts of that kind, for JSON.
+    """
 
     kind: str
     text: str

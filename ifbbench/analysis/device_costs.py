@@ -39,7 +39,10 @@ class SimulatedDevice(NamedTuple):
 
 
 class MeasuredDevice(NamedTuple):
-    """A linear fit of measured iterations. seconds: for each unit of the columns of `_columns`."""
+    """A linear fit of measured iterations.
+
+    seconds: for each unit of the columns of `_columns`.
+    """
 
     seconds: Floats
 

@@ -17,8 +17,8 @@ from ifbbench.rundir.line_types import IN_BATCH
 from ifbbench.rundir.metrics import fullest_window, own_seconds
 from ifbbench.rundir.reader import waiting_field
 from ifbbench.rundir.rows import Id, Span
-from ifbbench.rundir.timeline import NO_REQUEST
-from ifbbench.settings.config import SGLANG
+from ifbbench.rundir.timeline import NO_REQUEST, Iterations
+from ifbbench.settings.engines import SGLANG
 from ifbbench.settings.modes import Overlap
 
 
@@ -26,8 +26,11 @@ from ifbbench.settings.modes import Overlap
 class Stretch:
     """From `start_s` to `end_s` the request did one thing, in iterations `first` to `last`.
 
-    phase: as in a span. limit, behind: what held a waiting request, see Held. paused_for: the request that it made room
-    for. chunks: context tokens of each iteration. tokens: all that it computed.
+    phase: as in a span.
+    limit, behind: what held a waiting request, see Held.
+    paused_for: the request that it made room for.
+    chunks: context tokens of each iteration.
+    tokens: all that it computed.
     """
 
     phase: str
@@ -72,11 +75,14 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RequestLife:
-    """A request from its arrival to its end. row: its line of `requests.jsonl`, empty if it had not ended.
+    """A request from its arrival to its end.
 
-    attribution_s: seconds by what it did or waited for; they add up to its end-to-end latency. least_s: a lower bound
-    of that latency, its time alone on the device; None if unknown. generation_s: what the time between its tokens was
-    spent on, see `generation_time`; empty if unknown. words: of the engine.
+    row: its line of `requests.jsonl`, empty if it had not ended.
+
+    attribution_s: seconds by what it did or waited for; they add up to its end-to-end latency.
+    least_s: a lower bound of that latency, its time alone on the device; None if unknown.
+    generation_s: what the time between its tokens was spent on, see `generation_time`; empty if unknown.
+    words: words of the engine.
     """
 
     request_id: Id
@@ -229,19 +235,24 @@ class IterationFacts:
     """What one iteration ran and decided.
 
     own_s: the part of its duration after the iteration before it, of its micro batch, had ended; less than all of it
-    where iterations are decided one ahead. used, available: of each limit: requests, tokens, KV blocks. window: of
-    several attention windows, the tokens of the fullest one, which the KV blocks are of; empty with one window.
-    contexts: (request, tokens) of each chunk. generating: ids of the requests that generated a token. bound_by: the
-    limit that left out the first request. waiting: requests that wait. aside: those that generate and do not run.
-    left_out: the first request that was left out, and the limit. missing: how much more of the limit it needed; None
-    where the recording does not say. queue_head: what holds the queue, and the limit, where that is another request.
-    words: of the engine.
+        where iterations are decided one ahead; None if thinned statistics lack the iteration before.
+    bound_by: the limit that left out the first request.
+    left_out: the first request that was left out, and the limit.
+    missing: how much more of the limit it needed; None where the recording does not say.
+    waiting: requests that wait.
+    aside: those that generate and do not run.
+    used, available: amounts of each limit: requests, tokens, KV blocks.
+    contexts: (request, tokens) of each chunk.
+    generating: ids of the requests that generated a token.
+    window: tokens of the fullest one of several attention windows, which the KV blocks are of; empty with one window.
+    queue_head: what holds the queue, and the limit, where that is another request.
+    words: words of the engine.
     """
 
     number: int
     start_s: float
     duration_s: float
-    own_s: float
+    own_s: float | None
     bound_by: str
     left_out: tuple[Id, str] | None
     missing: float | None
@@ -302,7 +313,7 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         number,
         float(iterations.start_s[index]),
         float(iterations.end_s[index] - iterations.start_s[index]),
-        float(own_seconds(iterations.start_s, iterations.end_s, run.data.num_micro_batches)[index]),
+        _own_s(iterations, index, run.data.num_micro_batches),
         iterations.limits[int(iterations.limit[index])],
         left_out,
         None
@@ -320,6 +331,14 @@ def iteration_facts(run: RecordedRun, number: int) -> IterationFacts:
         None if queue_head == left_out else queue_head,
         words_of(run.config),
     )
+
+
+def _own_s(iterations: Iterations, index: int, every: int) -> float | None:
+    """`IterationFacts.own_s` of the iteration at `index`. every: number of micro batches."""
+    number = int(iterations.number[index])
+    if number >= every and (index < every or iterations.number[index - every] != number - every):
+        return None
+    return float(own_seconds(iterations.start_s, iterations.end_s, every)[index])
 
 
 def _missing(

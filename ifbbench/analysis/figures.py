@@ -14,9 +14,11 @@ from ifbbench.errors import InputError
 class Figure:
     """A figure of both runs.
 
-    difference: b minus a. ratio: b over a; None if a is 0. low, high: confidence interval of the difference; None where
-    it is unknown. is_noise: whether the interval holds 0, so that the runs do not
-    differ in it. expected_error: of a simulated figure, the relative limits of its error against real servers.
+    low, high: confidence interval of the difference; None where it is unknown.
+    expected_error: relative limits of the error of a simulated figure against real servers.
+    difference: b minus a.
+    ratio: b over a; None if a is 0.
+    is_noise: whether the interval holds 0, so that the runs do not differ in it.
     is_undecided: whether the difference is within these, so that on real servers it may be the other way round.
     """
 

@@ -17,6 +17,7 @@ from ifbbench.analysis.turns import Turns
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.analysis.words import BINDING, setting_of, words_of
 from ifbbench.errors import InputError
+from ifbbench.rundir.figures import recorded_figures
 from ifbbench.rundir.metrics import TRANSFER, WAITING_ITERATION, limit_waited_for, own_seconds
 from ifbbench.rundir.rows import Id
 
@@ -26,7 +27,10 @@ TOLD_SHARE = 0.01
 
 @dataclass(frozen=True)
 class SlowRequest:
-    """A slow request and what it spent most of its time on. share: that part of e2e_s."""
+    """A slow request and what it spent most of its time on.
+
+    share: that part of e2e_s.
+    """
 
     request_id: Id
     e2e_s: float
@@ -47,13 +51,25 @@ class Findings:
     @cached_property
     def by_iterations(self) -> dict[str, float]:
         """Share of iterations that each limit bound."""
+        if self.run.data.recorded_every > 1:
+            return self._of_all["bound_by"]
         return self._shares(np.ones(len(self.run.iterations)))
 
     @cached_property
     def by_time(self) -> dict[str, float]:
         """Share of the time of all iterations that each limit bound."""
+        if self.run.data.recorded_every > 1:
+            return self._of_all["bound_by_time"]
         iterations = self.run.iterations
         return self._shares(own_seconds(iterations.start_s, iterations.delivered_s, self.run.data.num_micro_batches))
+
+    @cached_property
+    def _of_all(self) -> dict[str, dict[str, float]]:
+        """Both shares where statistics were thinned: lines say nothing of the iterations between them, which
+        `summary.json` counts too, and which are filled in where it is missing or of the steady state."""
+        data = self.run.data
+        known = data.summary if data.summary and not data.summary.get("steady_state") else recorded_figures(data)
+        return {title: dict.fromkeys(BINDING, 0.0) | known[title] for title in ("bound_by", "bound_by_time")}
 
     def _shares(self, weights: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, float]:
         iterations = self.run.iterations
@@ -149,8 +165,11 @@ class Findings:
     ) -> list[SlowRequest]:
         """The `count` requests with the largest `by`: e2e, ttft, tpot or queue_time.
 
-        of_class: only those of this class. missed: only those that miss an objective. InputError if the run has no
-        such class, or no objectives of each request."""
+        of_class: only those of this class.
+        missed: only those that miss an objective.
+
+        InputError if the run has no such class, or no objectives of each request.
+        """
         rows = [row for row in self.run.row_of.values() if row.get(f"{by}_s") is not None]
         if of_class is not None:
             classes = {str(row["class"]) for row in self.run.row_of.values() if row.get("class") is not None}

@@ -25,7 +25,10 @@ HOT_NAMED = 3
 
 @dataclass(frozen=True)
 class ReplicaWaiting:
-    """How long requests waited in the queue of a replica, and its share of all requests. is_hot: see HOT."""
+    """How long requests waited in the queue of a replica, and its share of all requests.
+
+    is_hot: see HOT.
+    """
 
     replica: int
     share_of_requests: float
@@ -39,9 +42,11 @@ class ReplicaWaiting:
 class Hits:
     """Prompt tokens that replicas were expected to hold: of those chosen, and of the best ones.
 
-    lost_requests: those that went to another replica than one with the longest prefix. lost_tokens: of their prompts
-    beyond what the chosen one was expected to hold. less_load: how many more prompt tokens waited for an answer at the
-    best replica than at the chosen one, on average; None where the router did not look."""
+    lost_requests: those that went to another replica than one with the longest prefix.
+    less_load: how many more prompt tokens waited for an answer at the best replica than at the chosen one, on average;
+        None where the router did not look.
+    lost_tokens: tokens of these requests' prompts beyond what the chosen replica was expected to hold.
+    """
 
     prompt_tokens: int
     chosen_tokens: int
@@ -190,7 +195,10 @@ def expected_hits(
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The prompt tokens that each replica was expected to hold of each request, [requests][replicas].
 
-    requests: in the order in which they were routed. replicas: that of each. capacities: tokens that each holds."""
+    requests: the requests in the order in which they were routed.
+    replicas: the replica of each request.
+    capacities: number of tokens that each replica holds.
+    """
     indices = [PrefixIndex(capacity) for capacity in capacities]
     beginnings: dict[object, int] = {}
     found = np.zeros((len(requests), len(capacities)), np.int64)
@@ -232,7 +240,7 @@ class Parting:
     offers: tuple[dict[str, list[float]] | None, dict[str, list[float]] | None]
 
     def sentence(self, names: tuple[str, str]) -> str:
-        """names: of the runs."""
+        """names: names of the runs."""
         text = (
             f"Routing first differs at request {self.request_id}, which arrives at {significant(self.arrival_s)} s: "
             f"replica {self.replicas[0]} in {names[0]}, {self.replicas[1]} in {names[1]}. {count(self.different)} of "

@@ -24,7 +24,10 @@ def at_router_s(requests: pd.DataFrame) -> Floats:
 
 
 class FleetChanges:
-    """Findings of the changes of a fleet. events, replicas: as in `summary.json`."""
+    """Findings of the changes of a fleet.
+
+    events, replicas: as in `summary.json`.
+    """
 
     def __init__(
         self, run: RunData, events: Sequence[Mapping[str, Any]], replicas: Sequence[Mapping[str, Any]]

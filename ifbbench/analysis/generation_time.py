@@ -27,7 +27,10 @@ SLOWEST_SHARE = 0.1
 
 
 class GenerationTime:
-    """The parts of the time between the first and the last token of each request. bounds: of `run`."""
+    """The parts of the time between the first and the last token of each request.
+
+    bounds: bounds of `run`.
+    """
 
     def __init__(self, run: RecordedRun, bounds: Bounds) -> None:
         self._run = run

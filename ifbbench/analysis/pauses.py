@@ -21,7 +21,7 @@ class LedgerEntry:
 
     blocks_freed: KV blocks that the victim held; None for a cache without blocks.
     tokens_recomputed: tokens that the victim computed again after it resumed, up to its next pause.
-    lost_s: from the pause until the victim had computed again what it lost, or until its next pause.
+    lost_s: time from the pause until the victim had computed again what it lost, or until its next pause.
     gained_s: how long the beneficiary ran from the pause until the victim resumed; 0 if both are the same request.
     nth: how many times the victim had been paused, this time included.
     """
@@ -103,9 +103,11 @@ def pause_ledger(run: RecordedRun) -> PauseLedger:
 class _Pause:
     """What the victim's spans say of one of its pauses.
 
-    held: positions that its blocks were for when it was paused; in the context phase, the whole prompt. computed:
-    positions computed at any time before. span: of the pause. again: of recomputation, up to the next pause. target:
-    positions to compute until the next token.
+    held: positions that its blocks were for when it was paused; in the context phase, the whole prompt.
+    computed: positions computed at any time before.
+    span: span of the pause.
+    again: spans of recomputation, up to the next pause.
+    target: positions to compute until the next token.
     """
 
     held: int

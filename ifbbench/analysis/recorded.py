@@ -50,9 +50,12 @@ class RecordedRun:
         or_fleet: bool = False,
     ) -> "RecordedRun":
         """The one run at or below `path`. InputError if there is none, if there are several, or if it has no iteration.
-        or_endpoint: also a run against an endpoint, which never has one. or_empty: also one that ended, or was killed,
-        before its first; `nothing_ran` says so. or_summary: also one of `--recording summary`, which has none.
-        or_fleet: also that of a fleet, whose replicas have them."""
+
+        or_endpoint: also a run against an endpoint, which never has one.
+        or_empty: also one that ended, or was killed, before its first; `nothing_ran` says so.
+        or_summary: also one of `--recording summary`, which has none.
+        or_fleet: also that of a fleet, whose replicas have them.
+        """
         run = cls(load_run(path))
         if (run.data.endpoint and or_endpoint) or (run.data.has_only_summary and or_summary):
             return run

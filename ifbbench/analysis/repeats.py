@@ -20,8 +20,11 @@ def is_repeats(directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Runs with the same settings. seeds, summaries, digests: one of each run, which reached its end; digests of all
-    decisions are None where they were not recorded."""
+    """Runs with the same settings.
+
+    seeds, summaries, digests: one of each run, which reached its end; digests of all decisions are None where they were
+        not recorded.
+    """
 
     path: Path
     seeds: Sequence[int]

@@ -18,7 +18,8 @@ def difference_from_recording(recording: Path, replay: Path, config: Mapping[str
     """A sentence on the iterations of a replay whose requests, prompt tokens or tokens are not as many as those of the
     same iteration in the recording, or on why these cannot be read; None if all are equal, or a directory has none.
 
-    config: of the replay."""
+    config: settings of the replay.
+    """
     paths = [find_iterations(directory) for directory in (recording, replay)]
     if not all(path.exists() for path in paths):
         return None

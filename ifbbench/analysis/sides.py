@@ -12,8 +12,8 @@ from ifbbench.rundir.disaggregated import DECODE_BLOCKS, ROUTER, reserves_first
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
 from ifbbench.rundir.metrics import TRANSFER
 from ifbbench.rundir.reader import RunData
-from ifbbench.settings.config import BY_WHOLE
 from ifbbench.settings.fields import memory_size
+from ifbbench.settings.groups.fleet import BY_WHOLE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,8 +25,10 @@ MATTERS = 0.1
 @dataclass(frozen=True)
 class SideTimes:
     """Seconds of all completed requests together: until an iteration of a prefill replica ran them, in transfers,
-    waiting for blocks of decode replicas, in all, and until their first tokens. load_s: in loads from stores, which
-    neither the queues nor the transfers include."""
+    waiting for blocks of decode replicas, in all, and until their first tokens.
+
+    load_s: time in loads from stores, which neither the queues nor the transfers include.
+    """
 
     prefill_queue_s: float
     transfer_s: float

@@ -85,8 +85,9 @@ def token_iterations(run: RunData) -> dict[str, Integers]:
 class TokenGaps:
     """The gaps between consecutive output tokens of a request, of all requests pooled.
 
-    end_s: when the later token came. over_pause: whether the request was paused in it. count: requests that have it;
-    those that generate in the same two iterations have the same gap.
+    end_s: when the later token came.
+    over_pause: whether the request was paused in it.
+    count: requests that have it; those that generate in the same two iterations have the same gap.
     """
 
     seconds: Floats

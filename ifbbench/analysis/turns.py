@@ -50,9 +50,12 @@ class _Prompt(_Row, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A later turn that has ended. shared_tokens: of its prompt, those that the turn before left in the cache, whole
-    blocks of them. lost_tokens: those of them that it computed again. lost_s: the time that they took, at the rate at
-    which its prompt was computed."""
+    """A later turn that has ended.
+
+    shared_tokens: tokens of its prompt that the turn before left in the cache, in whole blocks.
+    lost_tokens: how many of the shared tokens it computed again.
+    lost_s: the time that they took, at the rate at which its prompt was computed.
+    """
 
     request_id: Id
     shared_tokens: int

@@ -21,7 +21,7 @@ from ifbbench.rundir.line_types import Phase
 from ifbbench.rundir.rows import Id, Span
 from ifbbench.rundir.spans import CONCURRENCY, HEAD_OF_LINE
 from ifbbench.rundir.timeline import NO_REQUEST, Floats
-from ifbbench.settings.config import SGLANG, VLLM
+from ifbbench.settings.engines import SGLANG, VLLM
 
 PAUSED = Phase.PAUSED
 BEFORE_ALL = -2  # before the place of requests that are in no trace, too
@@ -53,8 +53,10 @@ class Head(NamedTuple):
 class Blocker:
     """What waited behind one request that one limit held.
 
-    waited_s: request-seconds of others. max_behind: the maximum number of requests at a time. own_wait_s: how long it
-    was itself held. first, last: the iterations in which it held the line.
+    waited_s: request-seconds of others.
+    max_behind: the maximum number of requests at a time.
+    own_wait_s: how long it was itself held.
+    first, last: the iterations in which it held the line.
     """
 
     request_id: Id

@@ -5,16 +5,21 @@ Files have one name for each fact under every engine; tables, charts, pages and 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from ifbbench.rundir.metrics import BOUND_BY, WAITING_BEHIND, limit_waited_for
 from ifbbench.settings.fields import as_text
-from ifbbench.settings.servers import SERVERS
 
 
 class LimitText(NamedTuple):
-    """A limit, or another reason to wait. waits_for: what a request that it holds waits for. short: in a cell of the
-    timeline. column: in a column of a sweep's table. setting: the one with the limit's size; empty if none has it."""
+    """A limit, or another reason to wait.
+
+    waits_for: what a request that it holds waits for.
+    short: the text in a cell of the timeline.
+    column: the text in a column of a sweep's table.
+    setting: the one with the limit's size; empty if none has it.
+    """
 
     name: str
     waits_for: str
@@ -55,11 +60,17 @@ SIZES = ("batch_size", "num_tokens")
 
 @dataclass(frozen=True)
 class Words:
-    """The words of an engine. pause, paused: what happens to a request that loses its KV blocks, as a noun and as a
-    participle. skipped: of a request that generates and does not run, what it is in a table and what it does in a
-    sentence. held: the time between its tokens in which it did not generate. chunked: that prompts are cut into chunks.
-    block: what the KV cache is divided into. ahead: that an iteration is decided while the one before it runs. limits:
-    by their names in files. settings: the engine's own names of settings, where it has others."""
+    """The words of an engine.
+
+    pause, paused: what happens to a request that loses its KV blocks, as a noun and as a participle.
+    skipped: what a request that generates and does not run is in a table, and what it does in a sentence.
+    held: the time between its tokens in which it did not generate.
+    chunked: word for prompts that are cut into chunks.
+    block: what the KV cache is divided into.
+    ahead: word for an iteration that is decided while the one before it runs.
+    limits: texts of the limits, by their names in files.
+    server: the one with the names of settings in its options; empty for ours.
+    """
 
     pause: str = "pause"
     paused: str = "paused"
@@ -69,7 +80,7 @@ class Words:
     block: str = "block"
     ahead: str = "asynchronous scheduling"
     limits: Mapping[str, LimitText] = field(default_factory=lambda: LIMITS)
-    settings: Mapping[str, str] = field(default_factory=dict)
+    server: str = ""
 
     @property
     def pauses(self) -> str:
@@ -107,7 +118,7 @@ class Words:
 
     def own_name(self, setting: str) -> str:
         """A setting as the engine calls it."""
-        return self.settings.get(setting, setting)
+        return _options_of(self.server).get(setting, setting) if self.server else setting
 
     def with_values(self, settings: Mapping[str, Any]) -> str:
         """Settings and their values in a sentence."""
@@ -134,7 +145,7 @@ VLLM = Words(
         "batch_size": LimitText("number of sequences", "a sequence slot", "seqs", "sequences", "max_batch_size"),
         "paused": LimitText("pre-empted", "blocks after a pre-emption", "pre-empted"),
     },
-    settings={name: option.replace("-", "_") for name, option in SERVERS["vllm"].options.items()},
+    server="vllm",
 )
 SGLANG = Words(
     pause="retraction",
@@ -151,15 +162,24 @@ SGLANG = Words(
         "kv_blocks": LimitText("KV tokens", "KV tokens", "kv", "KV", "max_tokens_in_paged_kvcache"),
         "paused": LimitText("retracted", "KV tokens after a retraction", "retracted"),
     },
-    settings={name: option.replace("-", "_") for name, option in SERVERS["sglang"].options.items()},
+    server="sglang",
 )
 OF_ENGINES = {"vllm": VLLM, "sglang": SGLANG}
+
+
+@cache
+def _options_of(server: str) -> dict[str, str]:
+    """The options of a server by setting. Runs with TensorRT-LLM's words do not import command lines of servers."""
+    from ifbbench.settings.servers import SERVERS
+
+    return {name: option.replace("-", "_") for name, option in SERVERS[server].options.items()}
 
 
 def words_of(*configs: Mapping[str, Any]) -> Words:
     """The words of the engine of these runs; TensorRT-LLM's where they have several engines, or one of a user's.
 
-    configs: of each run its settings by name."""
+    configs: the settings of each run, by name.
+    """
     engines = {config.get("engine") for config in configs}
     return OF_ENGINES.get(str(engines.pop()), TENSORRT_LLM) if len(engines) == 1 else TENSORRT_LLM
 

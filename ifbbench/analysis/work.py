@@ -25,11 +25,14 @@ STATIC = "v1"
 class RunWork:
     """What a run computed.
 
-    computed: [iterations], all. unpadded: without the padding of static batches: positions beyond a prompt and the
-        empty slots of complete requests. useful: without what had been computed before a pause, either.
-    ids: of the requests that ran. needed: [requests], the useful work of each, its prompt in one chunk.
-    outputs: [requests], iterations in which each needs an output. held_blocks: [requests], KV blocks that it needs in
-        each of these, added up.
+    computed: [iterations], all work.
+    unpadded: the work without the padding of static batches: positions beyond a prompt and the empty slots of complete
+        requests.
+    useful: the unpadded work without what had been computed before a pause.
+    ids: ids of the requests that ran.
+    needed: [requests], the useful work of each, its prompt in one chunk.
+    outputs: [requests], iterations in which each needs an output.
+    held_blocks: [requests], KV blocks that it needs in each of these, added up.
     """
 
     computed: StepWorks
@@ -49,8 +52,12 @@ class RunWork:
 
 
 class _Chunk(NamedTuple):
-    """A context chunk. known: positions computed before. output: 1 if it yields a token that was not there before.
-    is_step: its last position is the step of an output token that a pause interrupted."""
+    """A context chunk.
+
+    known: positions computed before.
+    output: 1 if it yields a token that was not there before.
+    is_step: its last position is the step of an output token that a pause interrupted.
+    """
 
     iteration: int
     start: int
@@ -62,8 +69,11 @@ class _Chunk(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """Generation in iterations `first` to `last`, those of a micro batch; keys: that the first of them reads. grows: by
-    one in each."""
+    """Generation in iterations `first` to `last`, those of a micro batch.
+
+    keys: number of keys that the first of them reads.
+    grows: whether each further one reads one more.
+    """
 
     first: int
     last: int
@@ -128,8 +138,11 @@ class _Reader:
             self.needed.append(_Needed(request_id, start, end, is_complete, max(self._produced - 1, 0), beams))
 
     def _context(self, group: list[Span], end: int | None, prompt_len: int, beams: int, reused: int = 0) -> None:
-        """The chunks of `group`, spans since the latest pause, which it empties. end: positions that they completed;
-        None if unknown, or if a pause or the end of the recording came before. reused: tokens found in the cache."""
+        """The chunks of `group`, spans since the latest pause, which it empties.
+
+        end: positions that they completed; None if unknown, or if a pause or the end of the recording came before.
+        reused: tokens found in the cache.
+        """
         if not group:
             return
         total = sum(span.tokens for span in group)

@@ -49,9 +49,12 @@ def lora_config(
 ) -> LoraConfig:
     """The adapters of a resolved `config` that uses some, and their caches.
 
-    free_bytes: of a device beside the weights; None for devices without memory. value_bytes: of one value. make_pages:
-    None without a model. part: of the model that the device has, None if all. InputError for what is not an adapter of
-    the model, or does not fit on the device.
+    free_bytes: memory of a device beside the weights; None for devices without memory.
+    value_bytes: bytes of one value.
+    make_pages: None without a model.
+    part: the part of the model that the device has, None if all.
+
+    InputError for what is not an adapter of the model, or does not fit on the device.
     """
     from ifbbench.torch.model.lora_files import check_architecture
     from ifbbench.torch.model.lora_store import AdapterStore

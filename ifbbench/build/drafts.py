@@ -100,7 +100,8 @@ def load_draft_config(config: RunConfig, model: ModelConfig) -> ModelConfig:
     """The shape of `--draft_model`, or of the layer for multi-token prediction or EAGLE head. InputError unless it can
     propose tokens for `model`.
 
-    config: with resolved limits."""
+    config: settings with resolved limits.
+    """
     if config.draft_mtp is not None:
         return model.draft_layer
     if "," in (config.max_attention_window or ""):

@@ -58,8 +58,9 @@ _cost_model = lru_cache(maxsize=16)(CostModel)
 class Profile:
     """What a run with --profile measures.
 
-    steps: the times of iterations. flops_per_s, bytes_per_s: measured speed of large matrix products and copies on the
-    device."""
+    steps: the times of iterations.
+    flops_per_s, bytes_per_s: measured speed of large matrix products and copies on the device.
+    """
 
     steps: StepProfile
     flops_per_s: float
@@ -68,9 +69,13 @@ class Profile:
 
 @dataclass(frozen=True)
 class Engine:
-    """An executor, the clock of its time, and the resolved settings that it was made for. makes_tokens: false without a
-    model. profile: of a run with --profile. overhead: of a run with --engine_overhead. tiers: the stores
-    beneath its memory, None without any."""
+    """An executor, the clock of its time, and the resolved settings that it was made for.
+
+    makes_tokens: false without a model.
+    profile: times of a run with --profile.
+    overhead: overheads of a run with --engine_overhead.
+    tiers: the stores beneath its memory, None without any.
+    """
 
     executor: Executor
     clock: Clock
@@ -115,11 +120,14 @@ def build_engine(
 ) -> Engine:
     """Load the model, size the KV cache and make the executor. InputError if the settings do not fit together.
 
-    beam_width: the largest of any request, where the settings do not say. owns_process: whether a CPU engine may set
-    malloc options and the number of threads for the whole process; without it only the number that `config` asks for
-    is set. communicator: of the ranks that share the model, with several; all call this together. make_simulated_clock:
-    makes the clock of a simulated device. num_sharing: engines, or their ranks, that share the memory of a host. sends:
-    keys and values are sent to another engine."""
+    beam_width: the largest of any request, where the settings do not say.
+    owns_process: whether a CPU engine may set malloc options and the number of threads for the whole process; without
+        it only the number that `config` asks for is set.
+    communicator: connects the ranks that share the model, where there are several; all call this together.
+    make_simulated_clock: makes the clock of a simulated device.
+    num_sharing: number of engines, or their ranks, that share the memory of a host.
+    sends: whether keys and values are sent to another engine.
+    """
     if config.is_fleet:
         raise InputError("--replicas, --router: this is one engine, and they are for a fleet; leave them out.")
     model = load_model_config(config.model)
@@ -212,9 +220,12 @@ def _engine_with_model(
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """What another process needs to know of the engine here. blocks: of each attention window, on the device and in
-    host memory. adapter_pages: of LoRA adapters, on the device and in host memory; adapter_bytes: of a page, and of a
-    value. Both are None without adapters."""
+    """What another process needs to know of the engine here.
+
+    blocks: blocks of each attention window, on the device and in host memory.
+    adapter_pages: pages of LoRA adapters on the device and in host memory; None without adapters.
+    adapter_bytes: bytes of a page, and of a value; None without adapters.
+    """
 
     device: str
     cpu_threads: int | None
@@ -342,7 +353,7 @@ def _engine_without_model(
         clock = simulated_clock = make_clock()
         shard = Shard.of_config(model, resolved)
         if overhead is not None:
-            hardware = overhead.applied_to(hardware, shard.kv_cache_dtype, shard.dtype)
+            hardware = overhead.applied_to(hardware, shard.kv_cache_dtype, shard.dtype, shard.expert_shape)
         two_batches, draft_mtp = resolved.enable_two_batch_overlap, resolved.draft_mtp or 0
         cost_model, draft_cost = _cost_model(shard, hardware, True, two_batches, draft_mtp), None
         if draft_mtp:

@@ -9,7 +9,10 @@ from ifbbench.errors import InputError
 from ifbbench.kv.attention_window import UNLIMITED
 from ifbbench.kv.sizing import CacheLayout
 from ifbbench.schedulers.vllm.rules import VllmRules
-from ifbbench.settings.config import DEFAULT_KV_FRACTION, ENGINES, QUEUE_ORDERS, SGLANG, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import ENGINES, SGLANG, VLLM
+from ifbbench.settings.groups.kv_cache import DEFAULT_KV_FRACTION
+from ifbbench.settings.groups.vllm import QUEUE_ORDERS
 from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting, usual_settings
 from ifbbench.simulated.engines import load_overhead

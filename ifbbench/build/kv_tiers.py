@@ -7,19 +7,11 @@ from ifbbench.kv.store import KvStore
 from ifbbench.kv.tiers import KvTiers
 from ifbbench.models.config import ModelConfig
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.settings.config import (
-    BEST_EFFORT,
-    BY_ITERATION,
-    BY_TIMEOUT,
-    ENGINES,
-    NO_PREFETCH,
-    POLICIES,
-    SGLANG,
-    TIER_WRITE_POLICIES,
-    VLLM,
-    WAIT_COMPLETE,
-    RunConfig,
-)
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import ENGINES, SGLANG, VLLM
+from ifbbench.settings.groups.kv_cache import BEST_EFFORT, BY_TIMEOUT, NO_PREFETCH, TIER_WRITE_POLICIES, WAIT_COMPLETE
+from ifbbench.settings.groups.replay import BY_ITERATION
+from ifbbench.settings.groups.scheduling import POLICIES
 
 DISK, REMOTE = "disk", "remote"
 

@@ -22,17 +22,11 @@ from ifbbench.models.quantization import quantization_of
 from ifbbench.schedulers.engines import find_scheduler
 from ifbbench.schedulers.limits import UNLIMITED, V1_POLICY, BatchingConfig, share_of
 from ifbbench.schedulers.tensorrt_llm.policies import find_policy
-from ifbbench.settings.config import (
-    DEFAULT_KV_FRACTION,
-    DTYPE_BYTES,
-    ENGINE_NAMES,
-    LOGGED_ENGINES,
-    SGLANG,
-    SIMULATED_DTYPES,
-    VLLM,
-    RunConfig,
-)
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.dtypes import DTYPE_BYTES, SIMULATED_DTYPES
+from ifbbench.settings.engines import ENGINE_NAMES, LOGGED_ENGINES, SGLANG, VLLM
 from ifbbench.settings.fields import memory_size
+from ifbbench.settings.groups.kv_cache import DEFAULT_KV_FRACTION
 from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.settings.names import setting
 from ifbbench.torch.host import available_host_bytes
@@ -348,8 +342,11 @@ def batching_config(
 ) -> BatchingConfig:
     """The engine's limits of a resolved `config`.
 
-    layout: the KV cache. vocab_size, hidden_size: the model's; None for an executor that makes no tokens.
-    reads_block_tables: whether the executor does. sends: keys and values are sent to another engine."""
+    layout: the KV cache.
+    vocab_size, hidden_size: the model's; None for an executor that makes no tokens.
+    reads_block_tables: whether the executor reads block tables.
+    sends: whether keys and values are sent to another engine.
+    """
     for name in ("eos_id", "pad_id"):
         token = getattr(config, name)
         if vocab_size is not None and token is not None and token >= vocab_size:
@@ -419,10 +416,13 @@ def cache_layout(
 ) -> CacheLayout:
     """The KV cache of a `config` with resolved limits.
 
-    part: of the model that has its keys and values in this memory; None if all. memory_bytes: for keys and values on
-    the device; None for devices without memory. Where the user gives a size, the cache has it, reduced to what memory
-    holds; otherwise that of a simulated device has all this memory, and others have at most a full batch of the longest
-    sequences. InputError if not a single block fits."""
+    memory_bytes: memory for keys and values on the device; None for devices without memory. Where the user gives a
+        size, the cache has it, reduced to what memory holds; otherwise that of a simulated device has all this memory,
+        and others have at most a full batch of the longest sequences.
+    part: the part of the model that has its keys and values in this memory; None if all.
+
+    InputError if not a single block fits.
+    """
     longest = _resolved(config.max_seq_len)
     size = config.tokens_per_block
     own, stored = (model, range(model.num_layers)) if part is None else (part.config, part.layers)

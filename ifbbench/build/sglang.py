@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from ifbbench.build.missing_settings import refuse_missing
 from ifbbench.errors import InputError
 from ifbbench.schedulers.sglang.rules import SglangRules
-from ifbbench.settings.config import BY_TIMEOUT, HOST_SETTINGS, RETRACTION_POLICIES, RunConfig
+from ifbbench.settings.config import HOST_SETTINGS, RunConfig
+from ifbbench.settings.groups.kv_cache import BY_TIMEOUT
+from ifbbench.settings.groups.sglang import RETRACTION_POLICIES
 from ifbbench.settings.modes import Overlap
 from ifbbench.settings.names import setting
 
@@ -19,8 +21,11 @@ MAX_RUNNING_WITH_DRAFTS = 48
 
 
 class _OfMemory(NamedTuple):
-    """Defaults of a GPU with less than `below` GiB. chunk: chunked prefill size. graph_batch, graph_batch_of_4:
-    requests of the largest decode CUDA graph, the latter with TP 4 or more."""
+    """Defaults of a GPU with less than `below` GiB.
+
+    chunk: chunked prefill size.
+    graph_batch, graph_batch_of_4: requests of the largest decode CUDA graph, the latter with TP 4 or more.
+    """
 
     below: float
     chunk: int
@@ -75,7 +80,9 @@ NOT_IN_SGLANG: Mapping[str, str] = {
 def sglang_defaults(memory_bytes: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of `sglang.launch_server` on a GPU with so much memory (`arg_groups/memory_hook.py`).
 
-    memory_bytes: None of a CPU. values: the settings that are given."""
+    memory_bytes: None of a CPU.
+    values: the settings that are given.
+    """
     defaults: dict[str, Any] = {
         "max_num_tokens": CHUNK_WITHOUT_GPU,
         "max_batch_size": MAX_RUNNING_WITH_DRAFTS if values.get("draft_mtp") else DEFAULT_MAX_RUNNING,

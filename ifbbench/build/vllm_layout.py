@@ -13,7 +13,8 @@ PADDING_RATIO = 1.5
 def layer_groups(layers_of_window: Mapping[int, Sequence[int]]) -> list[tuple[int, list[int]]]:
     """Window and layers of each group: as many layers in each, so that blocks of all groups have the same bytes.
 
-    layers_of_window: by window (tokens, UNLIMITED for none)."""
+    layers_of_window: layers by attention window (tokens, UNLIMITED for none).
+    """
     kinds = sorted(layers_of_window.items(), key=lambda kind: min(kind[1]))
     counts = [len(layers) for _, layers in kinds]
     size = max(counts) if max(counts) < min(counts) * PADDING_RATIO else min(counts)

@@ -15,7 +15,8 @@ import click
 from ifbbench.cli.given_settings import config_table, given_config
 from ifbbench.cli.options import NOT_NEGATIVE_INTEGER, IntegerRange, SettingsCommand, json_instead_of_tables
 from ifbbench.errors import InputError
-from ifbbench.settings.config import SIMULATED, settings
+from ifbbench.settings.config import settings
+from ifbbench.settings.devices import SIMULATED
 from ifbbench.settings.names import setting
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def _run_all(
     paths: Sequence[str], over: Sequence[str], config_file: Path | None, options: Mapping[str, Any], quiet: bool
 ) -> list[Path]:
     """Run the trace at each point, below results/ or --output; returns the run directories."""
-    from ifbbench.cli.run import engine_configs, run_points, swept_names
+    from ifbbench.cli.sweep import engine_configs, run_points, swept_names
 
     if len(paths) > 1:
         raise click.UsageError("give one trace to compare several values of a setting.")
@@ -197,7 +198,8 @@ def _simulate_again(
 ) -> "list[Repeats]":
     """Repeats of each run with `count` seeds from that of the first on. UsageError if one was not simulated.
 
-    trace: of all runs, if this command has run them; it may be standard input, which a later one cannot read."""
+    trace: the trace of all runs, if this command has run them; it may be standard input, which a later one cannot read.
+    """
     from ifbbench.analysis.repeats import Repeats
     from ifbbench.cli.console import progress_line
     from ifbbench.studies.repeat import simulate_seeds
@@ -408,7 +410,7 @@ def _percent(share: float, sign: str = "") -> str:
 
 
 def _print_divergence(comparison: "Comparison", name: str, console: "Console") -> None:
-    """name: of the second run."""
+    """name: name of the second run."""
     if comparison.routing is not None:
         console.print(comparison.routing.sentence(("a", name)), markup=False, soft_wrap=True)
     divergence = comparison.first_divergence

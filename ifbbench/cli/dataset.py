@@ -63,8 +63,12 @@ def _setting_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
 def convert(trace: str, output: Path, overwrite: bool, to: str | None, vocab_size: int, **reading: Any) -> None:
     """Write the requests of TRACE in another format.
 
-    ifbbench: JSONL with all that a trace can say. gpt-manager: gptManagerBenchmark's JSON. trtllm-bench: its JSONL.
-    lengths: CSV with num_prefill_tokens, num_decode_tokens, arrived_at. mooncake: JSONL with hash_ids.
+    \b
+    ifbbench: JSONL with all that a trace can say.
+    gpt-manager: gptManagerBenchmark's JSON.
+    trtllm-bench: its JSONL.
+    lengths: CSV with num_prefill_tokens, num_decode_tokens, arrived_at.
+    mooncake: JSONL with hash_ids.
     """
     from ifbbench.workload.convert import format_of
     from ifbbench.workload.load import load_trace

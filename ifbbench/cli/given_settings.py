@@ -10,20 +10,13 @@ from ifbbench.compressed import STANDARD_INPUT
 from ifbbench.errors import InputError
 from ifbbench.files import protect
 from ifbbench.rundir.run_directory import LINE_FILES, OPEN_SPANS, RUN, SWEEP_CONFIG
-from ifbbench.settings.config import (
-    ARRIVAL_SETTINGS,
-    BY_ITERATION,
-    DEVICE_FAMILIES,
-    ENGINES,
-    FLEET_SETTINGS,
-    RECORDING_FORMATS,
-    SIDE_OUTPUTS,
-    SIMULATED,
-    RunConfig,
-    settings,
-)
+from ifbbench.settings.config import ARRIVAL_SETTINGS, FLEET_SETTINGS, RunConfig, settings
 from ifbbench.settings.config_file import CONFIG_SUFFIXES, parse_config_file
+from ifbbench.settings.devices import DEVICE_FAMILIES, SIMULATED
+from ifbbench.settings.engines import ENGINES
 from ifbbench.settings.fields import located, unexpected
+from ifbbench.settings.groups.recording import RECORDING_FORMATS, SIDE_OUTPUTS
+from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.settings.names import from_mapping, setting
 
 # Keys of config files that are no settings: arguments and options of the command itself. `run` takes the first two.
@@ -65,9 +58,12 @@ def given_config(
 ) -> RunConfig:
     """The settings of `config_file`, then of the options that were given; InputError names the one that is wrong.
 
-    needs_model: whether a GPU needs a model, which is not given otherwise. is_noted: whether what names stand for, and
-    what comes from a file, is printed. runs_fleets: whether the command runs several replicas; with the share of one,
-    --replica, those of a file are left out. swept: settings of which each run has a value of its own."""
+    needs_model: whether a GPU needs a model, which is not given otherwise.
+    is_noted: whether what names stand for, and what comes from a file, is printed.
+    runs_fleets: whether the command runs several replicas; with the share of one, --replica, those of a file are left
+        out.
+    swept: settings of which each run has a value of its own.
+    """
     from_file = read_config_file(config_file) if config_file else {}
     if options.get("replica") is not None:
         from_file = {name: value for name, value in from_file.items() if name not in FLEET_SETTINGS}
@@ -245,7 +241,7 @@ def read_command_keys(path: Path | None, names: Collection[str], command: str) -
 def config_table(path: Path) -> dict[str, Any]:
     """Settings and COMMAND_KEYS as they are written in a flat YAML or TOML table, in `run.json`, or in a directory with
     such a file of a run or a sweep. The config of a run leaves out PLACES and what was derived from others, and has the
-    trace."""
+    trace; that of an imported log has what the log says."""
     with located(str(path)):
         if path.is_dir():
             path = next((path / name for name in (SWEEP_CONFIG, "run.json") if (path / name).is_file()), path)
@@ -265,6 +261,10 @@ def config_table(path: Path) -> dict[str, Any]:
         derived = table.get("derived", [])
         if not isinstance(derived, list):
             raise unexpected("derived", derived, "a list of names of settings")
+        imported = table.get("imported")
+        if isinstance(imported, dict):  # the log says only some settings of its server, and the others are defaults
+            known = ("engine", *imported.get("settings", ()))
+            return {name: value for name, value in table["config"].items() if name in known and value is not None}
         # A real engine that was recorded had a device and a model of its own.
         own = ("device", "model") if "recorded" in table else ()
         left_out, with_none = [*PLACES, *derived, *own], [item.name for item in settings() if item.has_default]

@@ -13,7 +13,6 @@ import click
 from ifbbench.cli.options import SettingsCommand
 from ifbbench.errors import InputError
 from ifbbench.settings.fields import choice, number
-from ifbbench.settings.servers import SERVERS
 
 LOG_LEVELS = {
     "verbose": logging.DEBUG,
@@ -37,9 +36,11 @@ _log = logging.getLogger("ifbbench")
 class ForeignOption:
     """An option of another tool that sets nothing here.
 
-    reason: why it has no effect, or is refused. is_flag: it takes no value, or true or false; is_switch: never a value.
-    is_refused: it would change what is measured, so that it is not ignored, but for the values in `harmless` (as texts,
-    in lower case).
+    reason: why it has no effect, or is refused.
+    is_flag: whether it takes no value, or true or false.
+    is_switch: whether it never takes a value.
+    is_refused: whether it would change what is measured, so that it is not ignored, except for the values in `harmless`
+        (as texts, in lower case).
     """
 
     name: str
@@ -182,6 +183,8 @@ class TraceCommand(SettingsCommand):
                             if option.is_refused == is_refused
                         ]
                     )
+            from ifbbench.settings.servers import SERVERS
+
             for server in SERVERS.values():
                 with formatter.section(f"{server.usage} options without effect in `ifbbench config from`"):
                     names = sorted(server.others.no_effect)

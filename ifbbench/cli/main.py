@@ -34,7 +34,7 @@ COMMANDS = {
     "triton": ("triton", "Serve them through NVIDIA Triton Inference Server."),
     "generate": ("generate", "Print what a model answers to a prompt."),
     "bench": ("bench", "Run with trtllm-bench's options and report."),
-    "sweep": ("run", "Run once for each combination of settings."),
+    "sweep": ("sweep", "Run once for each combination of settings."),
     "tune": ("tune", "Find the best settings for a trace on a simulated device."),
     "report": ("report", "Print the report of a run again."),
     "why": ("why", "Explain what bound a run, what a request waited for."),

@@ -32,12 +32,6 @@ SHOWN = "ifbbench.shown_options"
 HELP_COLUMN = 30
 # A command with more settings than this lists only these without `--help all`.
 MAX_SHOWN = 40
-COMMON_SETTINGS = (
-    "max_num_samples", "time_scale", "request_rate", "enable_exp_delays", "concurrency", "seed", "slo", "endpoint",
-    "engine", "policy", "max_batch_size", "max_num_tokens", "enable_chunked_context", "max_tokens_in_paged_kvcache",
-    "kv_cache_free_gpu_mem_fraction", "enable_kv_cache_reuse", "device", "model", "dtype", "tp_size",
-    "output", "overwrite", "quiet",
-)  # fmt: skip
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 # What to do about options of other tools that none of ours corresponds to.
 _ADVICE = {
@@ -180,8 +174,9 @@ class SettingOption(click.Option):
 class SettingsCommand(Command):
     """A command that takes settings as options, and those of a config file.
 
-    names: the settings that it takes; None for all, and `--config`. shown: those that `--help` lists without `all`; by
-    default all, or of more than MAX_SHOWN the COMMON_SETTINGS. setting_help: replaces the help text of some settings.
+    names: the settings that it takes; None for all, and `--config`.
+    shown: those that `--help` lists without `all`; by default all, or of more than MAX_SHOWN the common ones.
+    setting_help: replaces the help text of some settings.
     """
 
     def __init__(
@@ -205,7 +200,7 @@ class SettingsCommand(Command):
             )
         taken = list(settings() if names is None else map(setting, names))
         if shown is None and len(taken) > MAX_SHOWN:
-            shown = COMMON_SETTINGS
+            shown = [one.name for one in taken if one.is_common]
         self.only_in_all = set[str]() if shown is None else {one.name for one in taken} - set(shown)
         self._help_with_groups: click.Option | None = None
         self.params += [SettingOption(one, (setting_help or {}).get(one.name)) for one in taken]

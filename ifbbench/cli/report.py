@@ -19,7 +19,8 @@ from ifbbench.cli.options import Command, IntegerRange, SettingsCommand
 from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, check_new_file
 from ifbbench.rundir.run_directory import REPEATS_FILE, SERVER_LOGS
-from ifbbench.settings.config import REPORT_FILES, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.recording import REPORT_FILES
 
 if TYPE_CHECKING:
     from ifbbench.replay.single import RunResult
@@ -134,8 +135,12 @@ def print_result(result: "RunResult", print_whole: Callable[["RunData"], None]) 
 
 
 def print_run(run: "RunData", with_lines: bool | None, steady_state: bool = False) -> None:
-    """Print the tables of a run. with_lines: whether gptManagerBenchmark's [BENCHMARK] lines follow; None is
-    where standard output is no terminal, of a run with requests. steady_state: tables of the steady state only."""
+    """Print the tables of a run.
+
+    with_lines: whether gptManagerBenchmark's [BENCHMARK] lines follow; None is where standard output is no terminal, of
+        a run with requests.
+    steady_state: tables of the steady state only.
+    """
     from ifbbench.cli.console import progress_line, report_console
     from ifbbench.report.compat.gpt_manager_benchmark import benchmark_lines
     from ifbbench.report.tables import print_report

@@ -9,7 +9,7 @@ import click
 from ifbbench.cli.given_settings import given_config
 from ifbbench.cli.options import SettingsCommand, json_instead_of_tables
 from ifbbench.errors import InputError
-from ifbbench.settings.config import SIMULATED
+from ifbbench.settings.devices import SIMULATED
 from ifbbench.settings.names import from_mapping
 
 # Settings that change the answer. The others are taken too, so that the options of a run can be given unchanged.

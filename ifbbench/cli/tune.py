@@ -13,15 +13,16 @@ from ifbbench.cli.options import COUNT, POSITIVE, SettingsCommand, json_instead_
 from ifbbench.clock import WallClock
 from ifbbench.errors import InputError
 from ifbbench.progress import Progress
-from ifbbench.settings.config import SIDE_SETTINGS, RunConfig, profile_name
+from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
+from ifbbench.settings.devices import profile_name
 from ifbbench.settings.names import from_mapping, usual_settings
 
 if TYPE_CHECKING:
     from ifbbench.analysis.words import Words
     from ifbbench.settings.config import RunConfig
     from ifbbench.studies.deployments import Deployment
-    from ifbbench.studies.tune import Tuning
     from ifbbench.studies.tune_candidates import Candidate, Goal
+    from ifbbench.studies.tune_search import Tuning
 
 
 class Prices(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of click only
@@ -179,8 +180,12 @@ def tune(
 
 @dataclass(frozen=True)
 class Search:
-    """What is asked for. fixed: names of settings that are not searched over. prices: of a GPU for an hour, by device,
-    those that are given. sides: those of --sides."""
+    """What is asked for.
+
+    fixed: names of settings that are not searched over.
+    prices: given prices of a GPU for an hour, by device.
+    sides: replicas of --sides.
+    """
 
     trace: str | None
     config: RunConfig
@@ -193,7 +198,7 @@ class Search:
     def compare(self, choices: dict[str, list[Any]], progress: Progress) -> "tuple[Tuning, Path, list[Deployment]]":
         """The cheapest deployment, the directory of the answer, and all deployments."""
         from ifbbench.studies.deployments import compare_deployments, price_of
-        from ifbbench.studies.tune import COST_GPUS
+        from ifbbench.studies.tune_load import COST_GPUS
 
         directory = self._directory(Path(self.trace or "default").stem)
         devices = choices.get("device", [self.config.device])

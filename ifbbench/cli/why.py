@@ -327,8 +327,11 @@ def _row_of(run: "RunData", request_id: str) -> Mapping[str, Any]:
 
 
 class Wanted(NamedTuple):
-    """The trials that the command asks for. only: the changes that are tried; all where empty. clock: the budget began
-    at its 0."""
+    """The trials that the command asks for.
+
+    only: the changes that are tried; all where empty.
+    clock: the budget began at its 0.
+    """
 
     improve: str | None
     only: "list[dict[str, Any]]"
@@ -363,7 +366,7 @@ def _explain_endpoint(
 def _server_settings(line: str, device: str) -> dict[str, Any]:
     """The settings of a server from the line that started it, with its GPU."""
     from ifbbench.models.named_models import has_experts
-    from ifbbench.settings.config import SIMULATED
+    from ifbbench.settings.devices import SIMULATED
     from ifbbench.settings.servers import read_line
 
     found = read_line(line, has_experts)

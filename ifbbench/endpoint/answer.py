@@ -51,10 +51,11 @@ class EventLines:
 class Answer:
     """What a client has received of one answer.
 
-    chunk_s, chunk_tokens: of each chunk with output, when it arrived and the number of its tokens; UNKNOWN, PERHAPS or
-    PERHAPS_END where the stream does not say. prompt_tokens, output_tokens, cached_tokens: as the server reports them,
-    None if it does not. ids: of the tokens, where the stream has them. is_ended: whether the server said that it is
-    complete.
+    chunk_s, chunk_tokens: when each chunk with output arrived, and the number of its tokens: UNKNOWN, PERHAPS or
+        PERHAPS_END where the stream does not say.
+    ids: token ids, where the stream has them.
+    prompt_tokens, output_tokens, cached_tokens: as the server reports them, None if it does not.
+    is_ended: whether the server said that it is complete.
     """
 
     __slots__ = (

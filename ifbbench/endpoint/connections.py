@@ -20,7 +20,10 @@ OPENED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Address:
-    """Where an endpoint is. prefix: what all paths begin with."""
+    """Where an endpoint is.
+
+    prefix: what all paths begin with.
+    """
 
     host: str
     port: int
@@ -73,10 +76,13 @@ class _Get(Exchange):
 class Connections:
     """The connections to one address, reused for later requests.
 
-    headers: of every request. timeout_s: the longest time without a byte from the server, also to connect, unless
-    connect_timeout_s is given. max_time_s: the longest time from sending a request to the end of its response. alarm:
-    rings in time while data arrives. all, idle: those that are open, and those of them that wait for a request. opened:
-    number of connections that were made; resent: requests that were sent again because an idle connection was closed.
+    headers: headers of every request.
+    timeout_s: the longest time without a byte from the server, also to connect, unless connect_timeout_s is given.
+    max_time_s: the longest time from sending a request to the end of its response.
+    alarm: rings in time while data arrives.
+    opened: number of connections that were made.
+    resent: requests that were sent again because an idle connection was closed.
+    all, idle: those that are open, and those of them that wait for a request.
     """
 
     def __init__(

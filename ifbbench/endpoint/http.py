@@ -24,9 +24,12 @@ REFUSED_FOR_NOW = (429, 502, 503, 504)
 
 
 class RequestFailed(IfbbenchError):
-    """A request without a complete answer. kind: a short name to count by, such as `timeout` or `http_429`.
+    """A request without a complete answer.
 
-    may_retry: whether another attempt may succeed. retry_after_s: when the server asks for it.
+    kind: a short name to count by, such as `timeout` or `http_429`.
+
+    may_retry: whether another attempt may succeed.
+    retry_after_s: when the server asks for it.
     """
 
     def __init__(self, kind: str, message: str, may_retry: bool = False, retry_after_s: float | None = None) -> None:
@@ -48,8 +51,10 @@ def defect(error: BaseException) -> RequestFailed:
 class Exchange:
     """A request and its response; a subclass takes the response.
 
-    is_open: whether it has begun and not ended. sent_s, active_s: on the clock, when the request was written, and when
-    something last arrived. headers: with names in small letters. body: what was not streamed.
+    is_open: whether it has begun and not ended.
+    sent_s, active_s: on the clock, when the request was written, and when something last arrived.
+    body: what was not streamed.
+    headers: headers of the answer, with names in small letters.
     """
 
     __slots__ = ("active_s", "body", "headers", "is_open", "sent_s", "status")
@@ -88,7 +93,10 @@ class Exchange:
 
 
 class Pool(Protocol):
-    """What a connection belongs to. all, idle: those that are open, and those of them that wait for a request."""
+    """What a connection belongs to.
+
+    all, idle: those that are open, and those of them that wait for a request.
+    """
 
     clock: Clock
     alarm: Alarm

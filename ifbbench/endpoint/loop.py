@@ -80,7 +80,9 @@ def cancelled_by_signals() -> Iterator[None]:
 
 
 class Alarm:
-    """Calls `callback` once, at the time that was set last. at_s: that time on `clock`, infinite if there is none.
+    """Calls `callback` once, at the time that was set last.
+
+    at_s: that time on `clock`, infinite if there is none.
 
     A loop looks at its timers after all data that it has, which may be that of hundreds of streams: a reader
     of streams calls `ring` before each if `at_s` has passed.
@@ -140,7 +142,10 @@ class Alarm:
 
 
 class _KernelTimer:
-    """A timerfd, which Python has from 3.13 on only. file: can be read when the time has come."""
+    """A timerfd, which Python has from 3.13 on only.
+
+    file: can be read when the time has come.
+    """
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)

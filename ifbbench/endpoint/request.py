@@ -9,8 +9,8 @@ from ifbbench.endpoint.api import EndpointApi
 from ifbbench.endpoint.connections import Connections
 from ifbbench.endpoint.http import Exchange, RequestFailed, compression, defect, printable, refusal
 from ifbbench.rundir.client_side import CLIENT, GENERATION, UNTIL_FIRST_TOKEN, ClientRequestLine
-from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import memory_size
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.workload.trace import TraceRequest
 
 # The first pause before another attempt, if the server asks for none; each further one is twice as long, up to
@@ -24,8 +24,10 @@ class EndpointRequest(Exchange):
     """A request from `begin` until `on_ended(self)`, which is called once. There are thousands at a time, so that they
     are no tasks: they continue in the callbacks of their connection.
 
-    index: in the trace. answer: of the last attempt. failure: why it is not complete. retries: kinds of the failures of
-    earlier attempts.
+    index: index in the trace.
+    retries: kinds of the failures of earlier attempts.
+    failure: why it is not complete.
+    answer: answer of the last attempt.
     """
 
     __slots__ = (

@@ -116,8 +116,12 @@ def _check(trace: Trace, config: RunConfig, max_files: int | None) -> None:
 
 
 class _EndpointReplay:
-    """One run. client: None until it begins. directory: the one of `places` that it is recorded in. defect: an
-    exception in a callback that has ended it."""
+    """One run.
+
+    client: None until it begins.
+    directory: the one of `places` that it is recorded in.
+    defect: an exception in a callback that has ended it.
+    """
 
     def __init__(self, trace: Trace, config: RunConfig, places: Iterable[Path], progress: Progress) -> None:
         self.client: ReplayClient | None = None

@@ -39,8 +39,11 @@ class BlockCopy:
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter to copy to these pages of the device before a batch runs. from_host: whether it is in host memory;
-    otherwise it is read from where it is stored, and stays in host memory if `is_kept`."""
+    """An adapter to copy to these pages of the device before a batch runs.
+
+    from_host: whether it is in host memory; otherwise it is read from where it is stored, and stays in host memory if
+        `is_kept`.
+    """
 
     task_id: int
     pages: tuple[int, ...]
@@ -51,9 +54,8 @@ class AdapterLoad(NamedTuple):
 class AdapterUse(NamedTuple):
     """The adapters of a batch.
 
-    tasks: [generation requests], task id of each or NO_ADAPTER; those of context chunks are their requests'
-        `lora_task_id`.
-    loads: to be done before the batch runs, in this order.
+    tasks: [generation requests], task id of each or NO_ADAPTER; a context chunk has its request's `lora_task_id`.
+    loads: loads to do before the batch runs, in this order.
     """
 
     tasks: Int64Array
@@ -84,7 +86,7 @@ class Batch(NamedTuple):
     positions: [generation requests], position of each one's newest token (the number of tokens cached before it).
     block_tables: [slots, beams, blocks per sequence], a live view of the block ids of every slot; to be read before
         `submit` returns. Entries beyond a sequence's length are meaningless.
-    beam_width: of all requests of the batch. `beams` is None if that is 1 or there is no generation request.
+    beam_width: beam width of all requests of the batch. `beams` is None if that is 1 or there is no generation request.
     num_candidates: with beams, how many continuations of each request the search needs.
     padded: every prompt runs as long as the longest of the batch (static batching).
     copies: block copies to make before the batch runs, in this order.
@@ -150,7 +152,7 @@ class StepOutputs:
     """Outputs of a batch: one for each last chunk, in batch order, then one for each generation request.
 
     tokens: [outputs], the chosen tokens; None with beams, and from executors without a model (tokens stay symbolic).
-    candidates: of beam search, else None.
+    candidates: candidates of beam search, else None.
     log_probs: [outputs], log-probability of each chosen token; None if no request asked.
     context_logits: index of a context chunk -> [length, vocabulary], for requests that asked.
     generation_logits: index of an output -> [beams, vocabulary], the logits from which its token was chosen, for
@@ -236,7 +238,7 @@ class StepInputs(NamedTuple):
 class BatchLayout:
     """What all batches of a scheduler have in common.
 
-    block_tables: those of each attention window, live views; see `Batch`.
+    block_tables: block tables of each attention window, live views; see `Batch`.
     num_micro_batches: number of parts that the requests are divided into, which run in turn.
     has_separate_passes: whether context and generation run in one pass each.
     is_padded: see `Batch.padded`.

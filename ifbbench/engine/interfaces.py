@@ -45,10 +45,10 @@ class Scheduler(Protocol):
     In each iteration the loop calls `admit` and `schedule`; then `allocate` for the batch, `advance` once it is
     submitted, and `update` once its outputs are there. Where the times of iterations are known in advance, it asks
     `horizon` for how many of them the plan is certain to repeat, with several micro batches in turn with the plans of
-    the others (`cycle`), and `repeat` and `confirm` stand for so many of those calls. A class that derives from this
-    one needs none of these: then no plan repeats.
+    the others (`cycle`), and `repeat` and `confirm` stand for so many of those calls; `used_blocks_after` looks ahead.
+    A class that derives from this one needs none of these: then no plan repeats.
 
-    name: for messages.
+    name: name in messages.
     table: the running set.
     layout: what all batches have in common.
     max_in_flight: maximum number of iterations in flight.
@@ -129,6 +129,11 @@ class Scheduler(Protocol):
         """`update` for the oldest `count` iterations in flight, all of them repeated; returns the requests that are
         complete."""
         raise SchedulerStalled(f"{self.name} repeats no plan")
+
+    def used_blocks_after(self, plan: Plan, count: int) -> int | None:
+        """Blocks in use once `count` iterations of `plan`, fewer than those of `horizon`, have run and the next one is
+        decided, without running them: `cache_state` after `repeat` of one at a time. None if only that tells."""
+        return None
 
     def cache_state(self) -> CacheState:
         """The KV cache now, as records hold it."""

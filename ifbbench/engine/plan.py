@@ -77,7 +77,7 @@ class Plan:
     paused: requests to pause, in this order.
     blocked: the first request that each part of the scheduler left out, and the paused ones.
     valid_until_next_allocation: the decision may differ as soon as a generation request takes a block.
-    chunks: of `context`, once their requests have blocks and it is known how many of their tokens are reused.
+    chunks: chunks of `context`, once their requests have blocks and it is known how many of their tokens are reused.
     entered: requests that this decision takes from the queue into the running set.
     in_flight: number of requests in other micro batches, which are in flight.
     num_ending: number of requests that do not run because their last token is in flight.

@@ -13,7 +13,10 @@ from ifbbench.engine.request import Request
 
 
 class WindowBlocks:
-    """The device blocks of one of several attention windows. size: of the window, in tokens."""
+    """The device blocks of one of several attention windows.
+
+    size: size of the window, in tokens.
+    """
 
     def __init__(self, size: int, max_blocks: int, used_blocks: int) -> None:
         self.size, self.max_blocks, self.used_blocks = size, max_blocks, used_blocks

@@ -21,7 +21,7 @@ from ifbbench.engine.sampling_params import (
     StopConditions,
 )
 from ifbbench.engine.tokens import KnownTokens, SymbolicTokens, TokenIds
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 _NO_TOKEN = -1
 NO_MICRO_BATCH = -1
@@ -65,7 +65,8 @@ NO_IDENTITY = ReuseIdentity()
 
 class KvLoad(NamedTuple):
     """Keys and values that a request waited for: from when to when, in seconds, and how many tokens from each store.
-    is_again: it had run before, and was paused."""
+    is_again: whether the request had run before, and was paused.
+    """
 
     begin_s: float
     end_s: float
@@ -152,7 +153,8 @@ class Request:
         self.loads: tuple[KvLoad, ...] = ()
         self.is_sent_on = False
         self.search: BeamSearch | None = None
-        self.numbers = OutputNumbers(prompt_len) if options.returns_numbers else None
+        numbers = options.return_log_probs or options.return_context_logits or options.return_generation_logits
+        self.numbers = OutputNumbers(prompt_len) if numbers else None
         self.num_sent = 0
         self.state = RequestState.CONTEXT_INIT
         self.position = self.prepopulated = 0
@@ -235,7 +237,7 @@ class Request:
     @property
     def reads_tokens(self) -> bool:
         """Whether what a new token is decides something, or it comes with numbers: beam search, stop sequences."""
-        return self.beam_width > 1 or bool(self.stop.stop_sequences) or self.options.returns_numbers
+        return self.beam_width > 1 or bool(self.stop.stop_sequences) or self.numbers is not None
 
     def tokens_between(self, start: int, stop: int) -> IntArray:
         """Token ids at positions `start` to `stop - 1` of prompt and output. ValueError if the prompt is symbolic."""
@@ -414,7 +416,7 @@ class RequestTable:
     With flat arrays, an iteration in which 500 requests each generate a token is a few additions. The row of a request
     is also its sequence slot in the executor and in the KV cache.
 
-    requests: by row.
+    requests: requests by row.
     generated: output tokens scheduled since the prompt (or the resumed prompt) was complete.
     confirmed: how many of the generated tokens the executor has returned: fewer while an iteration is in flight.
         Negative as long as iterations in flight do not count for the request.
@@ -435,7 +437,7 @@ class RequestTable:
     end_tokens: [rows, maximum of any request], token ids that end the request early, padded with -1.
     is_special: whether a new token needs more than to be stored (see `Request.is_special`).
     lora_tasks: LoRA task id, -1 for none.
-    started: by row, the context requests past their first chunk.
+    started: context requests past their first chunk, by row.
     makes_tokens: whether the executor returns token ids; otherwise output tokens are symbolic.
     shares_outputs: whether another request may go on with the symbolic output of one.
     micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.

@@ -18,8 +18,9 @@ class Response:
     With several beams, a streamed response has all beams so far as a whole, which replace those of the response before.
 
     tokens: the output of each beam, best first, without the prompt; empty from executors without a model.
-    log_probs, generation_logits: of the same tokens, if asked for; [output tokens] and [output tokens, vocabulary].
-    cumulative_log_probs: [beams], of all output tokens so far, if log-probabilities were asked for.
+    log_probs, generation_logits: log-probabilities and logits of the same tokens, if asked for; [output tokens] and
+        [output tokens, vocabulary].
+    cumulative_log_probs: [beams], log-probability of all output tokens so far, if log-probabilities were asked for.
     context_logits: [prompt length, vocabulary], in the final response, if asked for.
     """
 

@@ -34,7 +34,7 @@ class SamplingParams:
     bad_words: sequences of token ids that the output never contains. As in `transformers`, a word may begin in the
         prompt, and a word that is one end token is ignored.
     embedding_bias: [vocabulary], is added to the logits.
-    length_penalty, early_stopping: of beam search. The score of a complete beam is its log-probability divided by
+    length_penalty, early_stopping: rules of beam search. The score of a complete beam is its log-probability divided by
         length ** length_penalty. Beam search takes the most likely tokens: it has no top_k and top_p, and its
         temperature divides the logits; 0 is 1.
     """
@@ -116,21 +116,15 @@ class OutputOptions:
     draft_logits: FloatArray | None = field(default=None, compare=False)
 
     @property
-    def returns_numbers(self) -> bool:
-        return self.return_log_probs or self.return_context_logits or self.return_generation_logits
-
-    @property
     def num_virtual_tokens(self) -> int:
         return 0 if self.prompt_embedding_table is None else len(self.prompt_embedding_table)
 
-    def problem(self, vocab_size: int | None, hidden_size: int | None) -> str | None:
-        """An error message that names an array that does not fit the model, or None. None for a size: not known."""
+    def problem(self, vocab_size: int, hidden_size: int | None) -> str | None:
+        """An error message that names an array that does not fit the model, or None."""
         table, draft, logits = self.prompt_embedding_table, self.draft_input_ids, self.draft_logits
         if table is not None and hidden_size is not None and table.shape[1] != hidden_size:
             found = f"prompt_embedding_table: rows of {table.shape[1]} numbers"
             return f"{found}; expected {hidden_size}, the hidden size of the model"
-        if vocab_size is None:
-            return None
         if draft is not None and len(draft) and not 0 <= int(draft.min()) <= int(draft.max()) < vocab_size:
             outside = next(token for token in draft.tolist() if not 0 <= token < vocab_size)
             return f"draft_input_ids: token id {outside} is not in the vocabulary; expected 0 to {vocab_size - 1}"

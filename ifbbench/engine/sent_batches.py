@@ -16,7 +16,10 @@ NO_TABLE = np.zeros((0, 0, 0), np.int32)
 
 
 class SentRequest(Request):
-    """A request as an executor reads it. tokens: those from position `first` on."""
+    """A request as an executor reads it.
+
+    tokens: tokens from position `first` on.
+    """
 
     first: int
     tokens: IntArray
@@ -26,7 +29,10 @@ class SentRequest(Request):
 
 
 class SentChunk(NamedTuple):
-    """A context chunk with what an executor reads of its request. tokens: of the request, from position `first` on."""
+    """A context chunk with what an executor reads of its request.
+
+    tokens: tokens of the request from position `first` on.
+    """
 
     slot: int
     start: int

@@ -26,7 +26,10 @@ class StepTimes:
 
 
 class StepProfile:
-    """Times of the iterations that the recorder has not taken yet. least_work(batch): its FLOPs and bytes."""
+    """Times of the iterations that the recorder has not taken yet.
+
+    least_work(batch): returns the least FLOPs and bytes of a batch.
+    """
 
     def __init__(self, least_work: Callable[[Batch], tuple[float, float]]) -> None:
         self._least_work = least_work

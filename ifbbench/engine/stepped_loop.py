@@ -11,8 +11,9 @@ from ifbbench.engine.predicted_loop import MAX_ITERATIONS_AT_ONCE, RanTogether
 from ifbbench.engine.transferring_loop import TransferringLoop
 from ifbbench.virtual_clock import tick
 
-# After an interruption so many iterations run together, at least, and twice as many in each step without another one.
-FEWEST_TOGETHER = 8
+# After an interruption so many iterations run together, at least, and twice as many once all of them have run: those
+# that are undone have cost time, and so does another step.
+FEWEST_TOGETHER = 32
 
 
 class SteppedLoop(TransferringLoop):
@@ -21,7 +22,7 @@ class SteppedLoop(TransferringLoop):
     reason, a step that refuses requests runs no iteration.
 
     may_be_interrupted: a step may run iterations that start later than something comes which is not known yet;
-    `interrupt` undoes them. Set before the first step."""
+    `interrupt` and `shorten` undo them. Set before the first step."""
 
     _held: Callable[[], None] | None = None
     _held_together: RanTogether | None = None
@@ -30,6 +31,7 @@ class SteppedLoop(TransferringLoop):
     _known_refused: int = 0
     _device_before: Any = None  # before the latest iterations that ran together
     _max_together: int = 1024  # as MAX_ITERATIONS_AT_ONCE
+    _ran_all: bool = False  # the latest iterations were so many
     may_be_interrupted: bool = False
 
     def step(self) -> bool:
@@ -75,21 +77,52 @@ class SteppedLoop(TransferringLoop):
         """Something comes that the latest step did not know of: its iterations that start at `time_ns` or later are
         undone, but for the first one. The loop is then as if it ran one iteration at a time: the last one that is left
         is held, and those before it are taken in."""
-        ran, device = self._held_together, self._device
-        if ran is None or device is None or len(ran.times.start_ns) == 1:
+        ran = self._held_together
+        if ran is None or len(ran.times.start_ns) == 1:
             return
-        count = max(bisect_left(ran.times.start_ns, time_ns), 1)
-        device.restore(self._device_before)
-        before = max(count - 1, 1)
-        ran = ran._replace(times=super()._run_device(device, ran.works[:before], before, ran.number))
+        count = _num_begun(ran, time_ns)
+        ran = self._run_again(ran, max(count - 1, 1))
         if count == 1:
             self._take_together(ran)
         else:
             self._held = self._held_together = None
             self._complete_together(ran)
-            self._max_together = 1
+            self._ran_all, self._max_together = False, 1
             self.step()
-        self._max_together = max(2 * count, FEWEST_TOGETHER)
+        self._expect_more(count)
+
+    def shorten(self, time_ns: int) -> None:
+        """A request comes at `time_ns`, which the next step looks for: iterations of the latest step that start then or
+        later are undone, but for the first one. All that are left stay held."""
+        self._quiet_until_s = -math.inf
+        ran = self._held_together
+        if ran is not None and (count := _num_begun(ran, time_ns)) < len(ran.times.start_ns):
+            self._take_together(self._run_again(ran, count))
+            self._expect_more(count)
+
+    def used_blocks_at(self, time_ns: int) -> int:
+        """Blocks of the KV cache in use at `time_ns`, which is not before the latest step began: those of a loop that
+        runs one iteration at a time, and holds the one that runs then. Iterations are interrupted only if the scheduler
+        cannot tell."""
+        ran, scheduler = self._held_together, self.scheduler
+        if ran is not None and (before := _num_begun(ran, time_ns) - 1):
+            used: int | None = scheduler.used_blocks_after(ran.plan, before)
+            if used is not None:
+                return used
+            self.interrupt(time_ns)
+        return scheduler.cache_state().used_blocks or 0
+
+    def _run_again(self, ran: RanTogether, count: int) -> RanTogether:
+        """The first `count` of these held iterations, in place of all of them."""
+        device = self._device
+        assert device is not None
+        device.restore(self._device_before)
+        self._device_before = device.state()
+        return ran._replace(times=super()._run_device(device, ran.works[:count], count, ran.number))
+
+    def _expect_more(self, count: int) -> None:
+        """After so many iterations something came: it may come as soon again."""
+        self._ran_all, self._max_together = False, max(2 * count, FEWEST_TOGETHER)
 
     def lose_engine(self, time_s: float) -> None:
         """The engine is lost at `time_s`: iterations that have not ended by then never do. The loop is of no use
@@ -138,6 +171,8 @@ class SteppedLoop(TransferringLoop):
         self._held = complete
 
     def _num_together(self, plan: Plan) -> int:
+        if self._ran_all:
+            self._ran_all, self._max_together = False, min(2 * self._max_together, MAX_ITERATIONS_AT_ONCE)
         return min(super()._num_together(plan), self._max_together)
 
     def _run_device(
@@ -150,8 +185,14 @@ class SteppedLoop(TransferringLoop):
     ) -> PredictedTimes:
         if self.may_be_interrupted and count > 1:
             self._device_before = device.state()
-            self._max_together = min(2 * self._max_together, MAX_ITERATIONS_AT_ONCE)
-        return super()._run_device(device, works, count, number, change_ns)
+        times = super()._run_device(device, works, count, number, change_ns)
+        self._ran_all = len(times.start_ns) == self._max_together
+        return times
 
     def _take_together(self, ran: RanTogether) -> None:
         self._held, self._held_together = lambda: self._complete_together(ran), ran
+
+
+def _num_begun(ran: RanTogether, time_ns: int) -> int:
+    """How many of these iterations start before `time_ns`; the first one does at least."""
+    return max(bisect_left(ran.times.start_ns, time_ns), 1)

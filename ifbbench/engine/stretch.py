@@ -15,7 +15,7 @@ class Positions:
     total: sum of the positions.
     of_each(): returns the positions, [requests].
     idle: positions of the requests that only pad the batch, which stay the same in further iterations.
-    beam_width: of all requests.
+    beam_width: beam width of all requests.
     slots: [requests], slot of each.
     """
 
@@ -182,7 +182,7 @@ class Stretch:
     turns: records of the first iteration of each micro batch, without `finished`.
     finished: requests that the last iteration completes.
     start_s, submit_s, end_s: [iterations], as in an IterationRecord.
-    growth: of the KV cache, over these iterations and maybe further ones.
+    growth: growth of the KV cache over these iterations and maybe further ones.
     epoch_s: the run's second zero in seconds since the Unix epoch.
     max_in_flight: maximum number of iterations in flight.
     first: record of the first iteration.

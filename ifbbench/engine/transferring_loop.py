@@ -16,7 +16,8 @@ class TransferringLoop(PredictedLoop):
     """A loop that notifies `transfers` of what its scheduler, a `KvScheduler`, reserves and keeps, and the scheduler of
     what has come and was sent, and which requests are to end. It does nothing while requests wait for that only.
 
-    transfers: to be set before the first step; None without any."""
+    transfers: the transfers, which are set before the first step; None without any.
+    """
 
     transfers: KvTransfers | None = None
 

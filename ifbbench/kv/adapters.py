@@ -18,7 +18,10 @@ from ifbbench.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """Adapter pages on the device. pages: of the tasks that take another number than `pages_per_task`."""
+    """Adapter pages on the device.
+
+    pages: pages of the tasks that take another number than `pages_per_task`.
+    """
 
     pages_per_task: int = 0
     max_device_pages: int = 0
@@ -101,7 +104,10 @@ def distinct_tasks(tasks: Int64Array, others: Iterable[int] = ()) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The adapters and the sizes of their caches, in pages of `page_bytes` bytes. value_bytes: of one value."""
+    """The adapters and the sizes of their caches, in pages of `page_bytes` bytes.
+
+    value_bytes: bytes of one value.
+    """
 
     source: AdapterSource
     device_pages: int

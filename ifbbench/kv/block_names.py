@@ -8,8 +8,8 @@ def block_names(known: KnownTokens, first: int, end: int, size: int, before: int
     """The names of the blocks `first` to `end` - 1 of `size` tokens, or fewer where tokens are not known.
 
     before: the name of the block before the first; None if that is the first of all.
-    owner: of the names, if that is not 0, of blocks that have symbols of one request alone: another engine may use the
-        same symbols.
+    owner: makes names of blocks with symbols of one request alone differ between engines, which may use the same
+        symbols; 0 for one engine.
 
     A block that goes on with the next symbols of the block before has the next number.
     """

@@ -18,7 +18,7 @@ class BlockCounters:
     """Counts of blocks since the start of a run.
 
     allocated_total: blocks taken, including those for copies and for onboarding.
-    allocated_new: those of them that never had known tokens.
+    allocated_new: how many of the taken blocks never had known tokens.
     reused: matched blocks, partial matches included.
     missed: blocks of prompts that were not matched.
     """

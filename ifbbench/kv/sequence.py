@@ -46,7 +46,10 @@ class Sequence:
 
 
 class Sequences:
-    """The sequences, and the operations that take and release their blocks. by_slot: the sequence in each slot."""
+    """The sequences, and the operations that take and release their blocks.
+
+    by_slot: the sequence in each slot.
+    """
 
     def __init__(self, window: AttentionWindow, blocks: Blocks, rules: ReuseRules) -> None:
         self.by_slot: dict[int, Sequence] = {}

@@ -49,7 +49,7 @@ def window_shares(bytes_per_token_of_window: Mapping[int, float]) -> dict[int, f
     """The share of the memory (0 to 1) that the layers of each attention window get: in proportion to what one full
     window of them takes, so that all windows hold the same number of sequences.
 
-    bytes_per_token_of_window: by window (tokens), the bytes of one token's keys and values in all layers that have it.
+    bytes_per_token_of_window: bytes of one token's keys and values in all layers with a window, by window (tokens).
     Raises ValueError if there is no window, or one without tokens or bytes."""
     _check_windows(bytes_per_token_of_window)
     total = _bytes_of_full_windows(bytes_per_token_of_window)
@@ -65,7 +65,7 @@ def blocks_of_memory(
 ) -> dict[int, WindowBlocks]:
     """The blocks of each attention window, from the bytes that all windows share.
 
-    memory_bytes, host_bytes: for keys and values, in device and host memory.
+    memory_bytes, host_bytes: device and host memory for keys and values.
     max_tokens: maximum number of tokens of each window in device memory; None for no limit. The last primary block is
         counted even if memory ends within it (upstream's `ceilDiv`), the last secondary one is not.
 

@@ -79,8 +79,10 @@ class SharedLink:
 
 
 class StoreCounters:
-    """What a store did so far, in blocks: written to it, read from it, and given up for others. max_behind: the
-    largest number of writes of a replica that waited for one before them."""
+    """What a store did so far, in blocks: written to it, read from it, and given up for others.
+
+    max_behind: the largest number of writes of a replica that waited for one before them.
+    """
 
     def __init__(self) -> None:
         self.stored = self.loaded = self.evicted = self.max_behind = 0

@@ -11,7 +11,10 @@ from ifbbench.kv.store import KvStore, Transfer
 
 
 class _Loading:
-    """A request that waits for blocks. keys: by store, those that it reads from there."""
+    """A request that waits for blocks.
+
+    keys: the blocks that it reads from each store.
+    """
 
     def __init__(self, request: Request, begin_s: float, keys: Sequence[Sequence[Hashable]]) -> None:
         self.request, self.begin_s, self.keys = request, begin_s, keys

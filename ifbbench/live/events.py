@@ -17,8 +17,10 @@ _LENGTH = struct.Struct("<I")
 class Begin(Struct, frozen=True, array_like=True, tag=True):
     """The first event of a recording.
 
-    settings: of the engine, by the names of its command line. facts: of the process, for `run.json`. monotonic_s,
-    epoch_s: the same moment on both clocks. num_blocks: KV cache blocks that requests can hold.
+    settings: settings of the engine, by the names of its command line.
+    facts: facts of the process, for `run.json`.
+    monotonic_s, epoch_s: the same moment on both clocks.
+    num_blocks: KV cache blocks that requests can hold.
     """
 
     engine: str
@@ -31,10 +33,13 @@ class Begin(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Added(Struct, frozen=True, array_like=True, tag=True):
-    """A request entered the queue. in_flight: iterations whose outputs had not come back when the scheduler first saw
-    it. ignores_end: it generates until its maximum, whatever the model says. computed, is_running: of a request that is
-    in the engine already, when a recording begins or goes on after iterations were lost; its outputs so far are then
-    part of the prompt."""
+    """A request entered the queue.
+
+    in_flight: iterations whose outputs had not come back when the scheduler first saw it.
+    computed, is_running: state of a request that is in the engine already, when a recording begins or goes on after
+        iterations were lost; its outputs so far are then part of the prompt.
+    ignores_end: whether it generates until its maximum, whatever the model says.
+    """
 
     name: str
     arrival_s: float
@@ -48,10 +53,15 @@ class Added(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ended(Struct, frozen=True, array_like=True, tag=True):
-    """A request left. outcome: completed, stopped (by its client) or failed. hashes: of the full blocks of `hash_size`
-    tokens of prompt and output, each of which depends on the blocks before. tokens: prompt and output, if they are
-    recorded. unhashed: prompt and output as 64-bit integers, where the engine has no hashes; they are not written.
-    in_flight: iterations that were decided by then, and whose outputs had not come back."""
+    """A request left.
+
+    outcome: completed, stopped (by its client) or failed.
+    hashes: hashes of the full blocks of `hash_size` tokens of prompt and output, each of which depends on the blocks
+        before.
+    tokens: prompt and output, if they are recorded.
+    unhashed: prompt and output as 64-bit integers, where the engine has no hashes; they are not written.
+    in_flight: iterations that were decided by then, and whose outputs had not come back.
+    """
 
     name: str
     outcome: str
@@ -64,13 +74,20 @@ class Ended(Struct, frozen=True, array_like=True, tag=True):
 
 
 class End(Struct, frozen=True, array_like=True, tag=True):
-    """The server ends as it should. changes: those since the latest iteration."""
+    """The server ends as it should.
+
+    changes: those since the latest iteration.
+    """
 
     changes: list[Added | Ended] = field(default_factory=list)
 
 
 class Started(Struct, frozen=True, array_like=True):
-    """A waiting request runs. computed: tokens found in the cache. known: tokens to compute, those included."""
+    """A waiting request runs.
+
+    computed: tokens found in the cache.
+    known: tokens to compute, those included.
+    """
 
     name: str
     computed: int
@@ -86,10 +103,15 @@ class Preempted(Struct, frozen=True, array_like=True):
 
 
 class Head(Struct, frozen=True, array_like=True):
-    """The first waiting request that was left in the queue. limit: why, as far as the engine's counters say it at once;
-    else None, and the blocks decide: hits of its prefix in the cache (in tokens), free_hits of these blocks that no
-    other request holds; known, its tokens; cap, tokens of a prompt that one iteration may take, 0 for no maximum;
-    is_alone, whether no request ran beside it."""
+    """The first waiting request that was left in the queue.
+
+    limit: why, as far as the engine's counters say it at once; None if the blocks decide.
+    hits: hits of its prefix in the cache, in tokens.
+    free_hits: number of the blocks with these hits that no other request holds.
+    known: its number of tokens.
+    cap: maximum number of tokens of a prompt in one iteration, 0 for no maximum.
+    is_alone: whether no request ran beside it.
+    """
 
     name: str
     limit: str | None
@@ -103,12 +125,15 @@ class Head(Struct, frozen=True, array_like=True):
 class Step(Struct, frozen=True, array_like=True, tag=True):
     """One iteration, sent when its outputs have come back.
 
-    changes: requests that were added, or stopped from outside, since the iteration before was scheduled. tokens: of
-    each scheduled request, in the order of scheduling. free_blocks: after it was scheduled. num_outputs: tokens of each
-    request that got other than one at the end of its prompt or in a generation step; empty without draft tokens. ended:
-    requests that its outputs ended. num_lost: iterations before it that were not sent because the queue was full;
-    `present` then describes every request that is in the engine after it. held: the first running request that gets no
-    token because prompts run, if the engine runs them apart.
+    changes: requests that were added, or stopped from outside, since the iteration before was scheduled.
+    tokens: tokens of each scheduled request, in the order of scheduling.
+    free_blocks: number of free blocks after it was scheduled.
+    num_outputs: tokens of each request that got other than one at the end of its prompt or in a generation step; empty
+        without draft tokens.
+    ended: requests that its outputs ended.
+    num_lost: number of iterations before it that were not sent because the queue was full; `present` then describes
+        every request that is in the engine after it.
+    held: the first running request that gets no token because prompts run, if the engine runs them apart.
     """
 
     begun_s: float

@@ -10,7 +10,7 @@ from ifbbench.engine.records import CacheState, IterationRecord
 from ifbbench.engine.request import Request, RequestState
 from ifbbench.kv.attention_window import ceil_div
 from ifbbench.live.events import Added, Ended, Head, Preempted, Step
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 # The engine's priorities are integers, the smallest first; those of a trace are between 0 and 1, the largest first.
 PRIORITY_STEP, MAX_STEPS = 0.001, 400
@@ -18,12 +18,17 @@ PRIORITY_STEP, MAX_STEPS = 0.001, 400
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What decides how many tokens and blocks a request needs to start, and which one is first. token_budget: of an
-    iteration. watermark_blocks: stay free when a request starts beside others. reserves_full_prompt: a prompt starts
-    only if all its blocks are free. cuts_prompts: chunked prefill. is_priority: requests run by priority, then by
-    arrival; else in the order of the queue. runs_prompts_apart: an iteration runs prompts or generation steps (SGLang):
-    running requests are held by prompts, pre-empted ones go to the end of the queue, and those that just ran a prompt
-    to the end of the running ones."""
+    """What decides how many tokens and blocks a request needs to start, and which one is first.
+
+    token_budget: maximum number of tokens of an iteration.
+    watermark_blocks: number of blocks that stay free when a request starts beside others.
+    reserves_full_prompt: whether a prompt starts only if all its blocks are free.
+    cuts_prompts: whether prompts are cut into chunks.
+    is_priority: whether requests run by priority, then by arrival; otherwise in the order of the queue.
+    runs_prompts_apart: whether an iteration runs either prompts or generation steps (SGLang): running requests are held
+        by prompts, pre-empted ones go to the end of the queue, and those that just ran a prompt to the end of the
+        running ones.
+    """
 
     tokens_per_block: int
     num_blocks: int
@@ -47,8 +52,12 @@ def trace_priority(priority: int) -> float:
 class RecordedRequest(Request):
     """A request of the recorded engine.
 
-    arrival_s: on the run's clock. added_in, added_with, stopped_in: as in a TraceRequest. engine_priority: as the
-    engine has it. computed: tokens in the cache. made: output tokens so far. is_started: it has run at least once.
+    arrival_s: arrival on the run's clock.
+    added_in, added_with, stopped_in: as in a TraceRequest.
+    engine_priority: priority as the engine has it.
+    computed: number of tokens in the cache.
+    made: number of output tokens so far.
+    is_started: whether it has run at least once.
     """
 
     def __init__(self, added: Added, number: int, arrival_s: float, added_in: int) -> None:
@@ -93,7 +102,8 @@ class RecordedRequest(Request):
 class Mirror:
     """The engine's requests by name, and the records of its iterations.
 
-    requests: in the order in which they entered the queue. running: those that run, in the order of starting.
+    requests: requests in the order in which they entered the queue.
+    running: requests that run, in the order of starting.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -164,8 +174,9 @@ class Mirror:
     def record(self, step: Step, iteration: int, to_run_s: float, epoch_s: float) -> IterationRecord:
         """The record of an iteration, before the requests that it completes are removed.
 
-        to_run_s: what is added to times of the engine's clock for those of the run; epoch_s: to those of the run for
-        the time since 1970."""
+        to_run_s: what is added to times of the engine's clock for those of the run.
+        epoch_s: what is added to times of the run for seconds since the Unix epoch.
+        """
         paused = [pause for one in step.preempted if (pause := self._preempt(one)) is not None]
         first_held = None
         if step.held is not None:  # it may have ended since

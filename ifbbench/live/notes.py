@@ -22,8 +22,10 @@ Version = tuple[int, ...]
 
 @dataclass(slots=True)
 class Pending:
-    """An iteration whose outputs have not come back: the fields of its Step. output: what the engine's scheduler
-    returned."""
+    """An iteration whose outputs have not come back: the fields of its Step.
+
+    output: what the engine's scheduler returned.
+    """
 
     output: Any
     begun_s: float
@@ -45,10 +47,11 @@ class Pending:
 class Notes:
     """What was noted of an engine and not sent.
 
-    changes: requests that were added or stopped since the latest iteration was decided. preempted: those of the
-    iteration that is being decided. in_flight: iterations whose outputs have not come back, the oldest first. ended:
-    requests that the outputs being processed have ended. num_lost: iterations that were not sent since the latest one
-    that was.
+    changes: requests that were added or stopped since the latest iteration was decided.
+    preempted: requests that were pre-empted in the iteration that is being decided.
+    in_flight: iterations whose outputs have not come back, the oldest first.
+    ended: requests that the outputs being processed have ended.
+    num_lost: number of iterations that were not sent since the latest one that was.
     """
 
     def __init__(self, directory: Path, begin: Begin) -> None:
@@ -141,7 +144,8 @@ def open_notes(
 ) -> AnyNotes | None:
     """The notes of an engine that is to be recorded; None, and a line in the log, where it is not.
 
-    versions: of the engine, the first and the last one that are known, each to its last given number."""
+    versions: first and last known version of the engine, each to its last given number.
+    """
     directory = os.environ.get(RECORD)
     if not directory:
         log.warning("%s is not set: nothing is recorded. Give it the directory of the recording.", RECORD)

@@ -146,10 +146,11 @@ class _Hooks:
 class _Notes(Notes):
     """What the hooks have noted of a scheduler.
 
-    known: the requests in the engine by id. limit: why the head of the queue waits, by the latest prefill batch that
-    was tried; None if none waited then. is_trying: whether requests of the queue are tried in this decision. victims:
-    requests that lost their pages in this decision, with the waiting request that took their place; None where decode
-    steps needed their pages.
+    known: the requests in the engine by id.
+    limit: why the head of the queue waits, by the latest prefill batch that was tried; None if none waited then.
+    victims: requests that lost their pages in this decision, with the waiting request that took their place; None where
+        decode steps needed their pages.
+    is_trying: whether requests of the queue are tried in this decision.
     """
 
     def __init__(self, scheduler: Any, version: str, directory: Path) -> None:

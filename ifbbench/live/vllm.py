@@ -32,8 +32,8 @@ _log = logging.getLogger("vllm.ifbbench")
 class _Notes(Notes):
     """What a recording scheduler has noted.
 
-    new: requests added since the latest call of `schedule`. looked_up: the latest request whose prefix was looked for
-    in the cache, and what was found.
+    new: requests added since the latest call of `schedule`.
+    looked_up: the latest request whose prefix was looked for in the cache, and what was found.
     """
 
     def __init__(self, scheduler: Scheduler, directory: Path) -> None:
@@ -77,7 +77,7 @@ class _Notes(Notes):
         (self.ended if self._is_updating else self.changes).append(ended)
 
     def was_preempted(self, request: Request, caller: FrameType) -> None:
-        """caller: of vLLM's method. The request that needs the blocks is not passed to it, but is a variable of
+        """caller: what calls vLLM's method. The request that needs the blocks is not passed to it, but is a variable of
         `schedule`. To follow each allocation instead would cost as much as all other notes of an iteration."""
         beneficiary = getattr(caller.f_locals.get("request"), "request_id", request.request_id)
         self.preempted.append(Preempted(request.request_id, beneficiary))

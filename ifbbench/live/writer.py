@@ -24,7 +24,8 @@ from ifbbench.live.mirror import PRIORITY_STEP, EngineLimits, Mirror, RecordedRe
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import FLUSH_INTERVAL_S, Recorder
 from ifbbench.rundir.traffic_trace import TrafficTrace
-from ifbbench.settings.config import SGLANG, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.settings.modes import BatchingType
 from ifbbench.settings.names import setting
 from ifbbench.settings.servers import SERVERS
@@ -84,8 +85,12 @@ def limits_of(begin: Begin, config: RunConfig) -> EngineLimits:
 
 
 class Segment:
-    """One run directory of a recording. start_s: its time 0, on the engine's clock. present: requests that are in the
-    engine when it begins; they make up a class of their own, and what they did before is not known here."""
+    """One run directory of a recording.
+
+    start_s: its time 0, on the engine's clock.
+    present: requests that are in the engine when it begins; they make up a class of their own, and what they did before
+        is not known here.
+    """
 
     def __init__(self, directory: Path, begin: Begin, start_s: float, present: Iterable[Added] = ()) -> None:
         config = settings_of(begin)
@@ -158,7 +163,11 @@ class Segment:
         return now_s - self._start_s
 
     def close(self, partial: bool, reason: str | None = None) -> None:
-        """Complete the files. partial: the server was killed. reason: why the recording goes on elsewhere."""
+        """Complete the files.
+
+        partial: the server was killed.
+        reason: why the recording goes on elsewhere.
+        """
         for name, request in self._mirror.requests.items():
             self._leave(request, Ended(name, "stopped", request.made, 1, []))
         self._description["trace"] |= self._trace.close(self._mirror.num_added)

@@ -63,21 +63,30 @@ RopeScaling = Llama3RopeScaling | LinearRopeScaling | YarnRopeScaling | RopeFact
 class ModelConfig:
     """A decoder's shape. Names follow Hugging Face's `LlamaConfig`, shortened; sizes are in elements.
 
+    attention_bias: whether query, key and value have biases.
     sliding_window: number of positions, its own included, that a query attends to in every layer; None if all.
-    attention_bias: biases of query, key and value. query_key_norm: each head of queries and keys is normalised before
-    the rotary embedding (Qwen 3). architecture: LLAMA, or GPT2 with learned positions, LayerNorm, biases everywhere and
-    an MLP without a gate. rms_norm_eps and activation apply to the norms and the MLP of either architecture.
-    num_experts, experts_per_token: of a mixture of experts; 0 if there is one MLP. Most such models run on simulated
-    devices only. expert_size: intermediate size of each expert, 0 if it is `intermediate_size`. shared_expert_size:
-    that of the experts that every token passes, together. has_shared_gate: whether their output is weighted.
-    layers: the kinds of the layers, none if all are the same. latent: of models with latent attention. routing: of
-    models with experts that are computed here, too. recurrent: of
-    layers without attention. windows: of each layer, None for all positions; empty if all have `sliding_window`.
-    gated_attention: whether queries come with a gate of their output. gated_mlp: whether MLPs of the Llama family have
-    a gate. has_expert_bias: biases of the experts. num_norms: of a layer, 0 if one before each mixer and MLP.
+    query_key_norm: whether each head of queries and keys is normalised before the rotary embedding (Qwen 3).
+    architecture: LLAMA, or GPT2 with learned positions, LayerNorm, biases everywhere and an MLP without a gate.
+        rms_norm_eps and activation apply to the norms and the MLP of either architecture.
+    num_experts, experts_per_token: numbers of a mixture of experts; 0 if there is one MLP. Most such models run on
+        simulated devices only.
+    expert_size: intermediate size of each expert, 0 if it is `intermediate_size`.
+    shared_expert_size: intermediate size of the experts that every token passes, together.
+    has_shared_gate: whether the output of the shared experts is weighted.
+    has_expert_bias: whether the experts have biases.
+    layers: the kinds of the layers, none if all are the same.
+    latent: shape of latent attention, for models that have it.
+    routing: how tokens choose experts, for models whose experts are computed here, too.
+    recurrent: shape of layers without attention.
+    windows: attention window of each layer, None for all positions; empty if all have `sliding_window`.
+    gated_attention: whether queries come with a gate of their output.
+    gated_mlp: whether MLPs of the Llama family have a gate.
+    num_norms: number of norms of a layer, 0 if one before each mixer and MLP.
     query_key_norm_size: weights of the norms of queries and keys, 0 if they are those of one head each.
     is_draft: a layer for multi-token prediction or an EAGLE head, with the product that joins a hidden state and the
-    embedding of the next token.
+        embedding of the next token.
+    unquantized: parts of layers that a quantized checkpoint keeps in 16 bits.
+    weights_of_scale: number of weights with one scale, of a checkpoint in 4 bits; 0 if it does not say.
     """
 
     vocab_size: int
@@ -116,6 +125,8 @@ class ModelConfig:
     num_norms: int = 0
     query_key_norm_size: int = 0
     is_draft: bool = False
+    unquantized: tuple[Mixer | Mlp, ...] = ()
+    weights_of_scale: int = 0
 
     @classmethod
     def tiny(cls) -> "ModelConfig":
@@ -255,7 +266,9 @@ class ModelConfig:
 def check_split(model: ModelConfig, tp_size: int, pp_size: int, ep_size: int = 1, attention_dp_size: int = 1) -> None:
     """InputError if `tp_size` devices cannot share a layer evenly, or there are fewer layers than stages.
 
-    ep_size: parts of the devices that share the experts. attention_dp_size: parts that have requests of their own."""
+    ep_size: parts of the devices that share the experts.
+    attention_dp_size: parts that have requests of their own.
+    """
     for name, size in (("ep_size", ep_size), ("attention_dp_size", attention_dp_size)):
         if tp_size % size:
             raise InputError(

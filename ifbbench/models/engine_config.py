@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
+from ifbbench.settings.config import LIMIT_SETTINGS
 from ifbbench.settings.fields import choice, located, table
 
 _log = logging.getLogger("ifbbench")
@@ -46,7 +47,6 @@ _EQUAL_NAMES = (
     "eos_token_id",
 )
 _ACTIVATIONS = {"swiglu": "silu"}
-_LIMITS = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "max_beam_width")
 _DTYPES = {"float32": "float32", "float16": "fp16", "bfloat16": "bf16"}
 _QUANTIZATIONS = {
     "FP8": "fp8", "FP8_BLOCK_SCALES": "fp8_block", "NVFP4": "nvfp4", "W4A16": "int4", "W4A16_AWQ": "int4",
@@ -89,7 +89,7 @@ def engine_settings(directory: Path, is_simulated: bool) -> dict[str, Any]:
 
 def _built_with(config: Mapping[str, Any], is_simulated: bool) -> dict[str, Any]:
     pretrained, build = table(config["pretrained_config"], "pretrained_config"), _part(config, "build_config")
-    settings = {name: build.get(name) for name in _LIMITS}
+    settings = {name: build.get(name) for name in LIMIT_SETTINGS}
     settings["tokens_per_block"] = _part(build, "plugin_config").get("tokens_per_block")
     if is_simulated:
         mapping, quantization = _part(pretrained, "mapping"), _part(pretrained, "quantization")

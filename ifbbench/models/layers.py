@@ -17,10 +17,11 @@ class Mixer(StrEnum):
 
 
 class Mlp(StrEnum):
-    """What computes on each token of a layer by itself."""
+    """What computes on each token of a layer by itself. SHARED: the part of EXPERTS that every token passes."""
 
     DENSE = "dense"
     EXPERTS = "experts"
+    SHARED = "shared experts"
     NONE = "none"
 
 
@@ -33,8 +34,10 @@ class LayerKind(NamedTuple):
 class Routing:
     """How DeepSeek-V3 chooses experts (arXiv:2412.19437, section 2.1.2).
 
-    groups: of experts. groups_per_token: of these, in which a token's experts are. normalises: whether the weights of
-    these are divided by their sum. scale: by which weights are multiplied.
+    groups: number of groups of experts.
+    groups_per_token: number of groups that the experts of a token are in.
+    normalises: whether the weights of a token's experts are divided by their sum.
+    scale: factor of the weights.
     """
 
     groups: int
@@ -47,9 +50,11 @@ class Routing:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1); sizes in elements.
 
-    query_rank: of the compressed query, 0 if queries are not compressed. kv_rank: of the latent vector, from which the
-    keys and values of all heads follow. nope, rope: of a head's query and key without and with rotary embedding; the
-    latter part of the key is the same for all heads. value: of a head's value.
+    query_rank: size of the compressed query, 0 if queries are not compressed.
+    kv_rank: size of the latent vector, from which the keys and values of all heads follow.
+    nope, rope: sizes of a head's query and key without and with rotary embedding; the latter part of the key is the
+        same for all heads.
+    value: size of a head's value.
 
     The cache has the latent vector and the rotated key of each token. Expanded form: keys and values of all heads are
     computed from it. Absorbed form: queries and outputs are multiplied by these matrices instead, so that all heads
@@ -83,10 +88,15 @@ class LatentAttention:
 class Recurrent:
     """A layer that keeps a state of fixed size for each sequence (Mamba, gated delta net); sizes in elements.
 
-    projected: outputs of the products with the hidden state. inner: inputs of the output product. between: inputs and
-    outputs of the products between them. conv_channels, conv_width: of the short convolution. state: values of the
-    state. key_value: size of the keys and values of a token, all heads together. vectors: weights in no matrix.
-    state_bytes: of one value of the state. num_heads: which tensor parallelism divides.
+    projected: outputs of the products with the hidden state.
+    inner: inputs of the output product.
+    between: inputs and outputs of the products between them.
+    conv_channels, conv_width: sizes of the short convolution.
+    state: number of values of the state.
+    key_value: size of the keys and values of a token, all heads together.
+    vectors: number of weights that are in no matrix.
+    num_heads: number of heads, which tensor parallelism divides.
+    state_bytes: bytes of one value of the state.
     """
 
     projected: int

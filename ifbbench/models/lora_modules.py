@@ -36,8 +36,10 @@ class LayerProduct(IntEnum):
 class LoraModule:
     """One adapted matrix [outputs, inputs] of every layer.
 
-    name: PEFT's. number: TensorRT-LLM's. offset: of its outputs in those of the product. splits_inputs: whether ranks
-    share its inputs (and add up their outputs); otherwise they share its outputs.
+    name: name in PEFT.
+    number: number in TensorRT-LLM.
+    offset: offset of its outputs in those of the product.
+    splits_inputs: whether ranks share its inputs (and add up their outputs); otherwise they share its outputs.
     """
 
     name: str
@@ -96,8 +98,10 @@ def split(config: ModelConfig, module: int, lora_a: "Tensor", lora_b: "Tensor", 
 class Placement:
     """Where the matrices of an adapter are in its pages.
 
-    ranks: [layers, modules], 0 where the adapter changes nothing. page, slot: [layers, modules], of the pair of each
-    module, which is A and behind it B. used: slots used of each page. values: of all matrices.
+    ranks: [layers, modules], 0 where the adapter changes nothing.
+    page, slot: [layers, modules], where the pair of each module is: A, and behind it B.
+    used: number of slots used of each page.
+    values: number of values of all matrices.
     """
 
     ranks: IntArray

@@ -38,6 +38,7 @@ from ifbbench.models.layer_fields import (
     qwen3_next,
     qwen_moe,
 )
+from ifbbench.models.unquantized import unquantized_parts, weights_of_scale
 from ifbbench.settings.fields import (
     boolean,
     choice,
@@ -69,11 +70,16 @@ class Family:
     """How config.json of a family of models is read.
 
     attention_bias: whether query, key and value have biases; None if the field `attention_bias` decides, for the
-    attention output too. has_window: whether `sliding_window` applies. activations: supported values of `hidden_act`.
-    names: Llama's field names to the family's. defaults: values of fields that the family's files omit. expected:
-    fields that must be absent or have this value. is_simulated_only: models whose layers nothing here computes, so that
-    no other field is checked. has_rope_scaling: whether scaled rotary embedding is read of such models, with DeepSeek's
-    factors, because some of them are computed. layers: reads what differs from layer to layer; see `layer_fields`.
+        attention output too.
+    has_window: whether `sliding_window` applies.
+    activations: supported values of `hidden_act`.
+    names: Llama's field names to the family's.
+    defaults: values of fields that the family's files omit.
+    expected: fields that must be absent or have this value.
+    is_simulated_only: models whose layers nothing here computes, so that no other field is checked.
+    has_rope_scaling: whether scaled rotary embedding is read of such models, with DeepSeek's factors, because some of
+        them are computed.
+    layers: reads what differs from layer to layer; see `layer_fields`.
     """
 
     architecture: str = LLAMA
@@ -407,6 +413,9 @@ class ConfigJson:
             architecture=self._family.architecture,
             activation=choice(*self.field("hidden_act", "silu"), self._family.activations),
         )
+        if self.values.get("quantization_config"):
+            unquantized = unquantized_parts(self.values, model.num_layers)
+            model = replace(model, unquantized=unquantized, weights_of_scale=weights_of_scale(self.values))
         return model if self._family.layers is None else replace(model, **self._family.layers(self))
 
     @property

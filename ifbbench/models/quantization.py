@@ -47,8 +47,10 @@ QUANTIZATION_FILE, CONFIG_FILE = "hf_quant_config.json", "config.json"
 class Quantization:
     """What a checkpoint says of its data types.
 
-    dtype: that its weights are simulated in, None if they cannot be. kv_cache_dtype: that its keys and values are made
-    for, None if it does not say. format: of its weights, in its own words. source: where that stands.
+    dtype: data type that its weights are simulated in, None if they cannot be.
+    kv_cache_dtype: data type that its keys and values are made for, None if it does not say.
+    format: format of its weights, in its own words.
+    source: where that is written.
     """
 
     dtype: str | None

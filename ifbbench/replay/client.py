@@ -325,8 +325,10 @@ class IterationClient(ReplayClient):
     def follow(self, iteration: Callable[[], int], in_flight: Callable[[], int], numbers_by_arrival: bool) -> None:
         """Requests come in the iterations of an engine. Called once, before anything else.
 
-        iteration(): the number of iterations so far; in_flight(): of those in flight. numbers_by_arrival: requests of
-        equal priority run in the order of their recorded arrivals."""
+        iteration(): returns the number of iterations so far.
+        in_flight(): returns the number of iterations in flight.
+        numbers_by_arrival: requests of equal priority run in the order of their recorded arrivals.
+        """
         columns = columns_of(self._trace.requests)
         assert columns.added_in is not None
         assert columns.added_with is not None

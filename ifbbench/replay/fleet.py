@@ -66,7 +66,11 @@ from ifbbench.rundir.lines import encode
 from ifbbench.rundir.recorder import SummaryRecorder
 from ifbbench.rundir.servers import add_server, parts_of
 from ifbbench.settings.autoscale import KV_USE, QUEUE, TTFT, AutoscaleRule, parse_autoscale
-from ifbbench.settings.config import BY_ITERATION, FLEET_SETTINGS, LOGGED_ENGINES, ROUTERS, SIDE_OUTPUTS, RunConfig
+from ifbbench.settings.config import FLEET_SETTINGS, RunConfig
+from ifbbench.settings.engines import LOGGED_ENGINES
+from ifbbench.settings.groups.fleet import ROUTERS
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
+from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.simulated.energy import energy_of_replicas
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.virtual_clock import VirtualClock
@@ -100,8 +104,11 @@ Ended = tuple[dict[str, Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What the settings of a fleet ask for. configs: of the replicas that it begins with. events, rule: what changes
-    their number."""
+    """What the settings of a fleet ask for.
+
+    configs: settings of the replicas that it begins with.
+    events, rule: what changes their number.
+    """
 
     configs: Sequence[RunConfig]
     router: Router
@@ -116,10 +123,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class FleetRun:
-    """A fleet that has run. ended: each replica. members: the index in the whole trace of each of its requests, by
-    replica. configs: the settings of each. stepped: of a fleet whose replicas were stepped together.
-    outputs: the tokens of each request, by id, if they are asked for. failures: of a fleet that serves, what its
-    replicas lost, as `events`; sent_again: the priorities of the requests of these that others got."""
+    """A fleet that has run.
+
+    ended: each replica.
+    members: for each replica, the indices of its requests in the whole trace.
+    configs: the settings of each.
+    stepped: the fleet whose replicas were stepped together, if they were.
+    outputs: the tokens of each request, by id, if they are asked for.
+    failures: what the replicas of a fleet that serves have lost, as `events`.
+    sent_again: priorities of the requests that were lost and sent to other replicas.
+    """
 
     ended: Sequence[Ended]
     members: Sequence[Sequence[int]]
@@ -145,13 +158,17 @@ def run_fleet(
     with _first_engine(trace, plan, progress) as (engine, others):
         description = describe_fleet(trace, engine, config, plan.configs)
         with fleet_recording(trace, config, description, progress, on_recording, on_recorded) as directory:
-            run = _run(trace, config, plan, directory, progress, others)
+
+            def write(run: FleetRun) -> RunResult:
+                summary, whole = fleet_summary(trace, config, engine, run)
+                _write_requests(directory, config, run, whole.lost)
+                return write_fleet_end(directory, description, summary)
+
+            run = _run(trace, config, plan, directory, progress, others, write)
             if config.responses_json:
                 write_responses(Path(config.responses_json), trace, run.outputs)
             progress.stage("writing requests")
-            summary, whole = fleet_summary(trace, config, engine, run)
-            _write_requests(directory, config, run, whole.lost)
-            return write_fleet_end(directory, description, summary)
+            return write(run)
 
 
 def summarise_fleet(
@@ -183,7 +200,11 @@ def _first_engine(trace: Trace, plan: Plan, progress: Progress) -> Iterator[tupl
 
 
 def describe_fleet(trace: Trace, engine: Engine, config: RunConfig, own: Sequence[RunConfig]) -> dict[str, Any]:
-    """The content of run.json. engine: of the first replica. own: the settings of each replica."""
+    """The content of run.json.
+
+    engine: engine of the first replica.
+    own: the settings of each replica.
+    """
     description = describe(trace, engine, own[0])
     fleet = config.of_one_replica()
     differing = {name for one in own for name, value in one.as_dict().items() if value != getattr(fleet, name)}
@@ -264,11 +285,13 @@ def _run(
     directory: Path | None,
     progress: Progress,
     engines: ReplicaEngines | None,
+    write: Callable[[FleetRun], object] = lambda run: None,
 ) -> FleetRun:
-    """Run all replicas, into their directories in that of the fleet, or without files."""
+    """Run all replicas, into their directories in that of the fleet, or without files. write: takes what was done by a
+    fleet whose run ends early."""
     shares = _known_shares(trace, config, plan)
     if shares is None:
-        return _run_stepped(trace, config, plan, directory, progress, engines)
+        return _run_stepped(trace, config, plan, directory, progress, engines, write)
     return FleetRun(_run_independent(trace, config, plan.configs, shares, directory, progress), shares, plan.configs)
 
 
@@ -361,8 +384,13 @@ def _run_stepped(
     directory: Path | None,
     progress: Progress,
     engines: ReplicaEngines | None,
+    write: Callable[[FleetRun], object],
 ) -> FleetRun:
-    """Run all replicas together, in steps from one arrival to the next. engines: of replicas that compute."""
+    """Run all replicas together, in steps from one arrival to the next.
+
+    engines: engines of replicas that compute.
+    write: see `_run`.
+    """
     configs = [one.with_values(**OF_FLEET) for one in plan.configs]
     descriptions: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -416,21 +444,29 @@ def _run_stepped(
         progress.stage(REPLAYING)
         gc.freeze()
         ended: list[Ended] = []
+        run = FleetRun(ended, (), of_replicas, fleet)
         try:
             fleet.run()
         except KeyboardInterrupt as interrupt:
-            kept = "nothing was recorded" if directory is None else f"results are kept in {directory}"
-            interrupt.add_note(f"{fleet.front.answered} of {len(trace)} requests were done; {kept}.")
+            interrupt.add_note(f"{outcome_of(fleet.front, trace, directory)}.")
             raise
         except Exception as error:
-            done = f"{fleet.front.answered} of {len(trace)} requests were done"
+            done = outcome_of(fleet.front, trace, directory)
             raise RunFailed(f"the fleet's run ended early: {error}", done) from error
         finally:
             gc.unfreeze()
             for number, one in enumerate(replicas):
                 ended.append(closed(one, not fleet.front.done, descriptions.get(number), directory))
+            if not fleet.front.done:
+                write(replace(run, members=[one.members for one in replicas]))
     outputs = {name: tokens for one in replicas for name, tokens in one.client.outputs.items()}
-    return FleetRun(ended, [one.members for one in replicas], of_replicas, fleet, outputs)
+    return replace(run, members=[one.members for one in replicas], outputs=outputs)
+
+
+def outcome_of(front: ReplayClient, trace: Trace, directory: Path | None) -> str:
+    """What was done of a fleet's run that ends early, and where it is."""
+    kept = "nothing was recorded" if directory is None else f"results are kept in {directory}"
+    return f"{front.answered} of {len(trace)} requests were done; {kept}"
 
 
 def closed(one: SteppedReplica, is_partial: bool, description: dict[str, Any] | None, directory: Path | None) -> Ended:
@@ -464,7 +500,10 @@ def _write_requests(directory: Path, config: RunConfig, run: FleetRun, lost: Seq
 
 
 class _FleetRecorder(SummaryRecorder):
-    """A recorder of all replicas together. lost: the lines of requests that no replica took."""
+    """A recorder of all replicas together.
+
+    lost: the lines of requests that no replica took.
+    """
 
     lost: list[bytes]
 

@@ -28,7 +28,11 @@ class Fleet(Protocol):
 
 
 class Change(NamedTuple):
-    """What happens to a fleet at a time. order: of changes at the same time. value, like: see ReplicaEvent."""
+    """What happens to a fleet at a time.
+
+    order: position among changes at the same time.
+    value, like: see ReplicaEvent.
+    """
 
     at_s: float
     order: int
@@ -39,8 +43,13 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class Service:
-    """When a replica served. started_s: its GPUs were taken. ready_s: it took requests; None before. ended_by: FAIL,
-    DRAIN, or nothing while it takes requests. stopped_s: it took no more requests, unless it was there to the end."""
+    """When a replica served.
+
+    started_s: when its GPUs were taken.
+    ready_s: when it began to take requests; None before.
+    ended_by: FAIL, DRAIN, or nothing while it takes requests.
+    stopped_s: when it stopped taking requests, unless it was there to the end.
+    """
 
     started_s: float
     ready_s: float | None = None
@@ -56,9 +65,15 @@ class Service:
 
 @dataclass
 class Changes:
-    """What happens to the replicas of a fleet. events: of a file. rule: of the autoscaler. start_up_s: from the start
-    of a replica until it takes requests. make_replica(number, like): the replica of this number, with the settings of
-    another one. services: of each replica. log: what happened, for `summary.json`."""
+    """What happens to the replicas of a fleet.
+
+    events: events of a file.
+    rule: rule of the autoscaler.
+    start_up_s: time from the start of a replica until it takes requests.
+    make_replica(number, like): the replica of this number, with the settings of another one.
+    services: when each replica served.
+    log: what happened, for `summary.json`.
+    """
 
     events: Sequence[ReplicaEvent]
     rule: AutoscaleRule | None

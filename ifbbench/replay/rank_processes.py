@@ -69,8 +69,10 @@ def run_in_ranks(
     """The result of `run(progress=…, …)` in rank 0 of the processes that `config` needs. Its exception is raised here;
     RunFailed names a rank that died, does not answer or failed otherwise. No process is left.
 
-    callbacks: further arguments of `run`, by name; called here when rank 0 calls them. subject: of messages. passed_on:
-    signals to this process that are passed on to rank 0, which ends by them."""
+    callbacks: further arguments of `run`, by name; called here when rank 0 calls them.
+    subject: subject of messages.
+    passed_on: signals to this process that are passed on to rank 0, which ends by them.
+    """
     called: dict[str, Any] = {"stage": progress.stage, "update": progress.update, **(callbacks or {})}
     with _new_ranks(config, subject, called) as ranks:
         try:
@@ -117,8 +119,12 @@ def _passing_on(signals: Collection[signal.Signals], ranks: "Ranks") -> Iterator
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank, and its process unless it is this one. failure: what it reported, None if nothing. is_lost: the failure
-    is that of another rank, which, with is_timed_out, does not answer. has_ended: whether its connection is closed."""
+    """A rank, and its process unless it is this one.
+
+    failure: what it reported, None if nothing.
+    is_lost: whether the failure is that of another rank, which with `is_timed_out` does not answer.
+    has_ended: whether its connection is closed.
+    """
 
     number: int
     process: Popen[bytes] | None = None
@@ -146,8 +152,12 @@ class _Rank:
 
 
 class Ranks:
-    """The ranks that `config` needs. store: a file through which they find each other. subject: of messages. callbacks:
-    of what rank 0 reports, by its name."""
+    """The ranks that `config` needs.
+
+    store: a file through which they find each other.
+    subject: subject of messages.
+    callbacks: callbacks for what rank 0 reports, by its name.
+    """
 
     def __init__(self, config: RunConfig, store: Path, subject: str, callbacks: Mapping[str, Any]) -> None:
         self._size, self._config, self._store = config.num_ranks, config, store

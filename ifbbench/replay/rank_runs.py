@@ -53,7 +53,10 @@ def _has_parent() -> bool:
 
 @dataclass(slots=True)
 class _Led:
-    """The runs of rank 0 in this process. is_unfinished: the latest one has begun and not ended as it should."""
+    """The runs of rank 0 in this process.
+
+    is_unfinished: the latest one has begun and not ended as it should.
+    """
 
     num_runs: int = 0
     is_unfinished: bool = False

@@ -6,7 +6,9 @@ from typing import Any
 
 from ifbbench.build.engines import engine_defaults
 from ifbbench.errors import InputError
-from ifbbench.settings.config import ENGINES, FLEET_SETTINGS, MAX_REPLICAS, RunConfig
+from ifbbench.settings.bounds import MAX_REPLICAS
+from ifbbench.settings.config import FLEET_SETTINGS, RunConfig
+from ifbbench.settings.engines import ENGINES
 from ifbbench.settings.fields import integer, located
 from ifbbench.settings.names import from_mapping, own_names, setting
 from ifbbench.settings.table_files import read_tables

@@ -54,8 +54,11 @@ _log = logging.getLogger("ifbbench")
 
 
 class ReplicaJob(NamedTuple):
-    """What the process of a replica builds. num_sharing: replicas that share the memory of the host. address: where it
-    takes keys and values of others; None if it neither sends nor gets any."""
+    """What the process of a replica builds.
+
+    num_sharing: number of replicas that share the memory of the host.
+    address: where it takes keys and values of others; None if it neither sends nor gets any.
+    """
 
     config: RunConfig
     beam_width: int
@@ -64,8 +67,11 @@ class ReplicaJob(NamedTuple):
 
 
 class KvPart(NamedTuple):
-    """Keys and values of a sequence, of positions `start` to `end` - 1. tables: its blocks, of each attention window.
-    copies: of other blocks, to be made before."""
+    """Keys and values of a sequence, of positions `start` to `end` - 1.
+
+    tables: its blocks in each attention window.
+    copies: copies of other blocks, to be made before.
+    """
 
     tables: tuple[IntArray, ...]
     start: int
@@ -84,7 +90,10 @@ class FirstToken(NamedTuple):
 
 
 class ReplicaProcess:
-    """The process of a replica, which does one thing after another. name: of the replica in messages."""
+    """The process of a replica, which does one thing after another.
+
+    name: name of the replica in messages.
+    """
 
     def __init__(self, job: ReplicaJob, name: str) -> None:
         self.job, self.name = job, name

@@ -15,7 +15,8 @@ from ifbbench.engine.sampling_params import GREEDY, OutputOptions, StopCondition
 from ifbbench.replay.client import MakeRequest
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits, Refusal
-from ifbbench.settings.config import ENGINES, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import ENGINES
 from ifbbench.workload.prompts import output_runs, output_symbol, prompt_tokens, symbolic_runs
 from ifbbench.workload.trace import Trace, TraceRequest, columns_of
 

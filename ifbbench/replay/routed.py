@@ -42,10 +42,15 @@ def append(share: RequestColumns, columns: RequestColumns, index: int, arrival_s
 
 
 class _Routed:
-    """What the two clients have in common. horizon_s: a request may arrive then that is not routed yet.
+    """What the two clients have in common.
 
-    answers: when each answer reached the router, and the index of its request, in order of time. open: the requests
-    that are not answered, in order. earlier: see Request. answers_let_in: a request may arrive after each answer."""
+    horizon_s: time from which a request may arrive that is not routed yet.
+
+    answers_let_in: whether a request may arrive after each answer.
+    answers: when each answer reached the router, and the index of its request, in order of time.
+    open: requests that are not answered, in order.
+    earlier: see Request.
+    """
 
     horizon_s: float
     answers_let_in: bool
@@ -121,7 +126,10 @@ Routed: TypeAlias = RoutedClient | RoutedServedClient
 
 
 class _GrowingQueue(PriorityQueue):
-    """A PriorityQueue of requests whose priorities are known as they come. priority: a column that grows."""
+    """A PriorityQueue of requests whose priorities are known as they come.
+
+    priority: a column that grows.
+    """
 
     def __init__(self, priority: "array[float]") -> None:
         self._of_index = priority

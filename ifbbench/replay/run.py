@@ -20,7 +20,8 @@ from ifbbench.replay.single import (
 )
 from ifbbench.rundir import run_directory
 from ifbbench.rundir.recorder import SummaryRecorder
-from ifbbench.settings.config import FLEET_SETTINGS, SIDE_OUTPUTS, SIDE_SETTINGS, RunConfig
+from ifbbench.settings.config import FLEET_SETTINGS, SIDE_SETTINGS, RunConfig
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
 from ifbbench.workload.load import Source, for_other_process, load_trace
 from ifbbench.workload.trace import Trace
 
@@ -37,9 +38,13 @@ def run_trace(
     """Replay `source` (see `load_trace`) with `config`, in several processes if it needs them: unless a launcher has
     started them, they are started here. Ranks of a launcher other than 0 do not return.
 
-    owns_process: see `build_engine`. on_recording: is called with the run directory when the recording begins.
-    on_recorded: when it has ended, also that of a run that ended early. Raises InputError before anything is written
-    if the input or the settings are bad, and RunFailed if the run ends early; its directory is then marked partial."""
+    owns_process: see `build_engine`.
+    on_recording: is called with the run directory when the recording begins.
+    on_recorded: is called when the recording has ended, also that of a run that ended early.
+
+    Raises InputError before anything is written if the input or the settings are bad, and RunFailed if the run ends
+    early; its directory is then marked partial.
+    """
     _check_outputs(config)
     _check_retries(config)
     check_no_fleet(config)

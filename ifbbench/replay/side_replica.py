@@ -18,10 +18,13 @@ from ifbbench.workload.trace import RequestColumns, Trace
 class KvMailbox:
     """The `KvTransfers` of a replica. Requests are named by their index in its trace.
 
-    held: those that are complete, while their blocks are kept. completions: of these, when their prompts were complete,
-    until the fleet takes them. reservations: those that have got blocks for what is sent to them, until the fleet takes
-    them, and when. receiving: these requests, until that has come. withdrawn: requests that were sent to another
-    replica. tiers: the stores of the engine, from which others of its requests load."""
+    tiers: the stores of the engine, from which others of its requests load.
+    held: complete requests, while their blocks are kept.
+    completions: when the prompts of the held requests were complete, until the fleet takes them.
+    reservations: requests that have got blocks for what is sent to them, and when, until the fleet takes them.
+    receiving: these requests, until their keys and values have come.
+    withdrawn: requests that were sent to another replica.
+    """
 
     def __init__(self, tiers: KvTiers | None = None) -> None:
         self._tiers = tiers
@@ -93,8 +96,12 @@ class KvMailbox:
 
 
 class _Fetching:
-    """What the clients of both sides have in common. fetched: requests that the engine has got, by index, until they
-    are answered. abandoned: indices of requests that it is not to get. leave(request): answers one of these."""
+    """What the clients of both sides have in common.
+
+    fetched: requests that the engine has got, by index, until they are answered.
+    abandoned: indices of requests that it is not to get.
+    leave(request): answers one of the fetched requests.
+    """
 
     fetched: dict[int, Request]
     abandoned: set[int]
@@ -127,7 +134,10 @@ class _Fetching:
 
 
 class _Sending(_Fetching):
-    """What the clients of a prefill replica have in common. to_send: indices of the requests that go on elsewhere."""
+    """What the clients of a prefill replica have in common.
+
+    to_send: indices of the requests that go on elsewhere.
+    """
 
     to_send: set[int]
 
@@ -160,9 +170,12 @@ class _AcceptedClient(_SendingServedClient):
 
 
 class _Receiving(_Fetching):
-    """What the clients of a decode replica have in common. remote: indices of the requests whose prompts are computed
-    elsewhere. taken_s: when the engine took each request. received_s: when keys and values of each came, which is when
-    it arrives for the records of this replica."""
+    """What the clients of a decode replica have in common.
+
+    remote: indices of the requests whose prompts are computed elsewhere.
+    taken_s: when the engine took each request.
+    received_s: when keys and values of each came, which is when it arrives for the records of this replica.
+    """
 
     remote: set[int]
     taken_s: dict[int, float]
@@ -201,9 +214,13 @@ class _ReceivingServedClient(_Receiving, RoutedServedClient):
 
 
 class SideReplica(SteppedReplica):
-    """A replica that computes prompts, or one that generates. lines: of its requests that have ended, by index in its
-    trace. held: of one that is lost, the requests whose blocks it kept then. known_s: until then nothing comes; what
-    does later interrupts its loop. reserves_first: see SteppedSides."""
+    """A replica that computes prompts, or one that generates.
+
+    reserves_first: see SteppedSides.
+    known_s: time until which nothing comes; what comes later interrupts its loop.
+    lines: lines of its requests that have ended, by index in its trace.
+    held: requests whose blocks it kept when it was lost.
+    """
 
     def __init__(
         self,

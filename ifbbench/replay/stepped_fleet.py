@@ -36,10 +36,12 @@ SHOWN_EVERY = 256
 
 
 class SteppedReplica:
-    """A replica in steps. members: the index in the whole trace of each of its requests. shows_state: its state is read
-    (`state_at`).
+    """A replica in steps.
 
-    clients: the classes of its client, without and with a serving process."""
+    shows_state: whether its state is read (`state_at`).
+    clients: the classes of its client, without and with a serving process.
+    members: for each of its requests, the index in the whole trace.
+    """
 
     def __init__(
         self,
@@ -70,6 +72,8 @@ class SteppedReplica:
         self.clock = engine.clock
         self.members = array("q")
         self.view = Replica(number, PrefixIndex(engine.config.max_tokens_in_paged_kvcache or 2**62))
+        # Until then nothing comes to it, where it runs by itself (`run_until`).
+        self._runs_until_s = inf
         self._idle_at: tuple[int, int] | None = None
         self.failed_s = inf
         # The times to first tokens, and the prompt tokens that a request without one is expected to compute.
@@ -99,6 +103,7 @@ class SteppedReplica:
         """The request at `index` of the whole trace was sent to it. earlier: see Request."""
         if self.engine.tiers is not None and self.loop.is_idle:  # a shared store must not be asked at an earlier time
             self.clock.wait_until(arrival_s)
+        self.loop.shorten(tick(arrival_s))
         append(self._columns, columns, index, arrival_s)
         self.members.append(index)
         self.client.offer(arrival_s, earlier)
@@ -107,18 +112,23 @@ class SteppedReplica:
 
     def run_until(self, time_s: float) -> None:
         """Run everything before `time_s`: iterations that start before it, and of those the ends before it. All
-        requests that arrive before it must have been offered."""
+        requests that arrive before it must have been offered. Iterations may be held that start later, as most of what
+        comes to a fleet goes to another replica: what comes to this one undoes them."""
         clock = self.clock
         if self.has_failed:
             return
-        self.client.horizon_s = time_s
+        self._runs_until_s = time_s
+        if self.engine.tiers is None:
+            self.loop.may_be_interrupted = True
+        else:  # a queue looks into stores in each iteration, which is not undone
+            self.client.horizon_s = time_s
         while self.advance() and clock.now() < time_s:
             pass
 
     @property
     def waits_until_s(self) -> float:
         """A replica that does nothing waits for requests that arrive before this time."""
-        return self.client.horizon_s
+        return min(self.client.horizon_s, self._runs_until_s)
 
     def advance(self) -> bool:
         """Run one step, or what is left of the latest; False if nothing is to be done before `waits_until_s`."""
@@ -153,6 +163,7 @@ class SteppedReplica:
 
     def lose(self, time_s: float) -> None:
         """Its engine is lost at `time_s`, which its requests do not know yet."""
+        self.loop.shorten(tick(time_s))
         self.loop.lose_engine(time_s)
         if self.engine.tiers is not None:
             self.engine.tiers.lose(time_s)
@@ -187,18 +198,16 @@ class SteppedReplica:
         return found
 
     def state_at(self, time_s: float) -> ReplicaState:
-        """What it reports at `time_s`: iterations that are run together until then are taken in, but for the last one,
-        which has not ended."""
-        self.loop.interrupt(tick(time_s))
-        return self.state()
+        """What it reports at `time_s`, up to which it has run."""
+        return self.state_before(tick(time_s))
 
-    def state(self) -> ReplicaState:
-        """What it reports at the beginning of its latest iterations."""
-        scheduler = self.loop.scheduler
+    def state_before(self, time_ns: int) -> ReplicaState:
+        """What it reports while the last iteration runs that starts before `time_ns`."""
+        scheduler, used = self.loop.scheduler, self.loop.used_blocks_at(time_ns)
         # The clock is later than what the client knows: it must not be asked.
-        cache, queued = scheduler.cache_state(), len(scheduler.waiting) + len(self.members) - self.client.handed_out
-        kv_use = (cache.used_blocks or 0) / cache.max_blocks if cache.max_blocks else 0.0
-        return ReplicaState(queued, len(scheduler.table.requests), kv_use)
+        queued = len(scheduler.waiting) + len(self.members) - self.client.handed_out
+        max_blocks = scheduler.cache_state().max_blocks
+        return ReplicaState(queued, len(scheduler.table.requests), used / max_blocks if max_blocks else 0.0)
 
 
 class SteppedFleet:
@@ -206,9 +215,11 @@ class SteppedFleet:
 
     A router sees what happened before the request arrives, not what happens at the same time.
 
-    replica_of: of each request of the trace, the number of its latest replica, -1 before it is routed. lost: requests
-    that no replica took: when they arrived, and why. offers: what the router looked at, for each request that was
-    routed as many values as there were replicas, from its `position` on; -1 of those that took no requests."""
+    replica_of: for each request of the trace, the number of its latest replica, -1 before it is routed.
+    lost: requests that no replica took: when they arrived, and why.
+    offers: what the router looked at, for each request that was routed as many values as there were replicas, from its
+        `position` on; -1 of those that took no requests.
+    """
 
     def __init__(
         self,

@@ -42,7 +42,8 @@ from ifbbench.rundir.disaggregated import Passage
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import value_of
 from ifbbench.rundir.request_metrics import RequestMetrics
-from ifbbench.settings.config import VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import VLLM
 from ifbbench.virtual_clock import VirtualClock, tick, to_seconds
 from ifbbench.workload.load import session_numbers
 from ifbbench.workload.trace import Trace, columns_of
@@ -52,12 +53,17 @@ class SteppedSides:
     """The routers, the replicas of both sides and the client in front of them, which has the whole trace.
 
     Events at the same time are taken in this order: changes of the fleet, what routers read, arrivals, answers, ends of
-    transfers, and then iterations. prefill, decode: the replicas; the numbers of the latter go on from those of the
-    former. reserves_first: a request goes to its prefill replica once it has blocks of its decode replica. layers: of
-    the model, where they are sent one by one; None if transfers begin when prompts are complete. lines: of the requests
-    that have ended, in order of time. outputs: the tokens of each, by id, where clients keep them. views: of the
-    replicas that take requests;
-    waiting: no request waits for one, as none will start."""
+    transfers, and then iterations.
+
+    reserves_first: whether a request goes to its prefill replica only once it has blocks of its decode replica.
+    layers: number of layers of the model, where they are sent one by one; None if transfers begin when prompts are
+        complete.
+    prefill, decode: the replicas; the numbers of the latter go on from those of the former.
+    lines: lines of the requests that have ended, in order of time.
+    outputs: the tokens of each, by id, where clients keep them.
+    views: what the router sees of the replicas that take requests.
+    waiting: always empty: no request waits for a replica, as none will start.
+    """
 
     def __init__(
         self,
@@ -145,8 +151,12 @@ class SteppedSides:
 
     def _interrupt(self, one: SideReplica) -> SideReplica:
         """Something comes to this replica now that changes what it runs."""
-        one.loop.interrupt(self._now_ns + (one.view.number <= self._begun))
+        one.loop.interrupt(self._next_ns(one))
         return one
+
+    def _next_ns(self, one: SideReplica) -> int:
+        """When the next iteration of this replica may begin."""
+        return self._now_ns + (one.view.number <= self._begun)
 
     def _read_s(self, event_s: float) -> float:
         """When states are read for an arrival at `event_s`; or then, if they need not be read before."""
@@ -180,7 +190,7 @@ class SteppedSides:
             return False
         self._read_ns = read_ns
         for one in self.replicas:
-            one.view.state = self._interrupt(one).state()
+            one.view.state = one.state_before(self._next_ns(one))
         return True
 
     def _read_before(self, next_s: float) -> bool:

@@ -1,5 +1,6 @@
 """The charts of a run, as PNG, SVG or PDF."""
 
+import gc
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from ifbbench.processes import run_in_processes, usable_cores
 from ifbbench.report.cells import draw_cells, tint
 from ifbbench.report.chart_files import Output
 from ifbbench.report.client_charts import draw_client_throughput, draw_server_metrics
-from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PAUSE, PHASE_COLOURS, limit_colours
+from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, PAUSE, PHASE_COLOURS, limit_colours
+from ifbbench.report.figure_files import save
 from ifbbench.report.fleet_charts import draw_replicas
 from ifbbench.report.iteration_charts import draw_bound, draw_budget, draw_queue, limits_of_line
 from ifbbench.report.lanes import draw_lanes
@@ -35,10 +37,10 @@ from ifbbench.report.style import (
     label_mean,
     legend_above,
     line_styles,
+    note_inside,
     nothing_to_draw,
     retitle,
     round_ticks,
-    save,
     steps,
     styled,
 )
@@ -148,7 +150,7 @@ def plot_run(
         charts.pop("kv_cache", None)
     if exact and "timeline" in charts:
         charts["timeline"] = partial(draw_cells, exact=True)
-    return _draw_all(run, sorted(charts.items()), output)
+    return sorted(_draw_all(run, list(charts.items()), output))
 
 
 def _draw_all(run: RunData, charts: Sequence[tuple[str, Callable[[RunData], Figure]]], output: Output) -> list[Path]:
@@ -162,8 +164,10 @@ def _draw_all(run: RunData, charts: Sequence[tuple[str, Callable[[RunData], Figu
     processes = min(usable_cores(), len(charts))
     if run.has_only_summary or run.endpoint or run.is_fleet or len(run.iterations) < MIN_SHARED or processes < 2:
         return [path for number in range(len(charts)) for path in draw(number, lambda _: None)]
-    # Read before the fork, and not by each process.
+    # Read before the fork, and not by each process. What is frozen is not looked at by their garbage collectors, which
+    # would copy the memory that it is in.
     _ = run.requests, run.spans, TimeBins.of(run)
+    gc.freeze()
     results = dict(run_in_processes(draw, len(charts), processes))
     for number in range(len(charts)):
         if isinstance(results[number], BaseException):
@@ -261,21 +265,23 @@ def _rate(axes: Axes, bins: TimeBins, tokens: Floats, phase: str, label: str) ->
 
 
 def draw_kv_cache(run: RunData) -> Figure:
-    """Used blocks and the size of the pool above, pauses below."""
-    figure = Figure(figsize=(WIDTH, 4.6))
-    blocks, pauses = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
+    """Used blocks and the size of the pool above; pauses below, if there were any."""
     bins, iterations = TimeBins.of(run), run.iterations
-    (_windows_used if run.windows else _blocks_used)(blocks, bins, run)
     paused, words = iterations["pauses"].to_numpy(dtype=float), words_of(run.config)
-    counts, _ = np.histogram(bins.clock.start_s, bins.edges_s, weights=paused)
-    steps(pauses, counts, bins.edges, fill=True, color=PAUSE, linewidth=0)
-    pauses.set_ylabel(f"{words.pauses}{bins.per_bin}")
-    pauses.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
-    round_ticks(pauses.yaxis, 2, whole=True)
-    if not paused.any():
-        text = f"no request was {words.paused}"
-        pauses.text(0.5, 0.5, text, transform=pauses.transAxes, ha="center", va="center", color=MUTED)
-    bins.label(pauses)
+    if paused.any():
+        figure = Figure(figsize=(WIDTH, 4.6))
+        blocks, last = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 1]})
+        counts, _ = np.histogram(bins.clock.start_s, bins.edges_s, weights=paused)
+        steps(last, counts, bins.edges, fill=True, color=PAUSE, linewidth=0)
+        last.set_ylabel(f"{words.pauses}{bins.per_bin}")
+        last.set_ylim(0, max(1.0, float(counts.max())) * 1.2)
+        round_ticks(last.yaxis, 2, whole=True)
+    else:
+        figure = Figure(figsize=(WIDTH, 4))
+        blocks = last = figure.subplots()
+        note_inside(blocks, f"no request was {words.paused}")
+    (_windows_used if run.windows else _blocks_used)(blocks, bins, run)
+    bins.label(last)
     heading(blocks, "KV cache", run, legend=bool(run.windows))
     figure.align_ylabels()
     return figure
@@ -346,7 +352,7 @@ CHARTS: Mapping[str, Chart] = MappingProxyType(
         "timeline": Chart(draw_timeline, "what each request did, from its arrival to its end"),
         "lanes": Chart(draw_lanes, "the requests that run at a time, a lane each"),
         "throughput": Chart(draw_throughput, "requests waiting, tokens per second and the batch over time"),
-        "budget": Chart(draw_budget, "how much of max_num_tokens and max_batch_size iterations used"),
+        "budget": Chart(draw_budget, "how much of the token budget and the batch size iterations used"),
         "queue": Chart(draw_queue, "how many requests wait, by what each waits for"),
         "bound": Chart(draw_bound, "the limit that bound each stretch of time"),
         "kv_cache": Chart(draw_kv_cache, "KV blocks used, and pauses"),

@@ -61,6 +61,7 @@ def draw_replicas(run: RunData) -> Figure:
         chosen_ticks(queue.yaxis, (0.0, max(1.0, most)))
         queue.spines["right"].set_visible(False)
         queue.tick_params(length=0)
+        queue.grid(visible=False)  # its ticks are at other heights than those of the left axis
         if not number:
             handles = [axes.patches[0], queue.patches[0]] if queue.patches else []
             if handles:
@@ -70,7 +71,9 @@ def draw_replicas(run: RunData) -> Figure:
                 )  # fmt: skip
     if extra:
         _draw_transfers(lanes[-1], run, edges_s, scale)
-    lanes[-1].set_xlabel(f"time ({unit})")
+    lanes[-1].set_xlabel(f"time since the start of the run ({unit})")
+    lanes[-1].set_xlim(0.0, float(edges_s[-1]) * scale)
+    round_ticks(lanes[-1].xaxis, 12)
     if changes is not None:
         _draw_sizes(top, changes, edges_s, scale)
     heading(lanes[0] if top is None else top, f"Replicas behind {run.config.get('router')}", run, legend=True)

@@ -28,7 +28,7 @@ from ifbbench.report.style import (
 )
 from ifbbench.report.timeline import phase_names
 from ifbbench.rundir.reader import Floats, RunData, once_a_run
-from ifbbench.settings.config import SGLANG, VLLM
+from ifbbench.settings.engines import SGLANG, VLLM
 
 HISTOGRAM_BINS = 40
 # Prefix of the cause of requests that stand behind another one, which a limit held.
@@ -129,18 +129,18 @@ def draw_queue(run: RunData) -> Figure:
     }
     total = stack(axes, bins.edges, {cause: layers[cause] for cause in colours}, colours, names)
     axes.set_ylabel("requests that wait")
+    legend_rows = -(-len(layers) // 3)
     axes.set_ylim(0, max(1.0, float(total.max()) * 1.1))
     round_ticks(axes.yaxis, 6, whole=True)
     if layers:
-        legend_above(axes, min(len(layers), 3))
+        legend_above(axes, -(-len(layers) // legend_rows))
         mean = sum(waited_s.values()) / (bins.edges_s[-1] - bins.edges_s[0])
         label_mean(axes, mean)
     else:
         about = "the log has no requests" if run.lacks_requests else "no request waited for a limit"
         axes.text(0.5, 0.5, about, transform=axes.transAxes, ha="center", color=MUTED)
     bins.label(axes)
-    title_rows = -(-len(layers) // 3)
-    heading(axes, "Queue by cause", run, legend=True, rows=title_rows)
+    heading(axes, "Queue by cause", run, legend=True, rows=legend_rows)
     return figure
 
 

@@ -3,6 +3,9 @@
 from heapq import heappop, heappush
 
 import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba, to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -10,16 +13,21 @@ from matplotlib.patches import Patch
 from ifbbench.analysis.token_times import span_ends
 from ifbbench.report.cells import request_order, tint
 from ifbbench.report.colours import FAINT, INK, MUTED, PHASE_COLOURS, REQUEST_COLOURS
+from ifbbench.report.phase_image import Integers, draw_phase_image
 from ifbbench.report.style import WIDTH, TimeBins, boxes, heading, legend_above, round_ticks
-from ifbbench.report.timeline import phase_names
+from ifbbench.report.timeline import phase_handles, phase_names
 from ifbbench.rundir.reader import Floats, RunData
 
 MAX_OUTLINES = 4000
 MAX_NAMED_LANES, NAME_FROM_SHARE = 40, 0.035
+# With more boxes than MAX_OUTLINES, of which the median one takes less than this share of the run, each is too thin to
+# be seen in a colour of its own. Columns of cells that are drawn instead.
+HAIRLINE_SHARE, COLUMNS = 1 / 500, 1400
 
 
 def draw_lanes(run: RunData) -> Figure:
-    """The batch as swim-lanes: each request takes the lowest free lane while it runs; its context phase is dark."""
+    """The batch as swim-lanes: each request takes the lowest free lane while it runs; its context phase is dark. Where
+    requests would be hairlines, the share of each phase in the time of each lane."""
     bins, spans = TimeBins.of(run), run.spans
     running = spans[spans["phase"].isin(["context", "recompute", "generation", "skipped"])]
     left = bins.clock.starts(running["first_iteration"])
@@ -27,6 +35,31 @@ def draw_lanes(run: RunData) -> Figure:
     lanes, count = _lanes(running["request_id"].tolist(), left, right)
     figure = Figure(figsize=(WIDTH, float(np.clip(count * 0.16, 2.4, 8)) + 1.2))
     axes = figure.subplots()
+    duration_s = float(bins.edges_s[-1] - bins.edges_s[0])
+    are_hairlines = len(running) > MAX_OUTLINES and float(np.median(right - left)) < HAIRLINE_SHARE * duration_s
+    if are_hairlines:
+        extent = (float(bins.edges[0]), float(bins.edges[-1]), count)
+        times = bins.scaled(left), bins.scaled(right)
+        draw_phase_image(axes, running["phase"], lanes, *times, extent, COLUMNS)
+        handles = phase_handles(run, running["phase"].unique(), counts=False)
+    else:
+        handles = _draw_boxes(axes, run, running, (left, right), lanes, count)
+    axes.set(ylim=(count - 0.4, -0.6), ylabel="lane: requests that run at a time")
+    round_ticks(axes.yaxis, 8, whole=True)
+    axes.grid(visible=False)
+    legend_above(axes, len(handles), handles)
+    bins.label(axes)
+    shown = "Requests that run, by phase" if are_hairlines else "Requests that run, a colour each"
+    heading(axes, shown, run, legend=True)
+    return figure
+
+
+def _draw_boxes(
+    axes: Axes, run: RunData, running: pd.DataFrame, times_s: tuple[Floats, Floats], lanes: Integers, count: int
+) -> list[Artist]:
+    """A box for each of the spans `running`, from one time to the other, in the colour of its request; returns the key.
+    count: number of lanes."""
+    bins, (left, right) = TimeBins.of(run), times_s
     row_of = {request: row for row, request in enumerate(request_order(run))}
     rows = running["request_id"].map(row_of).to_numpy(dtype=int) % len(REQUEST_COLOURS)
     is_context = running["phase"].isin(["context", "recompute"]).to_numpy()
@@ -60,21 +93,14 @@ def draw_lanes(run: RunData) -> Figure:
                 fontsize=7,
                 color=INK,
             )
-    axes.set(ylim=(count - 0.4, -0.6), ylabel="lane: requests that run at a time")
-    round_ticks(axes.yaxis, 8, whole=True)
-    axes.grid(visible=False)
     names = {"context (dark)": MUTED, "generation (light)": FAINT}
     names |= {phase_names(run)["recompute"]: PHASE_COLOURS["recompute"]} if paused_again.any() else {}
-    handles = [Patch(color=colour, label=name) for name, colour in names.items()]
-    legend_above(axes, 3, handles)
-    bins.label(axes)
-    heading(axes, "Requests that run, a colour each", run, legend=True)
-    return figure
+    return [Patch(color=colour, label=name) for name, colour in names.items()]
 
 
-def _lanes(requests: list[str], left: Floats, right: Floats) -> tuple[Floats, int]:
+def _lanes(requests: list[str], left: Floats, right: Floats) -> tuple[Integers, int]:
     """A lane for each stretch; consecutive stretches of a request keep theirs. Returns also how many there are."""
-    lanes = np.zeros(len(requests))
+    lanes = np.zeros(len(requests), np.int64)
     held: dict[str, tuple[float, int]] = {}
     free: list[int] = []
     ends: list[tuple[float, str]] = []

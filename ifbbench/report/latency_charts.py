@@ -14,7 +14,7 @@ from ifbbench.analysis.number_texts import percent, significant, time_unit
 from ifbbench.analysis.token_times import TokenGaps
 from ifbbench.analysis.words import Words, words_of
 from ifbbench.report.colours import INK, LIMIT, MUTED, PAUSE, PERCENTILES, SERIES, limit_colours
-from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, round_ticks, steps
+from ifbbench.report.style import WIDTH, TimeBins, heading, in_percent, legend_above, note_inside, round_ticks, steps
 from ifbbench.rundir.figures import PART_OF_ATTRIBUTION
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.metrics import limit_waited_for
@@ -220,47 +220,54 @@ def _median_line(figure: Figure, lengths: Floats, values: Floats, logarithmic: b
 
 def draw_itl(run: RunData) -> Figure:
     """Gaps between the tokens of requests over time, by when they ended: percentiles, and each stall as a point."""
-    figure = Figure(figsize=(WIDTH, 5.6))
-    shares, stalls = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2]})
     bins = TimeBins.of(run)
-    heading(shares, "Inter-token latency over time", run, legend=True)
-    if run.recorded_every > 1:
-        shares.text(
-            0.5,
-            0.5,
-            f"not drawn: only one of {run.recorded_every} iterations has its time recorded",
-            transform=shares.transAxes,
-            ha="center",
-            color=MUTED,
-        )
-        return figure
-    gaps = TokenGaps.of(run)
-    if not len(gaps.seconds):
-        shares.text(0.5, 0.5, "no request has two tokens", transform=shares.transAxes, ha="center", color=MUTED)
-        return figure
+    gaps = TokenGaps.of(run) if run.recorded_every == 1 else None
+    if gaps is None or not len(gaps.seconds):
+        why = f"not drawn: only one of {run.recorded_every} iterations has its time recorded"
+        return _no_gaps(run, why if gaps is None else "no request has two tokens")
     median = float(Pool.of(gaps.seconds, gaps.count).percentiles([50])[0])
+    if has_stalls := bool(gaps.seconds.max() > STALL_RATIO * median):
+        figure = Figure(figsize=(WIDTH, 5.6))
+        shares, last = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 2]})
+    else:
+        figure = Figure(figsize=(WIDTH, 4))
+        shares = last = figure.subplots()
+    heading(shares, "Inter-token latency over time", run, legend=True)
     unit, scale = time_unit([median])
     indices = np.clip(np.searchsorted(bins.edges_s, gaps.end_s, side="left") - 1, 0, len(bins.edges_s) - 2)
     # By bin, then by length: the stable sort of small integers takes one pass.
     order = np.argsort(gaps.seconds)
     order = order[np.argsort(indices[order].astype(np.int16), kind="stable")]
-    ordered = np.repeat(gaps.seconds[order], gaps.count[order])
+    ordered = Pool(gaps.seconds[order], np.cumsum(gaps.count[order]))
     counts = np.bincount(indices, gaps.count, len(bins.edges_s) - 1).astype(np.int64)
     firsts = np.concatenate([[0], np.cumsum(counts)[:-1]])
     highest = 0.0
     # Where both are equal, the wide line is seen behind the narrow one.
     for mark, colour, width, name in ((99, PERCENTILES[1], 2.4, "p99"), (50, PERCENTILES[0], 1.2, "p50")):
         positions = np.minimum(firsts + ((counts - 1) * mark // 100).clip(min=0), len(ordered) - 1)
-        values = np.where(counts > 0, ordered[positions] * scale, np.nan)
+        values = np.where(counts > 0, ordered.at(positions) * scale, np.nan)
         highest = max(highest, float(np.nanmax(values)))
         steps(shares, values, bins.edges, baseline=None, color=colour, linewidth=width, label=name)
     shares.set_ylabel(f"ITL ({unit})")
     shares.set_ylim(0, highest * 1.12 or 1.0)
     round_ticks(shares.yaxis)
     legend_above(shares, 2)
-    _stalls(figure, bins, gaps, median, words_of(run.config))
-    bins.label(stalls)
+    if has_stalls:
+        _stalls(figure, bins, gaps, median, words_of(run.config))
+    else:
+        longest = significant(float(gaps.seconds.max()) * scale)
+        note_inside(shares, f"no gap exceeds {STALL_RATIO:.0f} × the median; the longest is {longest} {unit}")
+    bins.label(last)
     figure.align_ylabels()
+    return figure
+
+
+def _no_gaps(run: RunData, why: str) -> Figure:
+    figure = Figure(figsize=(WIDTH, 2.4))
+    axes = figure.subplots()
+    axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", va="center", color=MUTED)
+    axes.set(xticks=[], yticks=[])
+    heading(axes, "Inter-token latency over time", run)
     return figure
 
 
@@ -269,18 +276,6 @@ def _stalls(figure: Figure, bins: TimeBins, gaps: TokenGaps, median: float, word
     axes = figure.axes[1]
     chosen = np.flatnonzero(gaps.seconds > STALL_RATIO * median)
     chosen = np.repeat(chosen, gaps.count[chosen])
-    if not len(chosen):
-        axes.text(
-            0.5,
-            0.5,
-            f"no gap is longer than {STALL_RATIO:.0f} times the median",
-            transform=axes.transAxes,
-            ha="center",
-            va="center",
-            color=MUTED,
-        )
-        axes.set(yticks=[], ylabel="stalls")
-        return
     total = len(chosen)
     # The longest gaps of each bin alone are drawn: many others would hide them.
     bin_of = np.searchsorted(bins.edges_s, gaps.end_s[chosen])

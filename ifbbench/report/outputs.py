@@ -11,7 +11,8 @@ from ifbbench.report.compat import sglang_log, trtllm_bench, vllm_bench, vllm_lo
 from ifbbench.report.compat.gpt_manager_benchmark import write_benchmark_csv
 from ifbbench.rundir.reader import RunData
 from ifbbench.rundir.run_directory import RESULT, SERVER_LOGS
-from ifbbench.settings.config import SGLANG, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, VLLM
 
 Write = Callable[[RunData, Path], None]
 WRITERS: Mapping[str, Write] = MappingProxyType(

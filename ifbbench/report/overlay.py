@@ -14,6 +14,7 @@ from ifbbench.analysis.words import words_of
 from ifbbench.report.cells import request_order
 from ifbbench.report.chart_files import Output
 from ifbbench.report.colours import INK, LIMIT_COLOURS, MUTED, PAUSE
+from ifbbench.report.figure_files import save
 from ifbbench.report.style import (
     MAX_BINS,
     WIDTH,
@@ -22,7 +23,6 @@ from ifbbench.report.style import (
     line_styles,
     retitle,
     round_ticks,
-    save,
     steps,
     styled,
     title,

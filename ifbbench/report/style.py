@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -24,8 +22,6 @@ from ifbbench.analysis.number_texts import significant, time_unit
 from ifbbench.analysis.token_times import IterationClock
 from ifbbench.analysis.words import SIZES, setting_of, words_of
 from ifbbench.errors import InputError
-from ifbbench.files import replace_file
-from ifbbench.report.chart_files import FORMATS
 from ifbbench.report.colours import GRID, INK, LIMIT, MUTED, SERIES
 from ifbbench.rundir.reader import Floats, RunData, once_a_run
 
@@ -35,12 +31,6 @@ WIDTH = 11.0
 # The first line of a set of axes is solid and widest.
 DASHES = ("-", "--", ":", "-.")
 WIDEST_LINE = 2.4
-METADATA: dict[str, dict[str, str | None]] = {
-    ".png": {"Software": None},
-    ".svg": {"Date": None, "Creator": "ifbbench"},
-    ".pdf": {"CreationDate": None},
-}
-POSITION_DIGITS = 5
 # The mean width of a digit and the least distance of two lines, in font sizes.
 LETTER_WIDTH, LINE_HEIGHT = 0.64, 1.3
 MAX_BINS = 150
@@ -63,33 +53,6 @@ STYLE: Any = {
 def styled() -> Any:
     """A context in which figures take this style; after it, the caller's own matplotlib settings hold again."""
     return mpl.rc_context(STYLE)
-
-
-def save(
-    figure: Figure, directory: Path, name: str, formats: Sequence[str] = FORMATS, dpi: float | None = None
-) -> list[Path]:
-    """Write `figure` as `name`.png, `name`.svg and so on, without dates, so that equal figures are equal files."""
-    paths = [directory / f"{name}.{kind}" for kind in formats]
-    # The layout is the same in each format. With a layout engine, every file would be drawn twice.
-    if (engine := figure.get_layout_engine()) is not None:
-        engine.execute(figure)
-    with mpl.rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False}):
-        figure.set_layout_engine(None)
-        for axes in figure.axes:
-            # The solver's last digits differ from one layout to the next.
-            left, bottom, width, height = (round(part, POSITION_DIGITS) for part in axes.get_position().bounds)
-            axes.set_position((left, bottom, width, height))
-        for path in paths:
-            fast: dict[str, Any] = {"pil_kwargs": {"compress_level": 1}} if path.suffix == ".png" else {}
-            write_figure(figure, path, metadata=METADATA[path.suffix], dpi=dpi or STYLE["savefig.dpi"], **fast)
-    return paths
-
-
-def write_figure(figure: Figure, path: Path, **how: Any) -> None:
-    """Write a figure in the format of the suffix, in one step. how: as of `Figure.savefig`."""
-    content = BytesIO()
-    figure.savefig(content, format=path.suffix[1:], **how)
-    replace_file(path, content.getvalue())
 
 
 def heading(top: Axes, what: str, run: RunData, legend: bool = False, rows: int = 1) -> None:
@@ -252,6 +215,21 @@ def label_mean(axes: Axes, mean: float) -> None:
     )
 
 
+def note_inside(axes: Axes, text: str) -> None:
+    """What a chart would show if there were any of it, in words at the top right of `axes`."""
+    axes.annotate(
+        text,
+        (1, 1),
+        xycoords="axes fraction",
+        xytext=(-3, -3),
+        textcoords="offset points",
+        color=MUTED,
+        fontsize=8,
+        ha="right",
+        va="top",
+    )
+
+
 def in_full(value: float) -> str:
     """A number of an axis, with thousands separators and without exponent."""
     return f"{value:,.10g}"
@@ -265,7 +243,9 @@ def in_percent(share: float) -> str:
 class RoundTicks(Locator):
     """Ticks at 1, 2 and 5 times powers of ten, or at multiples of these, as many as have room for their texts.
 
-    most: so many at most. whole: at whole numbers only. text: of a tick. For linear and logarithmic axes.
+    most: maximum number of ticks.
+    whole: whether they are at whole numbers only.
+    text: text of a tick.
     """
 
     def __init__(self, axis: Axis, most: int, whole: bool, text: Callable[[float], str]) -> None:
@@ -317,7 +297,10 @@ class RoundTicks(Locator):
 
 
 class ChosenTicks(RoundTicks):
-    """Ticks at given values, without those that have no room for their texts. values: ascending."""
+    """Ticks at given values, without those that have no room for their texts.
+
+    values: values in ascending order.
+    """
 
     def __init__(self, axis: Axis, values: Sequence[float], text: Callable[[float], str]) -> None:
         super().__init__(axis, len(values), False, text)

@@ -13,7 +13,8 @@ from ifbbench.analysis.number_texts import significant
 from ifbbench.analysis.words import words_of
 from ifbbench.errors import InputError
 from ifbbench.report.colours import FAINT, INK, MUTED
-from ifbbench.report.style import LIMIT_DASHES, chosen_ticks, in_percent, line_styles, round_ticks, save, styled, title
+from ifbbench.report.figure_files import save
+from ifbbench.report.style import LIMIT_DASHES, chosen_ticks, in_percent, line_styles, round_ticks, styled, title
 from ifbbench.report.sweep_maps import draw_heat_maps, draw_limits, draw_pareto
 from ifbbench.report.sweep_metrics import (
     BOUND_BY,
@@ -155,7 +156,7 @@ def _group_styles(count: int, numeric: bool) -> list[dict[str, Any]]:
 def _draw_metric(
     axes: Axes, metric: Metric, rows: Sequence[SweepRow], position_of: Mapping[Any, float], over: str, line: str
 ) -> None:
-    """All keys of a metric; of a single one, the highest value is written."""
+    """All keys of a metric; of a single one, the best value is written."""
     unit, scale = metric.unit_of(rows)
     rows = sorted(rows, key=lambda row: position_of[row[over]])
     positions = [position_of[row[over]] for row in rows]
@@ -177,11 +178,11 @@ def _draw_metric(
     else:
         known = [(x, y * scale) for x, y in zip(positions, metric.values(rows)[0], strict=True) if not np.isnan(y)]
         if known:
-            highest = max(known, key=lambda point: point[1])
-            text = significant(highest[1]) + (f" {unit}" if unit else "")
+            best = (min if metric.is_better_low else max)(known, key=lambda point: point[1])
+            text = significant(best[1]) + (f" {unit}" if unit else "")
             axes.annotate(
                 text,
-                highest,
+                best,
                 xytext=(0, 7),
                 textcoords="offset points",
                 ha="center",

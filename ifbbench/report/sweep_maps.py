@@ -67,7 +67,7 @@ def draw_heat_maps(rows: Sequence[SweepRow], varied: Sequence[str]) -> Figure:
         grid = np.array([metric.values(line)[-1] for line in cells]) * scale
         label = f"{metric.label} {metric.keys[key]}".strip() + (f" ({unit})" if unit else "")
         _draw_cells(axes, grid, [[significant(value) for value in line] for line in grid], metric.is_better_low)
-        axes.set_title(label, fontsize=9, color=INK)
+        axes.set_title(f"{label} · darker is better", fontsize=9, color=INK)
     limits = [[main_limit(row) for row in line] for line in cells]
     axes = panels[-1]
     colours = [[to_rgb(colour_of(limit) if limit else "white") for limit in line] for line in limits]

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -17,8 +16,9 @@ from ifbbench.analysis.token_times import IterationClock, span_ends, token_times
 from ifbbench.analysis.words import Words, words_of
 from ifbbench.report.cells import draw_cells, fits_cells, request_order
 from ifbbench.report.colours import INK, MUTED, PAUSE, PHASE_COLOURS
+from ifbbench.report.phase_image import draw_phase_image
 from ifbbench.report.style import WIDTH, TimeBins, boxes, draw_limit, heading, legend_above, round_ticks, stack, steps
-from ifbbench.rundir.reader import Floats, RunData
+from ifbbench.rundir.reader import RunData
 
 # Later ones are drawn over earlier ones, so that the common and long phases do not hide the rare and short.
 DRAWING_ORDER = ("waiting", "generation", "skipped", "paused", "context", "recompute")
@@ -41,8 +41,8 @@ HAIRLINE_SHARE = 1 / 60
 FEW = 60
 # Beyond this an SVG of outlines is slow to open; the bars alone become an image in it.
 MAX_SPANS_AS_OUTLINES = 20_000
-# Rows and columns of cells in the picture of requests from their arrival, and the percentile of E2E that it reaches.
-ALIGNED_ROWS, ALIGNED_COLUMNS, REACHED = 500, 700, 99.0
+# Columns of cells in the picture of requests from their arrival, and the percentile of E2E that it reaches.
+ALIGNED_COLUMNS, REACHED = 700, 99.0
 
 
 def draw_timeline(run: RunData) -> Figure:
@@ -51,7 +51,7 @@ def draw_timeline(run: RunData) -> Figure:
     if run.endpoint is None and fits_cells(run):
         return draw_cells(run)
     requests = request_order(run)
-    return _draw_many(run, requests) if _is_large(run, len(requests)) else _draw_bars(run, requests)
+    return _draw_many(run) if _is_large(run, len(requests)) else _draw_bars(run, requests)
 
 
 def _title(run: RunData) -> str:
@@ -165,7 +165,7 @@ def draw_bars(axes: Axes, bins: TimeBins, run: RunData, requests: list[str], leg
         legend_above(axes, len(handles), handles)
 
 
-def _draw_many(run: RunData, requests: list[str]) -> Figure:
+def _draw_many(run: RunData) -> Figure:
     """How many requests are in each phase and the tokens in the batch over time; below, what each request did from its
     arrival on."""
     bins = TimeBins.of(run)
@@ -180,7 +180,7 @@ def _draw_many(run: RunData, requests: list[str]) -> Figure:
     legend_above(counts, len(handles), handles)
     _tokens(tokens, bins, run)
     bins.label(tokens)
-    _aligned(aligned, run, requests)
+    _aligned(aligned, run)
     heading(counts, _title(run), run, legend=True)
     figure.align_ylabels()
     return figure
@@ -198,33 +198,22 @@ def draw_population(axes: Axes, bins: TimeBins, run: RunData, highest: float | N
     return list(layers)
 
 
-def _aligned(axes: Axes, run: RunData, requests: list[str]) -> None:
+def _aligned(axes: Axes, run: RunData) -> None:
     """The requests from their arrival on, a row each or several in a row of pixels, in the colours of their phases."""
     clock, spans = IterationClock.of(run), run.spans
-    first_seen = clock.starts(spans.groupby("request_id", sort=False)["first_iteration"].min())
-    arrivals = pd.Series(first_seen, index=spans["request_id"].unique())
-    arrivals.update(run.requests.set_index("request_id")["arrival_s"])
-    start = spans["request_id"].map(arrivals).to_numpy(dtype=float)
-    left = np.maximum(clock.starts(spans["first_iteration"]) - start, 0.0)
-    right = clock.ends(spans["last_iteration"]) - start
-    lives = pd.Series(right).groupby(spans["request_id"].to_numpy()).max()
+    numbers, ids = pd.factorize(spans["request_id"])
+    starts, ends = clock.starts(spans["first_iteration"]), clock.ends(spans["last_iteration"])
+    # Spans are ordered by request, then by time.
+    first_of_request = np.flatnonzero(np.diff(numbers, prepend=-1))
+    known = run.requests.set_index("request_id")["arrival_s"].reindex(ids).to_numpy(dtype=float)
+    arrivals = np.where(np.isnan(known), starts[first_of_request], known)
+    left, right = np.maximum(starts - arrivals[numbers], 0.0), ends - arrivals[numbers]
+    lives = np.maximum.reduceat(right, first_of_request) if len(ids) else np.empty(0)
     reach = max(float(np.percentile(lives, REACHED)), 1e-6) if len(lives) else 1.0
-    order = arrivals.sort_values(kind="stable").index
-    rows_of = pd.Series(np.arange(len(order)) * min(ALIGNED_ROWS, len(order)) // max(len(order), 1), index=order)
-    rows = spans["request_id"].map(rows_of).to_numpy(dtype=int)
-    shape = (min(ALIGNED_ROWS, len(order)), ALIGNED_COLUMNS)
-    colours, weights = np.zeros((*shape, 3)), np.zeros(shape)
-    for phase in DRAWING_ORDER:
-        chosen = (spans["phase"] == phase).to_numpy()
-        if chosen.any():
-            share = _coverage(rows[chosen], left[chosen], right[chosen], reach, shape)
-            weights += share
-            colours += share[..., None] * np.array(to_rgb(PHASE_COLOURS[phase]))
-    requests_per_row = len(order) / max(shape[0], 1)
-    image = np.clip(1.0 - weights / requests_per_row, 0, 1)[..., None] + colours / requests_per_row
+    rows = np.argsort(np.argsort(arrivals, kind="stable"), kind="stable")
     unit, scale = time_unit([reach])
-    pixels = (np.clip(image, 0, 1) * 255).astype(np.uint8)  # matplotlib resamples floats in twice the time
-    axes.imshow(pixels, aspect="auto", interpolation="nearest", extent=(0, reach * scale, len(order), 0))
+    extent = (0.0, reach * scale, len(ids))
+    draw_phase_image(axes, spans["phase"], rows[numbers], left * scale, right * scale, extent, ALIGNED_COLUMNS)
     beyond = int((lives > reach).sum())
     note = f"; {beyond:,} longer requests are cut off at the right" if beyond else ""
     axes.set_title(f"Each request from its arrival on{note}", fontsize=9, color=INK)
@@ -232,25 +221,3 @@ def _aligned(axes: Axes, run: RunData, requests: list[str]) -> None:
     round_ticks(axes.yaxis, 8, whole=True)
     round_ticks(axes.xaxis)
     axes.tick_params(colors=MUTED)
-    axes.grid(visible=False)
-
-
-def _coverage(
-    rows: "np.ndarray[tuple[int], np.dtype[np.int64]]",
-    left: Floats,
-    right: Floats,
-    reach: float,
-    shape: tuple[int, int],
-) -> Floats:
-    """How much of each cell the stretches from `left` to `right` cover, summed over the requests of its row."""
-    count, columns = shape
-    scale = columns / reach
-    begin, end = np.clip(left * scale, 0, columns), np.clip(right * scale, 0, columns)
-    # The integral of the coverage up to each column edge: a ramp from begin to end is a difference of two kinks.
-    slopes = np.zeros((count, columns + 2))
-    for edge, sign in ((begin, 1.0), (end, -1.0)):
-        cell = edge.astype(int)
-        inside = edge - cell
-        np.add.at(slopes, (rows, cell), sign * (1.0 - inside))
-        np.add.at(slopes, (rows, cell + 1), sign * inside)
-    return np.asarray(slopes.cumsum(axis=1)[:, :columns])

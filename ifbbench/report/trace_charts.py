@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.report.colours import INK, MUTED, SERIES
-from ifbbench.report.style import in_percent, label_mean, round_ticks, save, steps, styled, title
+from ifbbench.report.figure_files import save
+from ifbbench.report.style import in_percent, label_mean, round_ticks, steps, styled, title
 from ifbbench.workload.reuse import reuse_distances
 from ifbbench.workload.statistics import TraceStatistics
 from ifbbench.workload.trace import RequestColumns, Trace, columns_of

@@ -24,6 +24,12 @@ def print_findings(findings: Findings, slow: list[SlowRequest], slowest: int, co
     console.print(f"\n[bold]{run.name}[/bold]  {settings_line(run)}")
     if run.partial:
         console.print("[yellow]Partial: the run did not reach its end; this covers what was recorded.[/yellow]")
+    if run.recorded_every > 1:
+        thinned = (
+            f"Thinned: one of {run.recorded_every} iterations has its statistics recorded. Who held the line, and "
+        )
+        thinned += "times between these iterations, are estimates."
+        console.print(f"[yellow]{thinned}[/yellow]", highlight=False, soft_wrap=True)
     console.print(f"\n{findings.waiting_text}\n", soft_wrap=True, markup=False)
     if text := findings.turns.text:
         console.print(f"{text}\n", soft_wrap=True, markup=False)
@@ -248,8 +254,9 @@ def print_iteration(facts: IterationFacts, console: Console) -> None:
     ran = f"{number_of(len(facts.contexts) + len(facts.recomputes), 'context chunk')} and "
     ran += number_of(len(facts.generating), "generation request")
     aside = f"; {number_of(facts.aside, 'running request')} stood aside for prompts" if facts.aside else ""
-    own = f", the last {facts.own_s * 1000:,.2f} of them after the one before it had ended"
-    ahead = own if facts.own_s < 0.999 * facts.duration_s else ""
+    ahead = ""
+    if facts.own_s is not None and facts.own_s < 0.999 * facts.duration_s:
+        ahead = f", the last {facts.own_s * 1000:,.2f} of them after the one before it had ended"
     console.print(
         f"\nIteration {facts.number:,} began at {facts.start_s:,.3f} s and took {facts.duration_s * 1000:,.2f} ms"
         f"{ahead}. It ran {ran}{aside}; {left_out} left out.\n",

@@ -31,7 +31,7 @@ from ifbbench.rundir.recorder import FLUSH_INTERVAL_S
 from ifbbench.rundir.request_metrics import ClassOf
 from ifbbench.rundir.run_directory import write_begun, write_json
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, Window, traffic
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.settings.objectives import Objective, meets_all, parse_objectives
 
 # Parts of the time of a request. The server's queue and its context phase cannot be told apart from outside.
@@ -74,8 +74,10 @@ class ChunkTokens(StrEnum):
 class ClientSpanLine(Struct):
     """A line of `spans.jsonl` of a run against an endpoint: one phase of one request as its client sees it.
 
-    waiting: from its arrival until it is sent; context: until the first token, with the time in the server's queue;
-    generation: until the last token, with the time and the number of tokens of each chunk, the first one included.
+    waiting: a phase from its arrival until it is sent.
+    context: a phase until the first token, with the time in the server's queue.
+    generation: a phase until the last token, with the time and the number of tokens of each chunk, the first one
+        included.
     """
 
     request_id: int
@@ -92,10 +94,17 @@ class ClientSpanLine(Struct):
 class ClientRequestLine(Struct, kw_only=True):
     """A line of `requests.jsonl` of a run against an endpoint.
 
-    Fields are those of RequestLine; None is what only the server knows. prompt_len: as the server counts it, if it
-    reports that. max_new_tokens: as asked for. sent_s: when the last attempt was written to a connection. chunks: of
-    the answer, and chunk_tokens, a ChunkTokens. kind: of the error. retries: kinds of the errors of earlier attempts.
-    warnings: what is wrong with a complete answer. replica, offers: of a router in front of servers.
+    Fields are those of RequestLine; None is what only the server knows.
+
+    prompt_len: as the server counts it, if it reports that.
+    max_new_tokens: as asked for.
+    sent_s: when the last attempt was written to a connection.
+    chunks: number of chunks of the answer.
+    chunk_tokens: how the number of their tokens is known (ChunkTokens).
+    kind: kind of the error.
+    retries: kinds of the errors of earlier attempts.
+    warnings: what is wrong with a complete answer.
+    replica, offers: as in a RequestLine, of a router in front of servers.
     """
 
     request_id: int
@@ -185,8 +194,10 @@ class ClientPopulation(Population):
 class ClientMetrics:
     """Sums and samples of a run against an endpoint.
 
-    class_of: of a request by its index. config: has `slo` and `concurrency`. send_delay_s: of each request that was
-    sent, from its arrival. errors, retries, warnings: numbers by kind.
+    class_of: returns the class of a request by its index.
+    config: has `slo` and `concurrency`.
+    errors, retries, warnings: numbers by kind.
+    send_delay_s: time from the arrival of each request that was sent until it was sent.
     """
 
     def __init__(self, class_of: ClassOf, config: Mapping[str, Any]) -> None:

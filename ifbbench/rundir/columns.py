@@ -21,7 +21,7 @@ from ifbbench.errors import InputError
 from ifbbench.rundir.checking import ExactLines
 from ifbbench.rundir.line_types import InflightLine, IterationDetails, documented_fields
 from ifbbench.rundir.rows import parse_line, pieces_of_lines
-from ifbbench.settings.config import LOGGED_ENGINES
+from ifbbench.settings.engines import LOGGED_ENGINES
 
 ITERATION_FIELDS = {"batch_manager": ("Iteration Counter", "ifbbench"), "trtllm": ("iter", "ifbbench")}
 ITERATION_FIELDS |= dict.fromkeys(LOGGED_ENGINES, ITERATION_FIELDS["batch_manager"])

@@ -12,7 +12,8 @@ import msgspec
 from ifbbench.rundir.line_types import RequestLine
 from ifbbench.rundir.lines import JsonLinesWriter, encode, number, value_of
 from ifbbench.rundir.metrics import TRANSFER, WAITING_FOR, WAITING_ITERATION, distribution
-from ifbbench.settings.config import BY_LAYER, SGLANG
+from ifbbench.settings.engines import SGLANG
+from ifbbench.settings.groups.fleet import BY_LAYER
 
 ROUTER, DECODE_BLOCKS = "router", f"{WAITING_FOR}decode_blocks"
 CONCURRENCY = f"{WAITING_FOR}concurrency"
@@ -30,16 +31,24 @@ def reserves_first(engine: str, transfer_by: str) -> bool:
 class Passage:
     """The way of a request through a fleet with prefill and decode apart, in seconds.
 
-    index: in the whole trace. submitted_s: the client let it go, after its arrival where the number of requests at a
-    time is limited. sent_s: it was sent to these replicas, later if others had failed; retries: how often that was so;
-    lost_tokens: computed there for nothing. prefill, decode: numbers of its replicas; prefill is None if the decode
-    replica computes the prompt, decode if the request ends with the first token. of_prefill, of_decode: its indices in
-    the traces of the two. prefilled_s: its prompt was computed, and the router has the answer. accepted_s: the decode
-    replica has it; taken_s: its scheduler has; reserved_s: it has blocks there. transfer_s, received_s: its keys and
-    values left, and came. tokens: how many tokens' keys and values were sent.
+    index: index in the whole trace.
+    submitted_s: when the client sent it: after its arrival where the number of requests at a time is limited.
+    prefill, decode: numbers of its replicas; prefill is None if the decode replica computes the prompt, decode if the
+        request ends with the first token.
+    of_prefill, of_decode: its indices in the traces of the two replicas.
+    prefilled_s: when its prompt was computed, and the router had the answer.
+    accepted_s: when the decode replica had it.
+    taken_s: when the scheduler of the decode replica had it.
+    reserved_s: when it had blocks there.
+    transfer_s, received_s: when its keys and values left, and came.
+    tokens: number of tokens whose keys and values were sent.
+    sent_s: when it was sent to these replicas: later than it arrived if others had failed.
+    retries: how often it was sent again.
+    lost_tokens: tokens that were computed in vain there.
 
     With `reserves_first`, blocks are reserved before the prefill begins, and prefilled_s is when the prompt was
-    complete on the engine."""
+    complete on the engine.
+    """
 
     index: int
     arrival_s: float

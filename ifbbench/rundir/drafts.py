@@ -55,8 +55,10 @@ class DraftTotals:
     def figures(self) -> dict[str, Any]:
         """The entry of `summary.json`.
 
-        acceptance_rate: share of the draft tokens that became output. acceptance_length: tokens that a step of a
-        request with drafts yielded. draft_s: device time of the draft model, in seconds."""
+        acceptance_rate: share of the draft tokens that became output.
+        acceptance_length: tokens that a step of a request with drafts yielded.
+        draft_s: device time of the draft model, in seconds.
+        """
         return {
             "draft_tokens": self._drafted,
             "accepted_tokens": self._accepted,

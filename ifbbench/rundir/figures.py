@@ -22,7 +22,7 @@ from ifbbench.rundir.metrics import (
 from ifbbench.rundir.reader import RunData, delivered_s, producing_spans
 from ifbbench.rundir.run_directory import write_json
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, Window, steady_state, traffic
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.settings.objectives import parse_objectives
 
 if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table
@@ -122,8 +122,12 @@ def _of_iterations(
     windows: dict[str, dict[str, int]],
     every: int,
 ) -> dict[str, Any]:
-    """What the iterations did and what bound them. thinned: whether only some of them were recorded. windows: see
-    `kv_blocks.per_window_size` of `summary.json`. every: the number of micro batches."""
+    """What the iterations did and what bound them.
+
+    thinned: whether only some of them were recorded.
+    windows: see `kv_blocks.per_window_size` of `summary.json`.
+    every: number of micro batches.
+    """
     recomputed = _total(requests if thinned else iterations, "recomputed_tokens" if thinned else "tokens_recomputed")
     computed, empty, padding = (
         _total(iterations, name) for name in ("budget_used", "empty_generation_slots", "padding_tokens")

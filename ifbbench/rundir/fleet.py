@@ -27,7 +27,10 @@ OffersOf = Callable[[int], Offers | None]
 
 
 class _EndedRequest(Struct):
-    """What a line of `requests.jsonl` is ordered by. index: in the trace of its replica."""
+    """What a line of `requests.jsonl` is ordered by.
+
+    index: index in the trace of its replica.
+    """
 
     index: int
     arrival_s: float
@@ -60,9 +63,11 @@ def write_requests(
     """Write the fleet's `requests.jsonl`: the lines of all replicas in the order in which requests ended, each with its
     index in the whole trace and `replica`, and what the router saw of the replicas.
 
-    members: of each replica, the index in the whole trace of each of its requests. offers_of(index): see RequestLine;
-    None if the router looked at nothing. ended_in(index, number): whether the request ended in this replica; else it
-    was sent to another one. lost: the lines of requests that no replica took, which end with the last ones."""
+    members: for each replica, the index in the whole trace of each of its requests.
+    offers_of(index): returns what the router looked at (see RequestLine); None if it looked at nothing.
+    ended_in(index, number): returns whether the request ended in this replica; otherwise it was sent to another one.
+    lost: the lines of requests that no replica took, which end with the last ones.
+    """
 
     def ended(number: int, indices: Sequence[int]) -> Iterator[tuple[float, int, bytes, int]]:
         """When the requests of a replica ended, in order, with their lines."""
@@ -94,8 +99,13 @@ def _lines(directory: Path) -> Iterator[tuple[_EndedRequest, bytes]]:
 
 @dataclass(frozen=True)
 class Member:
-    """A replica of a fleet. settings: those that not all replicas have in common. price: of a GPU hour; None if it is
-    not known. started_s, ended_s: its GPUs were taken in between. service: more about that, in fleets that change."""
+    """A replica of a fleet.
+
+    settings: settings that not all replicas have in common.
+    price: price of a GPU hour; None if it is not known.
+    started_s, ended_s: when its GPUs were taken, and when they were free again.
+    service: what else is known of that in fleets that change.
+    """
 
     settings: Mapping[str, Any]
     gpus: int

@@ -47,7 +47,10 @@ def snake_case(name: str) -> str:
 
 
 class LeftOutRequest(Struct, gc=False):
-    """The first request that did not run in full. reason: a limit of the engine, or a user policy's own reason."""
+    """The first request that did not run in full.
+
+    reason: a limit of the engine, or a user policy's own reason.
+    """
 
     request_id: int
     reason: str
@@ -72,8 +75,10 @@ class PausedRequest(Struct, gc=False):
 class SpecDecodingStats(Struct, rename="camel"):
     """The draft tokens of an iteration, under the names of TensorRT-LLM's executor.
 
-    numAcceptedTokens: drafts that became output. acceptanceLength: tokens that a request with drafts got on average.
-    iterLatencyMS: of the draft model. draftOverhead: its share of the iteration.
+    numAcceptedTokens: drafts that became output.
+    acceptanceLength: tokens that a request with drafts got on average.
+    iterLatencyMS: latency of the draft model.
+    draftOverhead: share of that in the iteration.
     """
 
     num_draft_tokens: int
@@ -106,15 +111,20 @@ def stats_of_windows(cache: CacheState) -> dict[str, KvCacheIterationStats]:
 class IterationDetails(Struct, gc=False, kw_only=True):
     """What a line of `iterations.jsonl` adds to the batch manager's statistics, under "ifbbench".
 
-    host_ms, device_ms: latency_ms before and after the batch was submitted. context_pass_ms, generation_pass_ms: of
-    iterations with a pass for each phase. schedule_ms to bytes: of a profiled run. queued: requests that have arrived
-    and are not active. waiting: all that have arrived and are not scheduled. queue_head: the request that all in the
-    queue wait for, and the limit that holds it, None if nothing does; of iterations in which it is not first_left_out.
-    missed_blocks: blocks of prompts that were looked up and not found, since the start. first_step, last_step: of a
-    whole static batch, its first and last line of `steps.jsonl`. lora_loads: LoRA tasks with adapters that were copied
-    to the device. spec_decoding: of iterations with draft tokens. kv_cache_iteration_stats: of runs with several
-    attention windows, by the tokens of each. delivery_ms: from the end of the iteration until its tokens reach the
-    clients, behind a serving process (`--engine_overhead`).
+    host_ms, device_ms: latency_ms before and after the batch was submitted.
+    context_pass_ms, generation_pass_ms: times of the passes of iterations with a pass for each phase.
+    schedule_ms to bytes: times and work of a profiled run.
+    queued: number of requests that have arrived and are not active.
+    waiting: number of requests that have arrived and are not scheduled.
+    queue_head: the request that all in the queue wait for, and the limit that holds it, in iterations in which it is
+        not first_left_out; None if nothing holds the queue.
+    missed_blocks: blocks of prompts that were looked up and not found, since the start.
+    first_step, last_step: first and last line of a whole static batch in `steps.jsonl`.
+    lora_loads: LoRA tasks with adapters that were copied to the device.
+    spec_decoding: counts of iterations with draft tokens.
+    kv_cache_iteration_stats: counts of runs with several attention windows, by the tokens of each.
+    delivery_ms: time from the end of the iteration until its tokens reach the clients, behind a serving process
+        (`--engine_overhead`).
     """
 
     start_s: float
@@ -275,7 +285,9 @@ class ExecutorLine(
     """The statistics of an iteration under the names of TensorRT-LLM's executor.
 
     kvCacheStats: None for a contiguous cache. Of staticBatchingStats and inflightBatchingStats, that of the other
-    batching type is None. `ifbbench`: in `iterations.jsonl`, not in an `--iteration_log`.
+    batching type is None.
+
+    ifbbench: in `iterations.jsonl`, not in an `--iteration_log`.
     """
 
     timestamp: str
@@ -385,11 +397,13 @@ IN_BATCH = frozenset((*RUNNING, Phase.SKIPPED))
 class SpanLine(Struct, gc=False):
     """A line of `spans.jsonl`: consecutive iterations of a micro batch in which one request does one thing.
 
-    cause: why it waits, or the id of the request that it was paused for. first_output: of generation, the position of
-    the output token of the first iteration. chunks: of context and recompute, tokens of each iteration. produced:
-    output tokens that were not there before. every: with several micro batches, of a span in which the request runs,
-    their number: it runs in each so many iterations, from the first to the last. steps: of generation, tokens of each
-    iteration, where draft tokens make it more than one in some.
+    cause: why it waits, or the id of the request that it was paused for.
+    first_output: position of the output token of the first iteration of a generation span.
+    chunks: tokens of each iteration of context and recompute.
+    produced: output tokens that were not there before.
+    every: number of micro batches, where there are several, of a span in which the request runs: it runs in each so
+        many iterations, from the first to the last.
+    steps: tokens of each iteration of generation, where draft tokens make it more than one in some.
     """
 
     request_id: int
@@ -408,21 +422,25 @@ class SpanLine(Struct, gc=False):
 class RequestLine(Struct, gc=False):
     """A line of `requests.jsonl`. Times are None, and attribution_s is empty, unless the request completed.
 
-    attribution_s: seconds by what the request did or waited for, which add up to e2e_s. max_new_tokens: as requested.
-    class, priority: where the trace gives them, the default priority left out. slo_met: whether the request
-    met every objective of each request, where there are any. draft_tokens, accepted_draft_tokens: those verified, and
-    those that became output, of requests with any. replica: in a fleet, the number of the replica that ran it. offers:
-    what the router saw of each replica when the request arrived, [replicas], where it looked: requests and prompt
-    tokens that were not answered, tokens of this prompt that were expected there (hit_tokens), tokens of prompts
-    without a first token that were not (prefill_tokens), and as the replica reported them, requests in its queue and
-    the share of its KV cache in use; None of those that took no requests. name: what a recorded engine calls the
-    request. retries, lost_tokens: how often it was sent again because its replica had failed, and its tokens that had
-    been computed there for nothing; where there were any. host_reused_tokens: of reused_tokens, those that were copied
-    from host memory, of requests with any.
-    prefill_replica, decode_replica: with prefill and decode apart, the numbers of the replicas that computed the prompt
-    and that generated, None where none did. transfer_tokens, transfer_start_s, transfer_end_s: of the keys and values
-    that went from one to the other, where they did; or that were loaded from stores beneath the device
-    memory, which disk_reused_tokens and remote_reused_tokens are of, both of reused_tokens.
+    attribution_s: seconds by what the request did or waited for, which add up to e2e_s.
+    max_new_tokens: number of output tokens requested.
+    class, priority: where the trace gives them, the default priority left out.
+    slo_met: whether the request met every objective of each request, where there are any.
+    draft_tokens, accepted_draft_tokens: those verified, and those that became output, of requests with any.
+    replica: number of the replica that ran it, in a fleet.
+    offers: what the router saw of each replica when the request arrived, [replicas], where it looked: requests and
+        prompt tokens that were not answered, tokens of this prompt that were expected there (hit_tokens), tokens of
+        prompts without a first token that were not (prefill_tokens), and as the replica reported them, requests in its
+        queue and the share of its KV cache in use; None of those that took no requests.
+    name: what a recorded engine calls the request.
+    retries, lost_tokens: how often it was sent again because its replica had failed, and its tokens that had been
+        computed there for nothing; where there were any.
+    host_reused_tokens: number of reused tokens that were copied from host memory, where there were any.
+    prefill_replica, decode_replica: numbers of the replicas that computed the prompt and that generated, with prefill
+        and decode apart; None where none did.
+    transfer_tokens, transfer_start_s, transfer_end_s: number and times of the keys and values that went from one to the
+        other, where they did; or that were loaded from stores beneath the device memory, of which disk_reused_tokens
+        and remote_reused_tokens are parts, as they are of reused_tokens.
     """
 
     request_id: int

@@ -129,10 +129,12 @@ def is_thinned_out(iteration: int, every: int, bound_by: str, before: str) -> bo
 class IterationLines:
     """Makes the lines of `iterations.jsonl`.
 
-    max_requests: the engine's limit of active requests. every: thinned, to the lines of every so many iterations, and
-    of those that pause a request, are bound by another limit than the one before, or are the last. profile: adds where
-    the time of each iteration went. as_executor: in the form of ExecutorLine. delivered_s: of each iteration so far,
-    when its tokens reach the clients; None where they do so at its end.
+    max_requests: maximum number of active requests of the engine.
+    every: thinned, to the lines of every so many iterations, and of those that pause a request, are bound by another
+        limit than the one before, or are the last.
+    profile: adds where the time of each iteration went.
+    as_executor: whether lines have the form of ExecutorLine.
+    delivered_s: when the tokens of each iteration so far reach the clients; None where they do so at its end.
     """
 
     def __init__(

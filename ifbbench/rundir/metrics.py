@@ -37,7 +37,9 @@ TRANSFER = "transfer"
 def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats) -> dict[str, dict[str, float]]:
     """Which share of the iterations each limit bound, by number (`bound_by`) and by time (`bound_by_time`).
 
-    numbers: of each iteration, the position of its limit in `limits`. seconds: how long it took, see `own_seconds`."""
+    numbers: position in `limits` of the limit of each iteration.
+    seconds: duration of each iteration, see `own_seconds`.
+    """
     numbers = np.asarray(numbers, np.int64)
     counts, times = np.bincount(numbers, minlength=len(limits)), np.bincount(numbers, seconds, minlength=len(limits))
     shares = {"bound_by": counts / (counts.sum() or 1), "bound_by_time": times / (times.sum() or 1.0)}
@@ -47,10 +49,12 @@ def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats)
 def own_seconds(starts: ArrayLike, ends: ArrayLike, num_micro_batches: int) -> Floats:
     """How long each iteration took, without the time for which the one before it (of its micro batch) still ran, as it
     does where iterations are decided one ahead. Iterations of several servers may follow each other."""
-    begins, ends, every = np.array(starts, np.float64), np.asarray(ends, np.float64), num_micro_batches
-    follows = begins[every:] >= begins[:-every]
-    begins[every:] = np.where(follows, np.clip(ends[:-every], begins[every:], ends[every:]), begins[every:])
-    seconds: Floats = ends - begins
+    begins, ends, every = np.asarray(starts, np.float64), np.asarray(ends, np.float64), num_micro_batches
+    # In place, as the iterations of a fleet are many.
+    seconds: Floats = begins.copy()
+    np.clip(ends[:-every], begins[every:], ends[every:], out=seconds[every:])
+    np.copyto(seconds[every:], begins[every:], where=begins[every:] < begins[:-every])
+    np.subtract(ends, seconds, out=seconds)
     return seconds
 
 
@@ -69,7 +73,8 @@ def limit_waited_for(part: str) -> str | None:
 class HeadOfLine:
     """Which limit held the head of the line, the first request that was left out, over time.
 
-    limit: the one that holds it now, None before the first iteration, since `_since_s`. _held: when each held it.
+    limit: the limit that holds the head now, since `_since_s`; None before the first iteration.
+    _held: times in which each limit held it.
     """
 
     def __init__(self) -> None:
@@ -103,7 +108,8 @@ class _Held:
     """When one limit held the head of the line.
 
     begins, ends, before: each time, in seconds, and the seconds that it had held it before. It still holds it if it
-    began once more than it ended. seconds: all that have ended.
+        began once more than it ended.
+    seconds: durations of all spans that have ended.
     """
 
     def __init__(self) -> None:
@@ -128,22 +134,25 @@ def distribution(values: Sequence[float] | Floats) -> dict[str, float | None]:
 
 
 def counted_distribution(values: Floats, counts: Integers) -> dict[str, float | None]:
-    """`distribution` of `values`, the i-th of them `counts[i]` times (at least once), without repeating them."""
+    """`distribution` of `values`, which ascend, the i-th of them `counts[i]` times (at least once), without repeating
+    them."""
     if values.size == 0:
         return dict.fromkeys(STATISTICS)
-    order = values.argsort(kind="stable")
-    values, counts = values[order], counts[order]
+    sum_of_all = (values * counts).sum()
     ends = counts.cumsum()  # the number of values up to and including the i-th
     total = int(ends[-1])
-    mean = (values * counts).sum() / total
+    mean = sum_of_all / total
     return _statistics(mean, values, total, lambda places: ends.searchsorted(places, side="right"))
 
 
 def _statistics(
     mean: float, values: Floats, total: int, index_of: Callable[[Integers], Integers]
 ) -> dict[str, float | None]:
-    """STATISTICS of `total` values. values: the different ones, ascending. index_of(places): the indices in `values` of
-    those at these places among all in order."""
+    """STATISTICS of `total` values.
+
+    values: the different ones, ascending.
+    index_of(places): the indices in `values` of those at these places among all in order.
+    """
     # The arithmetic of numpy's percentile, to the last bit: between the values before and after the rank. That function
     # itself takes longer than the rest of a short run's summary, and imports numpy.ma.
     ranks = (total - 1) * (np.array(list(PERCENTILES.values())) / 100)
@@ -224,32 +233,46 @@ class TokenGaps:
         self._first[1].extend([number + offset for number in other._first[1]])
 
     def counted(self, ends: Sequence[float] | Floats, window: Window | None = None) -> tuple[Floats, Integers]:
-        """Gaps in seconds and the number of times that each occurs; both of shape [different gaps], in no order.
+        """Gaps in seconds, ascending, and the number of times that each occurs; both of shape [gaps].
 
-        ends: of each iteration, in seconds. window: only the gaps that end in it."""
+        ends: end of each iteration, in seconds.
+        window: counts only the gaps that end in it.
+        """
         seconds = np.asarray(ends, np.float64)
         begin, last = (np.asarray(column) for column in self._steps)
         every, size = self.every, (len(seconds) // self.every + 2) * self.every
-        changes = np.bincount(begin, minlength=size) - np.bincount(last + every, minlength=size)
-        counts = changes.reshape(-1, every).cumsum(axis=0).ravel()[: len(seconds)]
+        # In place, as the iterations of a fleet are many.
+        counts = np.bincount(begin, minlength=size)
+        counts -= np.bincount(last + every, minlength=size)
+        by_turn = counts.reshape(-1, every)
+        by_turn.cumsum(axis=0, out=by_turn)
+        counts = counts[: len(seconds)]
         before, after = (np.asarray(column) for column in self._long)
         firsts, first_ends = (np.asarray(column) for column in self._first)
         if window is not None:
             counts, is_in = counts * window.holds(seconds), window.holds(seconds[after])
             before, after = before[is_in], after[is_in]
             firsts = firsts[window.holds(seconds[first_ends])]
-        (iterations,) = counts.nonzero()
-        steps = seconds[iterations] - seconds[iterations - every]
+        is_end = counts[every:] != 0  # none ends with the first iterations
+        steps = seconds[every:] - seconds[:-every]
+        steps = steps[is_end]
+        times = counts[every:][is_end]
+        del counts, by_turn
         gaps = np.concatenate([steps, seconds[after] - seconds[before], firsts])
-        return gaps, np.concatenate([counts[iterations], np.ones(len(after) + len(firsts), np.int64)])
+        del steps
+        times = np.concatenate([times, np.ones(len(after) + len(firsts), np.int64)])
+        order = gaps.argsort(kind="stable")
+        gaps = gaps[order]
+        return gaps, times[order]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Population:
     """The requests of one class and priority that have ended: times and lengths of the completed ones as columns.
 
-    columns: name to seconds [completed]; `tpot_s` is NaN for answers of one token. places: of each request in the order
-    in which those of all populations completed. failed: number of failed requests.
+    columns: name to seconds [completed]; `tpot_s` is NaN for answers of one token.
+    places: position of each request in the order in which those of all populations completed.
+    failed: number of failed requests.
     """
 
     def __init__(self) -> None:
@@ -328,7 +351,9 @@ class Population:
     ) -> dict[str, Any]:
         """Counts, rates over `span_s`, latencies and, with `objectives`, goodput.
 
-        ends: of each iteration, in seconds. window: gaps between tokens are those that end in it."""
+        ends: end of each iteration, in seconds.
+        window: gaps between tokens are those that end in it.
+        """
         # A run without duration (an executor that answers at once, on a virtual clock) has no rates.
         per_second = 1.0 / span_s if span_s > 0 else 0.0
         columns = {name: np.asarray(column) for name, column in self.columns.items()}
@@ -359,10 +384,14 @@ def slow_ttft_s(objectives: Objectives) -> float:
 def goodput(
     objectives: Objectives, columns: Mapping[str, Floats], known: Mapping[str, Any], per_second: float
 ) -> dict[str, Any]:
-    """The figures of service level objectives. columns: latencies of the completed requests. known: their figures.
+    """The figures of service level objectives.
+
+    columns: latencies of the completed requests.
+    known: figures of these requests.
 
     A request is good if it meets every objective of each request; without such an objective there is no goodput. One
-    that failed is not good, and counts in the share. `value` of an objective of each request is the worst latency."""
+    that failed is not good, and counts in the share. `value` of an objective of each request is the worst latency.
+    """
     slo, good = {}, None
     for one in objectives:
         value = known[one.latency][one.statistic or "max"]

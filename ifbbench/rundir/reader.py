@@ -31,7 +31,7 @@ from ifbbench.rundir.drafts import stretches_of
 from ifbbench.rundir.line_types import RequestLine, SpanLine
 from ifbbench.rundir.metrics import fullest_window
 from ifbbench.rundir.run_directory import OPEN_SPANS, find_iterations, find_lines
-from ifbbench.settings.config import ENGINES, SGLANG
+from ifbbench.settings.engines import ENGINES, SGLANG
 from ifbbench.settings.modes import BatchingType, Overlap
 
 if TYPE_CHECKING:  # it takes a third of a second to import, and a run that prints its report reads no table
@@ -69,10 +69,14 @@ Asked = ParamSpec("Asked")
 
 @dataclass(frozen=True)
 class RunData:
-    """One run directory. run: run.json. summary: summary.json, None where the run was killed.
+    """One run directory.
 
-    Tables are read when they are first used. Request ids are texts in them. without: columns of `iterations` that are
-    not read, which takes half of the time of reading the table.
+    run: run.json.
+    summary: summary.json, None where the run was killed.
+
+    Tables are read when they are first used. Request ids are texts in them.
+
+    without: columns of `iterations` that are not read, which takes half of the time of reading the table.
     """
 
     path: Path

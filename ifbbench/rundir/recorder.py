@@ -25,7 +25,7 @@ from ifbbench.rundir.run_directory import OPEN_SPANS, RUN, STEPS, write_begun, w
 from ifbbench.rundir.spans import SecondsOf, SpanTracker
 from ifbbench.rundir.statistics import IterationStatistics, StaticBatchLines
 from ifbbench.rundir.stretch_lines import StretchLines
-from ifbbench.settings.config import ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
+from ifbbench.settings.groups.recording import ITERATION_STATS_FORMATS, RECORDING_FORMATS, RECORDINGS
 from ifbbench.settings.modes import BatchingType
 
 FLUSH_INTERVAL_S = 1.0
@@ -54,8 +54,11 @@ class IterationTotals:
         self.drafts: DraftTotals | None = None  # of a run with draft tokens
 
     def add(self, record: IterationRecord, limit: str, count: int, caches: Sequence[CacheState]) -> None:
-        """Take in one iteration, or a stretch that begins with it. limit: what bound them. caches: when requests held
-        most."""
+        """Take in one iteration, or a stretch that begins with it.
+
+        limit: what bound them.
+        caches: when requests held most.
+        """
         computed, padded = record.budget_used, record.padding + record.idle * count
         scheduled = len(record.context) + record.num_generation
         self.iterations += count
@@ -122,9 +125,13 @@ class SummaryRecorder:
     """An Observer that sums up a run in memory, for runs of which only the summary is kept: it writes no file, which
     saves a third of the time of a simulated run.
 
-    config: the resolved settings. arrival_s(request): its arrival by the trace, in seconds on the run's clock.
-    held_until_s: see SpanTracker. class_of: see RequestMetrics. delivery: of the tokens; at the end of their iteration
-    if None. on_request: takes the line of each request that has ended. starts_s, ends_s: of each iteration.
+    config: the resolved settings.
+    arrival_s(request): returns the arrival by the trace, in seconds on the run's clock.
+    held_until_s: see SpanTracker.
+    class_of: see RequestMetrics.
+    delivery: when tokens reach the clients; at the end of their iteration if None.
+    starts_s, ends_s: begin and end of each iteration.
+    on_request: is called with the line of each request that has ended.
     """
 
     def __init__(
@@ -187,7 +194,11 @@ class SummaryRecorder:
         """Make everything up to here readable, in case the run is killed."""
 
     def close(self, partial: bool, complete: Complete | None = None) -> dict[str, Any]:
-        """End the recording; returns the summary. partial: the run did not reach its end. complete(summary): more."""
+        """End the recording; returns the summary.
+
+        partial: the run did not reach its end.
+        complete(summary): more.
+        """
         summary = self.summary(partial, self._digest.hexdigest())
         return summary if complete is None else summary | complete(summary)
 
@@ -231,10 +242,14 @@ class Recorder(SummaryRecorder):
     """A SummaryRecorder that also writes `iterations.jsonl`, `spans.jsonl`, `requests.jsonl` and, of static batches,
     `steps.jsonl` during the run, `summary.json` at its end, and `run.json` at both.
 
-    directory: an empty run directory. description: the content of `run.json`. recording_format: suffix of the files of
-    lines. max_requests, iteration_stats_every, iteration_stats_format, profile: see IterationLines. recording: with
-    "summary", iterations, steps and spans are not written. clock: files are flushed each second by it; real time if
-    None, so that a killed run loses little. The others: see SummaryRecorder.
+    directory: an empty run directory.
+    description: the content of `run.json`.
+    max_requests, iteration_stats_every, iteration_stats_format, profile: see IterationLines.
+    recording_format: suffix of the files of lines.
+    clock: clock by which files are flushed each second; real time if None, so that a killed run loses little.
+    recording: "summary" leaves out iterations, steps and spans.
+
+    The other parameters are those of SummaryRecorder.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from ifbbench.rundir.lines import number, value_of
 from ifbbench.rundir.metrics import Population, by_group, limit_waited_for, slow_ttft_s
 from ifbbench.rundir.spans import RequestTimeline
 from ifbbench.rundir.traffic import MIN_REQUESTS, NO_TRAFFIC, TRAFFIC_COLUMNS, traffic
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.settings.objectives import meets_all, parse_objectives
 
 ClassOf = Callable[[int], str | None]
@@ -24,8 +24,10 @@ ROUTER = "router"
 class RequestMetrics:
     """Sums and samples of requests, taken in as they end.
 
-    total: requests of the run. class_of(index): the class of the request at this index of the trace. config: the
-    settings `slo` and `concurrency`. limits: names of limits that every summary has.
+    total: number of requests of the run.
+    class_of(index): the class of the request at this index of the trace.
+    config: the settings `slo` and `concurrency`.
+    limits: names of limits that every summary has.
     """
 
     def __init__(self, total: int, class_of: ClassOf, config: Mapping[str, Any], limits: Sequence[str]) -> None:

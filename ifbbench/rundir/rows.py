@@ -16,7 +16,7 @@ from ifbbench.compressed import DamagedFile, content_path, is_compressed, large_
 from ifbbench.errors import InputError
 from ifbbench.rundir.checking import ExactLines, as_object, check_line
 from ifbbench.rundir.drafts import stretches_of
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 Id = int | str
 Number = Annotated[int, Meta(ge=-(2**53), le=2**53)]

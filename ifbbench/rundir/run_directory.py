@@ -29,7 +29,8 @@ from ifbbench.files import (
     sole_writer,
     writing,
 )
-from ifbbench.settings.config import LOGGED_ENGINES, RECORDING_FORMATS
+from ifbbench.settings.engines import LOGGED_ENGINES
+from ifbbench.settings.groups.recording import RECORDING_FORMATS
 
 if TYPE_CHECKING:
     from ifbbench.workload.trace import Trace
@@ -313,8 +314,9 @@ def git_revision() -> str | None:
     if not any((directory / ".git").exists() for directory in Path(__file__).parents):
         return None
     try:
+        # Threads that read the index in advance take longer to start than they save.
         answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],
+            ["git", "-c", "core.preloadIndex=false", "describe", "--always", "--dirty", "--abbrev=40", "--match="],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,

@@ -24,8 +24,12 @@ from ifbbench.settings.config_schema import DRAFT, setting_schema
 
 
 class TraceIdentity(Struct):
-    """The trace that was replayed. sha256: of its content. skipped_rows: bad ones, with --skip_bad_rows. notes: what
-    reading it left out or assumed."""
+    """The trace that was replayed.
+
+    sha256: hash of its content.
+    skipped_rows: bad rows that were left out, with --skip_bad_rows.
+    notes: what reading it left out or assumed.
+    """
 
     name: str
     source: str
@@ -36,8 +40,11 @@ class TraceIdentity(Struct):
 
 
 class ModelFacts(Struct):
-    """The model and its device. missing_kernels: why a run on a CPU was without compiled kernels, and slower.
-    quantization: of the checkpoint, where it decided the data type, and how that is known."""
+    """The model and its device.
+
+    missing_kernels: why a run on a CPU was without compiled kernels, and slower.
+    quantization: quantization of the checkpoint, where it decided the data type, and how that is known.
+    """
 
     name: str
     parameters: int
@@ -57,7 +64,10 @@ class Gpu(Struct):
 
 
 class Hardware(Struct):
-    """The machine. gpu: None unless the model ran on one."""
+    """The machine.
+
+    gpu: None unless the model ran on one.
+    """
 
     machine: str
     cpu: str
@@ -75,7 +85,10 @@ class DeviceLimits(Struct):
 
 
 class RankFacts(Struct):
-    """A process of a run in several. tp_rank: which of those that share the layers of `stage`, a pipeline stage."""
+    """A process of a run in several.
+
+    tp_rank: which of those that share the layers of `stage`, a pipeline stage.
+    """
 
     rank: int
     stage: int
@@ -86,8 +99,11 @@ class RankFacts(Struct):
 
 
 class Endpoint(Struct):
-    """The server of a run against an endpoint. model: the name that it has there. router, backends: of a router in
-    front of several, and their addresses by number."""
+    """The server of a run against an endpoint.
+
+    model: the name that it has there.
+    router, backends: name of a router in front of several servers, and their addresses by number.
+    """
 
     url: str
     type: str
@@ -97,17 +113,24 @@ class Endpoint(Struct):
 
 
 class KvCacheCapacity(Struct):
-    """What vLLM says of its KV cache at its start. max_concurrency: requests of the longest sequence."""
+    """What vLLM says of its KV cache at its start.
+
+    max_concurrency: requests of the longest sequence.
+    """
 
     tokens: int
     max_concurrency: float
 
 
 class RunFile(Struct):
-    """What was run, and where. derived: settings that were not given, and were decided by model, device and the other
-    settings; left out by older versions. replica_settings: of each replica, those that not all have in common, where
-    replicas differ. schedule_digest: sha256 of all decisions without times; None until the run has
-    ended. wall_s: real time from the start of the recording to its end."""
+    """What was run, and where.
+
+    derived: settings that were not given, and were decided by model, device and the other settings; left out by older
+        versions.
+    replica_settings: settings of each replica that not all have in common, where replicas differ.
+    schedule_digest: sha256 of all decisions without times; None until the run has ended.
+    wall_s: real time from the start of the recording to its end.
+    """
 
     name: str
     config: dict[str, Any]
@@ -132,8 +155,13 @@ class RunFile(Struct):
 
 
 class TraceLine(Struct):
-    """A request of the trace as replayed. max_new_tokens: reserved; output_len: actual. Either of prompt_tokens and
-    prompt_len is there."""
+    """A request of the trace as replayed.
+
+    max_new_tokens: number of output tokens reserved.
+    output_len: actual number of output tokens.
+
+    Either `prompt_tokens` or `prompt_len` is there.
+    """
 
     request_id: int
     arrival_s: float

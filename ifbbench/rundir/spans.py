@@ -32,10 +32,13 @@ class Span:
     """Consecutive iterations of a micro batch, from `first` on, in which one request does one thing. Requests that
     stand aside together, or go on together, have one span in common.
 
-    cause: as in SpanLine. chunks: tokens of each iteration of context and recompute. produced: of these phases, 1 (with
-    draft tokens, or more) once they have yielded output tokens that were not there before. is_queued: whether the
-    request waited in a queue of which the scheduler names the head. last: its last iteration for the request that left
-    it latest, -1 before. stretch: (first, last), one tuple for all requests that leave it then, None before.
+    cause: as in SpanLine.
+    chunks: tokens of each iteration of context and recompute.
+    produced: 1 (with draft tokens, or more) once context or recompute have yielded output tokens that were not there
+        before.
+    is_queued: whether the request waited in a queue of which the scheduler names the head.
+    last: its last iteration for the request that left it latest, -1 before.
+    stretch: (first, last), one tuple for all requests that leave it then, None before.
     """
 
     def __init__(self, phase: str, first: int, cause: str | int | None = None, chunks: list[int] | None = None) -> None:
@@ -54,14 +57,16 @@ class Span:
 class RequestTimeline:
     """One request from its arrival to its end, in iterations.
 
-    closed: spans, a request that often stands aside has hundreds. last_iteration: of the latest closed span.
+    head: head of the line, for the attribution.
+    every: the number of micro batches. While the request runs, it runs in each so many iterations.
+    is_written: whether lines are returned.
+    closed: closed spans: a request that often stands aside has hundreds.
     first_run: the first iteration in which it ran, -1 before.
-    first_output: the position of the first output token of the generation that is open, or that goes on next. extra: of
-    the open generation, with draft tokens: iterations that yielded several tokens, and how many beyond one.
+    last_iteration: last iteration of the latest closed span.
+    first_output: position of the first output token of the generation that is open, or that goes on next.
+    extra: iterations of the open generation that yielded several tokens, with draft tokens, and how many more than one.
     token_iterations: iterations that produced output tokens for the first time, as [first, last] stretches.
     produced: the number of these tokens, and of the first one where another engine computed it (`has_first_token`).
-    every: the number of micro batches. While the request runs, it runs in each so many iterations. head: of the line,
-    for the attribution. is_written: whether lines are returned.
     """
 
     __slots__ = (
@@ -168,9 +173,10 @@ class RequestTimeline:
     def attribution(self, starts: Sequence[float], ends: Sequence[float]) -> dict[str, float]:
         """Seconds by what the request did or waited for; they add up to its end-to-end latency.
 
-        starts, ends: of each iteration, in seconds. A span lasts until the next one begins. An iteration that begins
-        while the one before still runs counts from the end of that, so that a prompt lasts until its first token and
-        not only until the next iteration is decided.
+        starts, ends: begin and end of each iteration, in seconds.
+
+        A span lasts until the next one begins. An iteration that begins while the one before still runs counts from the
+        end of that, so that a prompt lasts until its first token and not only until the next iteration is decided.
 
         Before the first span, the request waits for an iteration to begin. In the queue and behind the head of the
         line, it waits for the limit that holds the head; if none does, it came while an iteration was decided, and
@@ -253,10 +259,12 @@ class RequestTimeline:
 class SpanTracker:
     """Keeps the timeline of each active request and writes spans as they close.
 
-    arrival_s(request): its arrival by the trace, in seconds. held_until_s(request): until when the client held it back,
-    to limit the concurrency. writer: of `spans.jsonl`; without it, no lines are made. head: kept for attributions.
+    arrival_s(request): returns the arrival by the trace, in seconds.
+    held_until_s(request): returns until when the client held it back, to limit the concurrency.
+    writer: writer of `spans.jsonl`; without it, no lines are made.
+    head: head of the line, kept for attributions.
     follows_requests: whether what a request did in the latest iteration may end without a word in the next record. If
-    not, an iteration that only generates under the same limit changes no span.
+        not, an iteration that only generates under the same limit changes no span.
     """
 
     def __init__(self, arrival_s: SecondsOf, held_until_s: SecondsOf | None = None) -> None:

@@ -16,8 +16,10 @@ from ifbbench.settings.modes import BatchingType
 class IterationStatistics:
     """The statistics of each iteration under the names of TensorRT-LLM's batch manager.
 
-    max_requests: the engine's limit of active requests. names: the fields of the batching type, in order. is_static:
-    V1. Static batches are reported as a whole (see `reported`), as TensorRT-LLM does, which runs one in one call.
+    max_requests: maximum number of active requests of the engine.
+    is_static: whether batches are static (V1). They are reported as a whole (see `reported`), as TensorRT-LLM does,
+        which runs one in one call.
+    names: the fields of the batching type, in order.
     """
 
     def __init__(self, batching_type: BatchingType, max_requests: int) -> None:
@@ -79,7 +81,9 @@ class StaticBatchLines:
     """Writes a line for each static batch, of which `steps.jsonl` has the iterations."""
 
     def __init__(self, writer: JsonLinesWriter, statistics: IterationStatistics, as_executor: bool) -> None:
-        """statistics: with the batches so far. as_executor: see IterationLines."""
+        """statistics: the iterations, with the batches so far.
+        as_executor: see IterationLines.
+        """
         self._writer, self._statistics = writer, statistics
         self._lines = IterationLines(statistics.batching_type, statistics.max_requests, as_executor=as_executor)
 

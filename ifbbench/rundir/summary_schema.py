@@ -41,8 +41,11 @@ class WindowBlocks(Struct):
 
 
 class KvBlocks(Struct):
-    """Blocks of the paged KV cache; None for a contiguous one. per_window_size: of each of several attention windows,
-    by its tokens; `max` is their sum, and `peak_used` the most that were in use in all of them at a time."""
+    """Blocks of the paged KV cache; None for a contiguous one.
+
+    per_window_size: blocks of each of several attention windows, by its tokens; `max` is their sum, and `peak_used` the
+        most that were in use in all of them at a time.
+    """
 
     max: int | None
     peak_used: int | None
@@ -59,7 +62,10 @@ class KvTokens(Struct):
 
 
 class Objective(Struct):
-    """A service level objective. share: of the completed requests that met it, if it is one of each request."""
+    """A service level objective.
+
+    share: share of the completed requests that met it, if it is one of each request.
+    """
 
     target: float
     value: float | None
@@ -83,7 +89,10 @@ class Window(Struct):
 
 
 class Burst(Struct):
-    """A stretch of arrivals above the mean rate in which slow requests arrived. rate_over_mean: its rate over that."""
+    """A stretch of arrivals above the mean rate in which slow requests arrived.
+
+    rate_over_mean: its rate over that.
+    """
 
     start_s: float
     duration_s: float
@@ -121,14 +130,22 @@ class GroupFigures(RequestFigures):
 
 
 class ExpectedError(Struct):
-    """How far figures of a simulated run may be from a real server's: [low, high], relative, of each. reason: why
-    nothing is known, if `compared` is false. coverage: share of the `rows` measurements that are within."""
+    """How far figures of a simulated run may be from a real server's: [low, high], relative, of each.
+
+    reason: why nothing is known, if `compared` is false.
+    coverage: share of servers that are expected to be within.
+    of: the engine, GPU and load whose `rows` measurements of `curves` deployments the range is of.
+    too_few: those of the run, if there are too few measurements of them.
+    """
 
     compared: bool
     reason: str | UnsetType
     rows: int | UnsetType
+    curves: int | UnsetType
     coverage: float | UnsetType
     load: str | UnsetType
+    of: str | UnsetType
+    too_few: str | UnsetType
     ttft_s: list[float] | UnsetType
     itl_s: list[float] | UnsetType
     output_throughput_tokens_per_s: list[float] | UnsetType
@@ -182,8 +199,11 @@ class KvRetention(Struct):
 
 
 class SpeculativeDecoding(Struct):
-    """Draft tokens that were verified, and those that became output. acceptance_length: tokens of a step with drafts.
-    draft_s: device time of the draft model."""
+    """Draft tokens that were verified, and those that became output.
+
+    acceptance_length: tokens of a step with drafts.
+    draft_s: device time of the draft model.
+    """
 
     draft_tokens: int
     accepted_tokens: int
@@ -205,8 +225,13 @@ class Energy(Struct):
 
 
 class BackendFigures(Struct):
-    """What a router saw of one of its servers. sent: attempts. failed: of these, without an answer. completed: requests
-    that it answered. is_up: whether it took requests at the end."""
+    """What a router saw of one of its servers.
+
+    sent: number of attempts.
+    failed: number of attempts without an answer.
+    completed: number of requests that it answered.
+    is_up: whether it took requests at the end.
+    """
 
     replica: int
     url: str
@@ -217,9 +242,13 @@ class BackendFigures(Struct):
 
 
 class EndpointFigures(Struct):
-    """What a client saw of a server that is not ours, and what it took itself. errors, retries, warnings: by kind.
-    chunk_tokens: answers by how the tokens of their chunks are known. send_delay_s: from arrival to sending. router,
-    backends: of a router in front of several."""
+    """What a client saw of a server that is not ours, and what it took itself.
+
+    errors, retries, warnings: counts by kind.
+    chunk_tokens: number of answers, by how the tokens of their chunks are known.
+    send_delay_s: time from arrival to sending.
+    router, backends: figures of a router in front of several servers.
+    """
 
     errors: dict[str, int]
     retries: dict[str, int]
@@ -257,10 +286,14 @@ class DeliveryLag(Struct):
 
 
 class ReplicaFigures(Struct):
-    """The figures of a replica of a fleet. up_s: how long its GPUs were taken. started_s, ready_s, ended_s: where
-    replicas start or end, when its GPUs were taken, when it took requests (None: never), and when it ended.
-    ended_by: fail or drain; None if it was there to the end. settings: those that not all replicas have in common,
-    where replicas differ."""
+    """The figures of a replica of a fleet.
+
+    up_s: time in which its GPUs were taken.
+    started_s, ready_s, ended_s: where replicas start or end, when its GPUs were taken, when it took requests (None:
+        never), and when it ended.
+    ended_by: fail or drain; None if it was there to the end.
+    settings: settings that not all replicas have in common, where replicas differ.
+    """
 
     replica: int
     gpus: int
@@ -286,8 +319,12 @@ class ReplicaFigures(Struct):
 
 
 class TransferFigures(Struct):
-    """Keys and values that prefill replicas sent to decode replicas. local_requests: those whose prompts the decode
-    replica computed. transfer_s: how long each took. decode_wait_s: how long each waited for blocks there."""
+    """Keys and values that prefill replicas sent to decode replicas.
+
+    local_requests: number of requests whose prompts the decode replica computed.
+    transfer_s: how long each took.
+    decode_wait_s: how long each waited for blocks there.
+    """
 
     count: int
     tokens: int
@@ -314,9 +351,12 @@ class FleetEvent(Struct):
 
 
 class FleetFigures(Struct):
-    """The replicas of a fleet. gpu_hours: of all of them, while they were up. cost: of these hours, in USD, where the
-    hardware profiles have prices. imbalance: what the replica with most of
-    it has, over the mean: requests, tokens of their prompts and outputs."""
+    """The replicas of a fleet.
+
+    gpu_hours: hours of all GPUs while their replicas were up.
+    cost: price of these hours in USD, where the hardware profiles have prices.
+    imbalance: what the replica with most of it has, over the mean: requests, tokens of their prompts and outputs.
+    """
 
     router: str
     gpus: int

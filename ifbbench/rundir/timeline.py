@@ -78,12 +78,16 @@ class PauseEvent:
 class Iterations:
     """The recorded iterations, one element each: every one, unless the statistics were thinned.
 
-    number: the iteration's. start_s, end_s, host_s: seconds. delivered_s: when its tokens reached their clients.
-    limit: position in `limits` of what bound it. left_out: position in `left_out_pairs` of the first request that was
-    left out and the reason; NO_REQUEST if none. queue_head: of what holds the queue, where lines say that it is another
-    one; else as left_out. used_blocks: NaN for a cache without blocks. blocks_of_window: by the
-    tokens of each of several attention windows, the blocks of it that are in use (NaN where a line lacks them), and all
-    of them.
+    number: number of the iteration.
+    start_s, end_s, host_s: seconds.
+    delivered_s: when its tokens reached their clients.
+    limit: position in `limits` of what bound it.
+    left_out: position in `left_out_pairs` of the first request that was left out and the reason; NO_REQUEST if none.
+    queue_head: what holds the queue, in the form of `left_out`, where lines say that it is another request; otherwise
+        equal to that.
+    used_blocks: blocks in use; NaN for a cache without blocks.
+    blocks_of_window: blocks in use (NaN where a line lacks them) and in all of each of several attention windows, by
+        its tokens.
     """
 
     number: Integers

@@ -45,7 +45,10 @@ class RefusedChange(Struct):
 
 
 class WhatIfFile(Struct):
-    """What was tried; see docs/results.md. run_sha256: of the files OF_RUN when it was tried."""
+    """What was tried; see docs/results.md.
+
+    run_sha256: hash of the files OF_RUN when it was tried.
+    """
 
     run_sha256: str
     goal: str

@@ -15,7 +15,7 @@ from ifbbench.kv.sizing import WindowLayout
 from ifbbench.kv.variable_window import VariableWindowCache
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.vllm.rules import VllmRules
-from ifbbench.settings.config import TRTLLM
+from ifbbench.settings.engines import TRTLLM
 from ifbbench.settings.modes import BatchingType, Overlap
 
 UNLIMITED = 2**62

@@ -36,7 +36,7 @@ class AdmissionLimits:
         self, config: BatchingConfig, policy: CapacityPolicy | None = None, adapters: AdapterCache | None = None
     ) -> None:
         """policy: the one that schedules; None for a new one of the kind that `config` names.
-        adapters: of requests with LoRA tasks.
+        adapters: adapters of requests with LoRA tasks.
         """
         if config.attention_dp_size > 1 and config.rank is None:
             config = config.of_rank(0)  # a request runs in one of them
@@ -121,7 +121,8 @@ class AdmissionLimits:
                     more if num_ids > vocab_size else f"; expected 0 to {vocab_size - 1}"
                 )
         problem = None if request.sampling is GREEDY else request.sampling.problem(vocab_size)
-        problem = problem or options.problem(vocab_size, self._config.hidden_size)
+        if problem is None and vocab_size is not None:
+            problem = options.problem(vocab_size, self._config.hidden_size)
         if problem is None and (options.draft_input_ids is not None or options.draft_logits is not None):
             problem = draft_problem(request, vocab_size, self._config.refuses_drafts)
         return problem

@@ -27,5 +27,8 @@ class SingleIterations:
     def repeat(self, plan: Plan, count: int) -> Growth:
         raise SchedulerStalled("this scheduler repeats no plan")
 
+    def used_blocks_after(self, plan: Plan, count: int) -> int | None:
+        return None
+
     def confirm(self, count: int) -> list[Request]:
         raise SchedulerStalled("this scheduler repeats no plan")

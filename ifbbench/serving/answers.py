@@ -23,8 +23,12 @@ class GenerationFailed(IfbbenchError):
 
 @dataclass(slots=True)
 class Part:
-    """What is new of a choice. finish_reason: set in its last part. stop_reason: the stop text, or the stop token of
-    the client, that ended it. restarts: of its generation; parts with fewer do not count."""
+    """What is new of a choice.
+
+    finish_reason: why the choice has ended, in its last part.
+    stop_reason: stop text, or stop token of the client, that ended it.
+    restarts: number of restarts of its generation; parts with fewer do not count.
+    """
 
     index: int
     text: str = ""
@@ -36,8 +40,10 @@ class Part:
 
 
 class Choice:
-    """One answer to a prompt, as the tokens of its generation come. max_new_tokens: of which it can have no more; with
-    0, the token that the engine makes is dropped."""
+    """One answer to a prompt, as the tokens of its generation come.
+
+    max_new_tokens: maximum number of its tokens; with 0, the token that the engine makes is dropped.
+    """
 
     def __init__(
         self, index: int, generation: Generation, tokenizer: Tokenizer, body: Generating, max_new_tokens: int
@@ -109,9 +115,13 @@ class Choice:
 class Answer:
     """The answer to one HTTP request.
 
-    request_id: the end of its id. choices: of all prompts, in order. prompt_tokens: of all prompts. echoes: the prompt
-    of each choice, to begin with. stop(generations): ends them early. on_complete(n, outputs): is called with the
-    choices of a prompt and, of each prompt, the most output tokens that one of them has.
+    request_id: last part of its id.
+    choices: choices of all prompts, in order.
+    prompt_tokens: number of tokens of all prompts.
+    echoes: prompt of each choice, if answers begin with it.
+    stop(generations): ends them early.
+    on_complete(n, outputs): is called with the choices of a prompt and, of each prompt, the most output tokens that one
+        of them has.
     """
 
     def __init__(

@@ -58,7 +58,10 @@ Result = TypeVar("Result")
 
 
 class BadRequest(Exception):
-    """A response with an error instead of an answer. param: the field that is wrong."""
+    """A response with an error instead of an answer.
+
+    param: the field that is wrong.
+    """
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None
@@ -69,9 +72,13 @@ class BadRequest(Exception):
 
 @dataclass
 class Endpoints:
-    """The endpoints of one service. reader, process: of bodies. adapters: LoRA tasks by the name by which clients know
-    them; key: what clients must send, None if they need not; created: when it started, in seconds since the Unix
-    epoch."""
+    """The endpoints of one service.
+
+    reader, process: what reads bodies.
+    adapters: LoRA tasks by the name by which clients know them.
+    key: what clients must send, None if they need not.
+    created: when it started, in seconds since the Unix epoch.
+    """
 
     service: AnyService
     reader: BodyReader
@@ -321,7 +328,10 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class ReadBody(Generic[Body, Result]):
-    """A body that was received at `received_s`, and what was made of it. is_long: it takes long to work on."""
+    """A body that was received at `received_s`, and what was made of it.
+
+    is_long: whether it takes long to work on.
+    """
 
     received_s: float
     is_long: bool

@@ -22,7 +22,10 @@ REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fiel
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """One connection. limits: `max_clients` and `receive_timeout`."""
+    """One connection.
+
+    limits: `max_clients` and `receive_timeout`.
+    """
 
     def __init__(self, *arguments: Any, limits: ServerConfig, **options: Any) -> None:
         super().__init__(*arguments, **options)

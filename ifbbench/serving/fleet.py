@@ -32,7 +32,8 @@ from ifbbench.serving.metrics import Metric, ServerMetrics
 from ifbbench.serving.service import Generation, QueueFull, Service, ServiceEnded
 from ifbbench.serving.sessions import Sessions
 from ifbbench.serving.statistics import LiveStatistics
-from ifbbench.settings.config import ROUTERS, SIDE_SETTINGS, RunConfig
+from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
+from ifbbench.settings.groups.fleet import ROUTERS
 from ifbbench.workload.trace import ID, NO_SESSION, SECONDS, TraceRequest
 
 # Settings of fleets that change or differ.
@@ -80,8 +81,14 @@ class _Answering:
 
 
 class RoutedGeneration(Generation):
-    """A generation whose tokens and end its router counts. answering: at its replica. streams: whether the client gets
-    tokens as they come. session: its number. first_arrival_s: of its first attempt. retries: attempts after that."""
+    """A generation whose tokens and end its router counts.
+
+    answering: the generation at its replica.
+    session: number of its session.
+    streams: whether the client gets tokens as they come.
+    first_arrival_s: arrival of its first attempt.
+    retries: number of attempts after the first.
+    """
 
     __slots__ = (
         "_fleet",
@@ -119,11 +126,15 @@ class RoutedGeneration(Generation):
 class FleetService:
     """The services of all replicas as one. An HTTP request goes to one replica, with all its prompts and choices.
 
-    router_state_age, request_retries: see RunConfig. members: of each replica, the ids of its requests, in order.
-    sent_to: the number of HTTP requests that each has got. failures: of replicas, in the form of `events` in
-    `summary.json`. sent_again: by the id of an attempt that was lost, the id of the next one and the priority of the
-    request; first_arrivals_s: by the id of such an attempt, when the request arrived. To be made in the event loop, in
-    which all is called."""
+    router_state_age, request_retries: see RunConfig.
+    members: ids of the requests of each replica, in order.
+    sent_to: number of HTTP requests that each replica has got.
+    failures: failures of replicas, in the form of `events` in `summary.json`.
+    sent_again: by the id of an attempt that was lost, the id of the next one and the priority of the request.
+    first_arrivals_s: by the id of such an attempt, when the request arrived.
+
+    It has to be made in the event loop, in which everything is called.
+    """
 
     def __init__(
         self, services: Sequence[Service], router: Router, router_state_age: float, request_retries: int
@@ -210,8 +221,12 @@ class FleetService:
         streams: bool = True,
     ) -> list[Generation]:
         """Send the requests of one HTTP request to a replica. QueueFull if its queue is, ServiceEnded if no replica
-        takes requests. received_s: see Service. session: see `session_key`. streams: whether the client gets tokens
-        as they come."""
+        takes requests.
+
+        received_s: see Service.
+        session: see `session_key`.
+        streams: whether the client gets tokens as they come.
+        """
         if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engines have failed")
         # Arrivals of all replicas are in the order of `submit`.

@@ -23,8 +23,10 @@ class Likely(NamedTuple):
 class LogProb:
     """The log-probability of the token at one position.
 
-    log_prob: None for the first token of a prompt, which follows none. rank: among all tokens, 1 for the most likely;
-    for prompts only. top: the most likely tokens there, in order."""
+    log_prob: None for the first token of a prompt, which follows none.
+    top: the most likely tokens there, in order.
+    rank: among all tokens, 1 for the most likely; for prompts only.
+    """
 
     id: int
     text: str

@@ -47,7 +47,8 @@ TRTLLM_GAUGES: tuple[tuple[str, str, str, dict[str, str]], ...] = (
 class ServerMetrics(Collector):
     """Makes all metrics when they are asked for.
 
-    names: trtllm or vllm. num_live, num_queued: requests that have not ended, and those of them that wait.
+    names: trtllm or vllm.
+    num_live, num_queued: number of requests that have not ended, and of those that wait.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ def _by_label(
 def histogram_family(
     name: str, help_text: str, labels: Mapping[str, str], histogram: Histogram, scale: float = 1.0
 ) -> Metric:
-    """scale: of the values, for another unit."""
+    """scale: factor of the values, for another unit."""
     buckets = [
         (limit if limit == "+Inf" else str(float(limit) * scale), count) for limit, count in histogram.cumulative()
     ]

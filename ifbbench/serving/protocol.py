@@ -14,7 +14,8 @@ from ifbbench.engine.sampling_params import EarlyStopping, SamplingParams
 from ifbbench.errors import InputError
 from ifbbench.serving.library.request import InferenceRequest
 from ifbbench.serving.texts import Texts
-from ifbbench.settings.config import DEFAULT_PRIORITY, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -75,14 +76,19 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(Struct):
-    """include_usage: a last chunk has the token counts. continuous_usage_stats: every chunk has them."""
+    """include_usage: a last chunk has the token counts.
+    continuous_usage_stats: every chunk has them.
+    """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
 class ServerRequest(Struct, kw_only=True):
-    """What all bodies have in common. model: this server's, or the name of a LoRA adapter."""
+    """What all bodies have in common.
+
+    model: this server's, or the name of a LoRA adapter.
+    """
 
     model: str | None = None
 
@@ -98,10 +104,14 @@ class ServerRequest(Struct, kw_only=True):
 class Generating(ServerRequest, kw_only=True):
     """What completions and chats have in common. Fields that are left out, or null, have the settings of the server.
 
-    n: choices, each with a seed of its own; with use_beam_search the beams. stop: texts that end a choice and are not
-    part of it. ignore_eos: the model's end token does not end it. min_tokens: no end token before so many.
-    return_token_ids: choices also have the ids of their tokens. prompt_logprobs: list the log-probability of each token
-    of the prompt, and of so many of the most likely tokens there. priority: higher ones run first; 0.5 without.
+    n: choices, each with a seed of its own; with use_beam_search the beams.
+    stop: texts that end a choice and are not part of it.
+    ignore_eos: the model's end token does not end it.
+    min_tokens: no end token before so many.
+    return_token_ids: choices also have the ids of their tokens.
+    prompt_logprobs: list the log-probability of each token of the prompt, and of so many of the most likely tokens
+        there.
+    priority: higher ones run first; 0.5 without.
     request_id: ends the id of the answer.
     """
 
@@ -169,8 +179,9 @@ class Generating(ServerRequest, kw_only=True):
 class CompletionRequest(Generating, kw_only=True):
     """A text to continue.
 
-    prompt: a text, the ids of its tokens, or a list of either. logprobs: how many of the most likely tokens to list
-    with each token. echo: the text begins with the prompt; then max_tokens may be 0.
+    prompt: a text, the ids of its tokens, or a list of either.
+    logprobs: how many of the most likely tokens to list with each token.
+    echo: the text begins with the prompt; then max_tokens may be 0.
     """
 
     prompt: str | Annotated[list[str | int | list[TokenId]], Meta(min_length=1)]
@@ -220,7 +231,11 @@ class TextPart(Struct):
 
 
 class Message(Struct, omit_defaults=True):
-    """A message of a conversation. content: a text, or several. name: of the participant, for the chat template."""
+    """A message of a conversation.
+
+    content: a text, or several.
+    name: name of the participant, for the chat template.
+    """
 
     role: Annotated[str, Meta(min_length=1)]
     content: str | list[TextPart] | None = None
@@ -228,8 +243,10 @@ class Message(Struct, omit_defaults=True):
 
 
 class ChatRequest(Generating, kw_only=True):
-    """A conversation to continue. logprobs: whether to list log-probabilities, and top_logprobs of how many of the most
-    likely tokens."""
+    """A conversation to continue.
+
+    logprobs: whether to list log-probabilities, and top_logprobs of how many of the most likely tokens.
+    """
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -256,8 +273,11 @@ class ChatRequest(Generating, kw_only=True):
 
 
 class TokenizeRequest(ServerRequest, kw_only=True):
-    """A text or a chat whose token ids are wanted. add_special_tokens: those of the model around a text; true without.
-    return_token_strs: also the text of each token."""
+    """A text or a chat whose token ids are wanted.
+
+    add_special_tokens: those of the model around a text; true without.
+    return_token_strs: also the text of each token.
+    """
 
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
@@ -371,8 +391,10 @@ def engine_requests(
 ) -> list[InferenceRequest]:
     """The requests of the batch manager for `body`: of each prompt one, or with several seeds one for each choice.
 
-    config: has the defaults of sampling. end_tokens, vocab_size: of the model, None if none runs. lora_task_id: of the
-    adapter that `body` names."""
+    config: settings, with the defaults of sampling.
+    end_tokens, vocab_size: facts of the model, None if none runs.
+    lora_task_id: task of the adapter that `body` names.
+    """
     top, with_beams = body.top_log_probs, bool(body.use_beam_search) and body.num_choices > 1
     asked, has_model = body.max_new_tokens, vocab_size is not None
     sampling = _sampling(body, config, vocab_size)

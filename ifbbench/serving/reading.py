@@ -45,8 +45,12 @@ class ReadingFailed(IfbbenchError):
 class ReadingRules:
     """What decides whether a body is valid: plain data, which another process can be given.
 
-    model: a value of --model. vocab_size: of it. names: what clients may call it, and its adapters. makes_tokens:
-    whether a model runs. max_requests: the most that one body may have. max_seq_len: of the engine.
+    model: value of --model.
+    vocab_size: vocabulary of the model.
+    names: names by which clients may call the model, and its adapters.
+    makes_tokens: whether a model runs.
+    max_requests: maximum number of requests of one body.
+    max_seq_len: maximum length of a sequence of the engine.
     """
 
     model: str
@@ -60,7 +64,10 @@ class ReadingRules:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of a body as token ids. echoes: the text of the prompt of each choice, if the answer has it."""
+    """The prompts of a body as token ids.
+
+    echoes: the text of the prompt of each choice, if the answer has it.
+    """
 
     token_ids: list[IntArray]
     echoes: list[str]

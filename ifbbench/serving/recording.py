@@ -26,7 +26,8 @@ Ended: TypeAlias = tuple[dict[str, Any], tuple[Any, ...]]
 class TrafficRecording(Observer):
     """Writes the run directory of a server: an Observer.
 
-    lengths_only: rows of the trace have no tokens. ended: once it is closed, the summary and the parts of its recorder.
+    lengths_only: rows of the trace have no tokens.
+    ended: once it is closed, the summary and the parts of its recorder.
 
     All is called in the batch manager's thread, `close` after its end.
     """
@@ -91,7 +92,11 @@ class TrafficRecording(Observer):
             self._flush()
 
     def close(self, partial: bool, delivery_lag_s: dict[str, float]) -> dict[str, Any]:
-        """End the recording; returns the summary. partial: the engine failed. delivery_lag_s: for the summary."""
+        """End the recording; returns the summary.
+
+        partial: whether the engine failed.
+        delivery_lag_s: delay of deliveries, for the summary.
+        """
         self._description["trace"] |= self._trace.close(self._num_arrived)
         self._recorder.metrics.total = self._num_arrived
         clock, more = self._engine_clock, dict[str, Any](delivery_lag_s=delivery_lag_s)

@@ -67,9 +67,11 @@ def serve(
     """Serve one engine, or a fleet, until SIGTERM or SIGINT, then drain; returns the summary of the recording, None
     without one. In several processes if `config` needs them, of which rank 0 serves. To be called in the main thread.
 
-    on_started: is called with the address when requests are taken. on_recording: with the run directory when the
-    recording begins. InputError before anything is written if the settings are bad or the port is taken; RunFailed if a
-    rank has failed, BatchManagerFailed if the engine of a single process has.
+    on_started: is called with the address when requests are taken.
+    on_recording: is called with the run directory when the recording begins.
+
+    InputError before anything is written if the settings are bad or the port is taken; RunFailed if a rank has failed,
+    BatchManagerFailed if the engine of a single process has.
     """
     check_no_fleet(config)
     if config.is_fleet:
@@ -208,8 +210,11 @@ async def running_service(
     ids: Iterator[int] | None = None,
     on_recording: Callable[[TrafficRecording], None] = lambda recording: None,
 ) -> AsyncIterator[Service]:
-    """A service of `engine`, which ends with the block; then it has the summary of the recording that `door` asks
-    for. ids: see Service. on_recording: takes the recording."""
+    """A service of `engine`, which ends with the block; then it has the summary of the recording that `door` asks for.
+
+    ids: see Service.
+    on_recording: takes the recording.
+    """
     recording = None
     if door.record is not None:
         recording = TrafficRecording(

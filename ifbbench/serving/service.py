@@ -52,9 +52,12 @@ class Recording(Protocol):
 
 @dataclass(slots=True)
 class Tokens:
-    """New output of a generation. log_probs: of each token, and generation_logits [tokens, vocabulary], if asked for.
+    """New output of a generation.
 
-    beams: of a finished beam search, the output of each beam and its log-probabilities, best first.
+    log_probs: log-probability of each token, if asked for.
+    generation_logits: [tokens, vocabulary], if asked for.
+
+    beams: output of each beam of a finished beam search and its log-probabilities, best first.
     """
 
     ids: list[int]
@@ -66,9 +69,10 @@ class Tokens:
 class Generation:
     """One request of the batch manager and what it has generated so far. Used in the event loop alone.
 
-    changed: is set when there is something new; several generations may share it. context_logits: of the prompt
-    [tokens, vocabulary], with the final response, if asked for. reused_tokens: of the prompt, from the KV cache.
+    changed: is set when there is something new; several generations may share it.
+    reused_tokens: number of tokens of the prompt from the KV cache.
     restarts: how often it has begun again, so that all that was taken of it before does not count.
+    context_logits: [tokens, vocabulary], logits of the prompt, with the final response, if asked for.
     """
 
     __slots__ = (
@@ -131,7 +135,8 @@ def tokens_of(tensors: Tensors, request: InferenceRequest) -> Tokens:
 class SyntheticTokens:
     """An executor that makes no tokens, with those of a sample text in their place: an Executor.
 
-    sample: its token ids, repeated without end; each output begins with its first. num_slots: of the engine.
+    sample: token ids of the text, repeated without end; each output begins with its first.
+    num_slots: number of slots of the engine.
     """
 
     def __init__(self, executor: Executor, sample: Sequence[int], num_slots: int) -> None:
@@ -171,8 +176,11 @@ class Service:
     """A batch manager whose requests come from an event loop.
 
     Requests are handed out by priority, then in order of arrival, each at the first iteration that starts after it.
-    max_queue_size: of requests that wait for a batch slot. recording: takes in the traffic. max_requests: the most that
-    `submit` takes at a time. ids: of its requests, which several services have in common.
+
+    max_queue_size: maximum number of requests that wait for a batch slot.
+    recording: takes in the traffic.
+    ids: gives ids to its requests, which several services may have in common.
+    max_requests: maximum number of requests that `submit` takes at a time.
 
     To be made in the event loop. `submit` and `cancel` are called in it.
     """
@@ -298,9 +306,12 @@ class Service:
         streams: bool = True,
     ) -> list[Generation]:
         """Hand over `requests`, which `check` has passed, with new ids. QueueFull if not all of them have room in the
-        queue, ServiceEnded if the batch manager has ended. make: a generation, of the arguments of `Generation`.
-        received_s: when they were received, by `real_now`; None for now. session, streams: for
-        fleets."""
+        queue, ServiceEnded if the batch manager has ended.
+
+        make: a generation, of the arguments of `Generation`.
+        received_s: when they were received, by `real_now`; None for now.
+        session, streams: what fleets need to know.
+        """
         if not self.is_running:
             raise ServiceEnded("the server is about to end, or its engine has failed")
         if len(requests) > max(self.max_requests - self.num_queued, 0):

@@ -20,7 +20,10 @@ STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 
 
 class Histogram:
-    """Counts of values in buckets, and their sum. limits: ascending upper limits; a last bucket has the rest."""
+    """Counts of values in buckets, and their sum.
+
+    limits: ascending upper limits; a last bucket has the rest.
+    """
 
     def __init__(self, limits: Sequence[float]) -> None:
         self.limits = limits
@@ -72,10 +75,14 @@ class LiveStatistics(Observer):
     """Counts what the batch manager does, and passes it on to `recorder` if there is one: an Observer.
 
     Written in the batch manager's thread and read in others. A request is counted as prompt when its prompt is
-    complete, and as output token by token. num_waiting: requests that the engine has and never ran. finished: requests
-    by the reason of their end; ABORT is the client's. refused: with status 429, which the engine never had.
-    num_choices, longest_output: of each prompt, its choices, and the output tokens of the longest; both are written in
-    the event loop. lost_tokens: that were computed for each request that failed, by id, until they are taken.
+    complete, and as output token by token.
+
+    num_waiting: number of requests that the engine has and never ran.
+    finished: number of requests by the reason of their end; ABORT is the client's.
+    refused: number of requests answered with status 429, which the engine never had.
+    num_choices, longest_output: number of choices of each prompt, and output tokens of the longest; both are written in
+        the event loop.
+    lost_tokens: that were computed for each request that failed, by id, until they are taken.
     """
 
     def __init__(self, recorder: Observer | None = None) -> None:

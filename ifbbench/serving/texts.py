@@ -31,7 +31,9 @@ class ByteTokenizer:
     """For a model without a tokenizer: the token ids of a text are the bytes of its UTF-8 form.
 
     An id above 255, which a text does not have, is decoded as a letter, so that the text of random weights has a
-    character for each token. vocab_size: of the model.
+    character for each token.
+
+    vocab_size: vocabulary of the model.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -49,7 +51,10 @@ class ByteTokenizer:
 class Texts:
     """The tokenizer and the chat template of a model.
 
-    model: a value of --model. vocab_size: of it. Without a tokenizer texts are bytes, and `has_tokenizer` is false.
+    model: value of --model.
+    vocab_size: vocabulary of the model.
+
+    Without a tokenizer texts are bytes, and `has_tokenizer` is false.
     """
 
     def __init__(self, model: str, vocab_size: int) -> None:
@@ -132,7 +137,8 @@ class GrowingText:
     """The text of tokens that come one after another. Characters of several tokens are held back until complete, and
     so is what may be the beginning of a stop text.
 
-    stops: texts that end it, which are not part of it. stop: the one that was found first; None before.
+    stops: texts that end it, which are not part of it.
+    stop: the one that was found first; None before.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:

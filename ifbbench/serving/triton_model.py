@@ -98,7 +98,9 @@ class TritonPythonModel:
 class Sequence(NamedTuple):
     """What a request of Triton asks of the engine for one prompt: a sequence, or the beams of one search.
 
-    prompt, sequence: its indices. num_beams: how many of its beams are returned, all for None."""
+    prompt, sequence: its indices.
+    num_beams: how many of its beams are returned, all for None.
+    """
 
     request: InferenceRequest
     prompt: int
@@ -107,9 +109,11 @@ class Sequence(NamedTuple):
 
 
 class Call:
-    """One request of Triton, for one sequence or several. num_open: those that have no final response yet.
+    """One request of Triton, for one sequence or several.
 
-    Triton keeps a request until its last response, the one with the flag FINAL."""
+    num_open: number of those that have no final response yet. Triton keeps a request until its last response, the one
+        with the flag FINAL.
+    """
 
     def __init__(self, request_id: str, sender: Any, sequences: list[Sequence]) -> None:
         self.request_id = request_id

@@ -221,8 +221,11 @@ def _wait_until_ended(
     process: subprocess.Popen[bytes], triton: TritonConfig, ending: list[int], alive: int, model: int
 ) -> int:
     """The exit status of Triton, or MODEL_DIED. Without a limit it would wait for streams of gRPC that clients leave
-    open; so after the drain the model's process completes the recording and ends Triton. alive: is closed then. model:
-    hangs up when that process ends."""
+    open; so after the drain the model's process completes the recording and ends Triton.
+
+    alive: is closed then.
+    model: hangs up when that process ends.
+    """
     clock, deadline, limit_s = WallClock(), math.inf, COMPLETE_S
     hung_up = select.poll()
     hung_up.register(model, 0)

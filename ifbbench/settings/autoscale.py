@@ -20,9 +20,12 @@ EXPECTED = "MEASURE=TARGET,max=N, such as queue=4,max=8, requests=32,max=8, kv_u
 class AutoscaleRule:
     """How many replicas a fleet has.
 
-    measure, target: see MEASURES; TTFT in seconds. minimum, maximum: of replicas. every_s: how often the rule decides.
-    cool_down_s: the number falls only to the largest one that was wanted in so many seconds. tolerance: a measure
-    within this share of its target changes nothing."""
+    measure, target: see MEASURES; TTFT in seconds.
+    minimum, maximum: minimum and maximum number of replicas.
+    every_s: interval of decisions.
+    cool_down_s: the number falls only to the largest one that was wanted in so many seconds.
+    tolerance: share of the target by which the measure may differ from it without a change.
+    """
 
     measure: str
     target: float

@@ -153,8 +153,8 @@ def choice(
 ) -> str:
     """The choice that `value` names. Case does not matter, and dashes are underscores.
 
-    aliases: other texts for choices. pattern: a regular expression of texts that are returned as they are, which
-    `others` describes in messages.
+    aliases: other texts for choices.
+    pattern: a regular expression of texts that are returned as they are, which `others` describes in messages.
     """
     known = tuple(choices)
     if isinstance(value, str):
@@ -305,6 +305,11 @@ def declare(group: str, default: Any, help: str, **facts: Any) -> Any:
     return field(default=default, metadata={"help": help, "group": group, **facts})
 
 
+def or_none(value: Any) -> Any:
+    """None for the text none."""
+    return None if isinstance(value, str) and value.lower() in ("none", "null") else value
+
+
 def as_text(value: Any) -> str:
     """The value of a setting as it is given on the command line: true, none, 512."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -315,14 +320,19 @@ class Setting:
     """One field of `RunConfig`: its names, default, help text and the values it takes.
 
     is_optional: None is a value. Where it is the command line's default, the model, the device and the other settings
-    resolve it; elsewhere it is a choice of its own, which is given as none (see `takes_none`).
-    default: that of the library. command_line_default: that of commands and config files.
-    choices, value_aliases, other_texts, others: see `choice`. convert: applied to a value before it is checked.
+        resolve it; elsewhere it is a choice of its own, which is given as none (see `takes_none`).
+    default: default of the library.
+    command_line_default: default of commands and config files.
+    choices, value_aliases, other_texts, others: see `choice`.
+    convert: is applied to a value before it is checked.
     is_list: an option may be given several times; `convert` makes one value of them.
-    aliases: names that are taken too. elsewhere: names of the same in vLLM, SGLang, TensorRT-LLM and llama.cpp, which
-    are only suggested; opposites: those that turn it off. engine_decides: some engines have a default that is not None,
-    which none leaves out. family: of settings of a group that are asked for together. with_endpoint: whether a run
-    against a server has it; None if its group decides.
+    aliases: names that are taken too.
+    elsewhere: its names in vLLM, SGLang, TensorRT-LLM and llama.cpp, which are only suggested.
+    opposites: names that turn it off.
+    engine_decides: some engines have a default that is not None, which none leaves out.
+    family: name of a group of settings that are asked for together.
+    is_common: whether `--help` lists it where it does not list all settings.
+    with_endpoint: whether a run against a server has it; None if its group decides.
     """
 
     name: str
@@ -347,6 +357,7 @@ class Setting:
     opposites: str = ""
     engine_decides: bool = False
     family: str = ""
+    is_common: bool = False
     with_endpoint: bool | None = None
 
     @property

@@ -64,9 +64,11 @@ def _service(services: Mapping[str, Any], name: str, seen: tuple[str, ...] = ())
     """A service of Docker Compose, on top of the one of the same file that it extends: its own values win, and
     variables are put together."""
     service = services.get(name)
-    extended = service.get(EXTENDS) if isinstance(service, dict) else None
+    if not isinstance(service, dict):
+        return service
+    extended = service.get(EXTENDS)
     base = extended.get("service") if isinstance(extended, dict) and "file" not in extended else extended
-    if not isinstance(base, str):
+    if not isinstance(service, dict) or not isinstance(base, str):
         return service
     if base not in services or base in (*seen, name):
         expected = "a service of this file that does not extend this one"

@@ -24,7 +24,9 @@ EXPECTED = "NAME=TIME or NAME.pNN=TIME, such as ttft=1s, tpot=50ms, e2e=20s or t
 class Objective:
     """A maximum of a latency: of each request, or of one statistic of all requests.
 
-    name: as in `summary.json`. latency: key of the latency. statistic: None for an objective of each request.
+    name: name in `summary.json`.
+    latency: key of the latency.
+    statistic: None for an objective of each request.
     """
 
     name: str

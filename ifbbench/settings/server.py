@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DTYPES, ENGINE_NAMES
 from ifbbench.settings.config_file import parse_config_file
+from ifbbench.settings.dtypes import DTYPES
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.settings.fields import boolean, did_you_mean, integer, located, table
 from ifbbench.settings.names import setting, snake_case
 
@@ -36,9 +37,10 @@ Convert = Callable[[str], dict[str, Any]]
 class Line(NamedTuple):
     """What a command line means.
 
-    values: by setting name, with the engine. ignored: options on which neither schedule nor times depend here.
-    not_simulated: options with which the server's schedule, times or memory may differ from what is simulated. notes:
-    what else has to be known, in sentences.
+    values: values by setting name, with the engine.
+    ignored: options on which neither schedule nor times depend here.
+    not_simulated: options with which the server's schedule, times or memory may differ from what is simulated.
+    notes: what else has to be known, in sentences.
     """
 
     values: dict[str, Any]
@@ -151,12 +153,16 @@ class _Others(NamedTuple):
 class Server:
     """The command line of one engine's server.
 
-    starts: words that begin a line, where `python` is any interpreter; the first are written. images: beginnings of the
-    names of container images that start it. options: of each setting that the server has. aliases: other names of its
-    options. converted: what a value means, where it is not the setting's own. joint, joint_flags: options with and
-    without a value that depend on others, and `join` reads them. has_negations: whether `--no-` turns a flag off; else
-    a flag that is off is left out. kv_dtypes: data types of the KV cache by the server's names, those that are written
-    first. model_option: before the model, if it has one. of_a_rank: limits that hold for each rank of data parallelism.
+    starts: words that begin a line, where `python` is any interpreter; the first are written.
+    options: options of each setting that the server has.
+    kv_dtypes: data types of the KV cache by the server's names; the first ones are written.
+    images: beginnings of the names of container images that start it.
+    aliases: other names of its options.
+    converted: what a value means, where it is not the setting's own.
+    joint, joint_flags: options with and without a value that depend on others, and `join` reads them.
+    has_negations: whether `--no-` turns a flag off; else a flag that is off is left out.
+    model_option: option before the model, if it has one.
+    of_a_rank: limits that hold for each rank of data parallelism.
     own_words: the words of settings that no single option says, and the settings that are left.
     """
 

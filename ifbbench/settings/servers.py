@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import ENGINE_NAMES, SGLANG, VLLM, VLLM_VERSIONS
+from ifbbench.settings.engines import ENGINE_NAMES, SGLANG, VLLM
 from ifbbench.settings.fields import shown
+from ifbbench.settings.groups.vllm import VLLM_VERSIONS
 from ifbbench.settings.manifests import container_lines
 from ifbbench.settings.server import HasExperts, Line, Server
 from ifbbench.settings.sglang_serve import SGLANG_SERVE

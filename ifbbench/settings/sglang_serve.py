@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ifbbench.settings.config import SGLANG
+from ifbbench.settings.engines import SGLANG
 from ifbbench.settings.names import setting
 from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, number_of, of_each_rank
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import TRTLLM, settings
+from ifbbench.settings.config import settings
 from ifbbench.settings.config_file import parse_config_file
+from ifbbench.settings.engines import TRTLLM
 from ifbbench.settings.fields import boolean, integer, located
 from ifbbench.settings.names import setting
 from ifbbench.settings.server import (
@@ -71,7 +72,11 @@ DRAFT_TOKENS = ("num_nextn_predict_layers", "max_draft_len")
 
 
 class Arguments(NamedTuple):
-    """What a YAML file of arguments of the LLM class means. ignored: arguments without a setting. notes: sentences."""
+    """What a YAML file of arguments of the LLM class means.
+
+    ignored: arguments without a setting.
+    notes: sentences.
+    """
 
     values: dict[str, Any]
     has_attention_dp: bool

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ifbbench.settings.config import VLLM
+from ifbbench.settings.engines import VLLM
 from ifbbench.settings.fields import integer, number
 from ifbbench.settings.names import setting
 from ifbbench.settings.server import (

@@ -94,7 +94,9 @@ class CostModel:
         two_batches: bool = False,
         draft_len: int = 0,
     ) -> None:
-        """two_batches: with two-batch overlap. draft_len: draft tokens of each generation request."""
+        """two_batches: whether iterations run as two overlapping batches.
+        draft_len: number of draft tokens of each generation request.
+        """
         hardware.check_dtype(shard.dtype)
         self.shard = shard
         self.hardware = hardware
@@ -239,7 +241,9 @@ class CostModel:
     def generation_ns(self, generation_tokens: int, kv_tokens: Sequence[int]) -> list[int]:
         """`device_ns` of many iterations without context, [iterations].
 
-        generation_tokens: of each iteration. kv_tokens: [iterations], their `generation_kv_tokens`."""
+        generation_tokens: number of tokens of each iteration.
+        kv_tokens: [iterations], `generation_kv_tokens` of each.
+        """
         busy = self._tokens_ns[generation_tokens] + self._outputs_ns[generation_tokens]
         if self._state_bytes:
             busy += self._states_ns(StepWork(generation_tokens=generation_tokens))
@@ -416,9 +420,10 @@ class CostModel:
         if self._has_row_times:
             found.append(self._expert_rows(of_all, rows))
         if size := shard.shared_expert_size:
+            both, layers = model.up_products * size, self._counts[Mlp.EXPERTS]
             found += [
-                self._layer_product("shared expert gate and up", Mlp.EXPERTS, tokens, hidden, model.up_products * size),
-                self._layer_product("shared expert down", Mlp.EXPERTS, tokens, size, hidden),
+                self._layer_product("shared expert gate and up", Mlp.SHARED, tokens, hidden, both, layers),
+                self._layer_product("shared expert down", Mlp.SHARED, tokens, size, hidden, layers),
             ]
         return found
 

@@ -9,15 +9,18 @@ from ifbbench.models.config import ModelConfig, check_split
 from ifbbench.models.layers import Mixer, Mlp
 from ifbbench.models.lora_modules import device_pages, page_layout
 from ifbbench.models.named_models import load_model_config
-from ifbbench.settings.config import DTYPE_BYTES, SGLANG, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.dtypes import DTYPE_BYTES
+from ifbbench.settings.engines import SGLANG
 from ifbbench.settings.fields import memory_size
 from ifbbench.simulated.engines import load_overhead
 from ifbbench.simulated.expert_load import ExpertLoad, load_shares
 from ifbbench.simulated.hardware import HardwareProfile
 
-# Bytes of scales for each weight: 16 bits for groups of 128 (int4), a byte for 32 or 16 (mxfp4, nvfp4), 32 bits for
-# blocks of 128 by 128 (fp8_block).
-SCALE_BYTES = {"int4": 2 / 128, "mxfp4": 1 / 32, "nvfp4": 1 / 16, "fp8_block": 4 / 128**2}
+# Bytes of scales for each weight: 16 bits for groups of 128 (int4, if a checkpoint has no other groups), a byte for 32
+# or 16 (mxfp4, nvfp4), 32 bits for blocks of 128 by 128 (fp8_block).
+INT4_SCALE_BYTES = 2
+SCALE_BYTES = {"int4": INT4_SCALE_BYTES / 128, "mxfp4": 1 / 32, "nvfp4": 1 / 16, "fp8_block": 4 / 128**2}
 # Weights that are multiplied by activations of 8 bits.
 EIGHT_BITS = ("fp8", "fp8_block")
 # CUDA context, workspaces of libraries and captured graphs; and the buffers of collectives where there are any.
@@ -36,11 +39,13 @@ _log = logging.getLogger("ifbbench")
 class Shard:
     """The share of each of `tp_size` devices in one of `pp_size` pipeline stages.
 
-    dtype: of the weights of the layers: float32, bf16, fp16, fp8 and fp8_block (activations too), int4, mxfp4 or nvfp4.
-    Embeddings and output layer stay in 16 bits beside those of fewer, as in quantised checkpoints.
-    ep_size: parts of the devices that share the experts. attention_dp_size: parts that have requests of their own; then
-    all weights but those of experts are divided within a part only. redundant_experts, expert_load: as in `ExpertLoad`,
-    with the text of the setting.
+    dtype: data type of the weights of the layers: float32, bf16, fp16, fp8 and fp8_block (activations too), int4, mxfp4
+        or nvfp4. Embeddings and output layer stay in 16 bits beside those of fewer, as in quantised checkpoints.
+    ep_size: number of parts of the devices that share the experts.
+    attention_dp_size: number of parts that have requests of their own; then all weights but those of experts are
+        divided within a part only.
+    redundant_experts, expert_load: as in `ExpertLoad`, with the text of the setting.
+
     InputError if the model cannot be divided into that many parts.
     """
 
@@ -101,19 +106,19 @@ class Shard:
         """Data type of the weights of a mixer or MLP.
 
         MXFP4 is that of experts only (gpt-oss), and NVFP4 leaves latent attention in 16 bits (nvidia/DeepSeek-R1-FP4).
+        Beside these, parts keep 16 bits that the list of a quantized checkpoint names.
         """
         keeps = self.dtype == "mxfp4" and part is not Mlp.EXPERTS
         keeps |= self.dtype == "nvfp4" and part is Mixer.ATTENTION and self.model.latent is not None
+        keeps |= part in self.model.unquantized
         return self.compute_dtype if keeps else self.dtype
 
     def weight_bytes_of(self, part: Mixer | Mlp) -> float:
         """Bytes of one weight in the matrices of a mixer or MLP, its part of a scale included."""
-        return weight_bytes(self.dtype_of(part))
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of one weight in the matrices of MLPs, its part of a scale included."""
-        return weight_bytes(self.dtype)
+        dtype = self.dtype_of(part)
+        if dtype == "int4" and self.model.weights_of_scale:
+            return DTYPE_BYTES[dtype] + INT4_SCALE_BYTES / self.model.weights_of_scale
+        return weight_bytes(dtype)
 
     # Sizes of matrices, in values.
 
@@ -158,6 +163,11 @@ class Shard:
     def expert_size(self) -> int:
         """Intermediate size of the share of a device in a routed expert."""
         return self.model.size_of_expert // (self.tp_size // self.ep_size)
+
+    @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """Experts of each device, redundant ones left out, and their intermediate size there; None without experts."""
+        return (self.model.num_experts // self.ep_size, self.expert_size) if self.model.num_experts else None
 
     @property
     def vocab_size(self) -> int:
@@ -222,7 +232,8 @@ class Shard:
                 total += count * size(kind.mlp, self.mlp_weights)
             elif kind.mlp is Mlp.EXPERTS:
                 weights = self.experts.experts_per_part * self.expert_weights
-                total += count * size(kind.mlp, weights + self.shared_expert_weights + self.router_weights)
+                total += count * size(kind.mlp, weights + self.router_weights)
+                total += count * size(Mlp.SHARED, self.shared_expert_weights)
         return total / model.num_layers
 
     # Memory, in bytes.
@@ -276,7 +287,7 @@ class Shard:
     def activation_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Peak of an iteration: hidden states and the intermediate values of MLP or attention, or the logits.
 
-        num_tokens, num_requests: of all parts of `attention_dp_size`, of which each has its share."""
+        num_tokens, num_requests: numbers for all parts of `attention_dp_size`, of which each has its share."""
         model, parts = self.model, self.attention_dp_size
         hidden, latent = model.hidden_size, model.latent
         mlp = 3 * hidden + max(
@@ -306,9 +317,12 @@ def weight_bytes(dtype: str) -> float:
 class MemoryPlan:
     """The memory of one device, in bytes.
 
-    runtime: taken before the model is loaded. activations: of the largest iteration. kv_cache: the fraction of the rest
-    that keys and values get. adapters: the cache of LoRA adapters; beside_weights: what that is a share of. states: of
-    recurrent layers, for `max_states` requests, None without such layers.
+    runtime: what is taken before the model is loaded.
+    activations: activations of the largest iteration.
+    kv_cache: the fraction of the rest that keys and values get.
+    adapters: the cache of LoRA adapters.
+    beside_weights: what `kv_cache` is a share of.
+    states: states of recurrent layers, for `max_states` requests, None without such layers.
     """
 
     total: int

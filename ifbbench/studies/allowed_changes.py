@@ -7,7 +7,10 @@ from typing import Any
 
 from ifbbench.analysis.words import SIZES, setting_of
 from ifbbench.models.named_models import load_model_config
-from ifbbench.settings.config import CHUNKING_POLICIES, SCHEDULE_POLICIES, SGLANG, TRTLLM, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, TRTLLM, VLLM
+from ifbbench.settings.groups.scheduling import CHUNKING_POLICIES
+from ifbbench.settings.groups.sglang import SCHEDULE_POLICIES
 from ifbbench.settings.modes import BatchingType, Overlap
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import Shard, plan_memory
@@ -32,10 +35,15 @@ MULTIPLE = 256  # of sequence lengths
 class Allowed:
     """The single changes that the settings of a run allow.
 
-    config: as asked. resolved: each setting as the run had it. summary: of the run. waited_s: request-seconds by limit,
-    DEVICE and ASIDE. peak_tokens: most tokens of an iteration. has_prefixes, has_priorities: whether requests of the
-    trace share beginnings, or have several priorities. longest: tokens of the longest of them with its output.
-    not_known: settings whose effect on the device is not known."""
+    config: settings as asked.
+    resolved: each setting as the run had it.
+    summary: summary of the run.
+    waited_s: request-seconds by limit, DEVICE and ASIDE.
+    peak_tokens: maximum number of tokens of an iteration.
+    has_prefixes, has_priorities: whether requests of the trace share beginnings, or have several priorities.
+    longest: number of tokens of the longest request with its output.
+    not_known: settings whose effect on the device is not known.
+    """
 
     config: RunConfig
     resolved: Mapping[str, Any]

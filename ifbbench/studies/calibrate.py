@@ -62,8 +62,10 @@ def calibrate(
 ) -> Calibration:
     """Measure the executor that `config` builds, and write its profile to `output` and a chart (.png) beside it.
 
-    output: DEVICE-MODEL.toml in the working directory if None. quick: a few batches only, for a first impression.
+    output: DEVICE-MODEL.toml in the working directory if None.
+    quick: a few batches only, for a first impression.
     owns_process: see `build_engine`.
+
     InputError, before anything is measured, for a device that cannot be measured, settings that contradict each other,
     and an output that exists without `overwrite`.
     """

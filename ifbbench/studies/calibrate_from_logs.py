@@ -18,7 +18,8 @@ from ifbbench.build.resolve import resolve_limits
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import built_in_models, load_model_config
 from ifbbench.report import plain_table
-from ifbbench.settings.config import SIMULATED, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.devices import SIMULATED
 from ifbbench.settings.names import from_mapping
 from ifbbench.simulated.hardware import CONSTANTS, SUFFIX, HardwareProfile, load_hardware, write_profile
 from ifbbench.simulated.shard import Shard
@@ -67,8 +68,10 @@ def calibrate_from_logs(
 ) -> LogCalibration:
     """Fit the constants of the device in `given` to the logs at `paths`, and write the profile and a chart beside it.
 
-    given: the settings that were given; those that logs name are taken from them. output: LOG.toml in the working
-    directory if None. InputError for a log that cannot be read or used, and for logs that do not fit together.
+    given: the settings that were given; those that logs name are taken from them.
+    output: LOG.toml in the working directory if None.
+
+    InputError for a log that cannot be read or used, and for logs that do not fit together.
     """
     output = output or Path(f"{paths[0].stem}{SUFFIX}")
     chart = chart_beside(output, overwrite)

@@ -82,7 +82,8 @@ def write_chart(found: Calibration, path: Path) -> None:
     """Draw predicted over measured time of each point, as a PNG file without a date: equal figures are equal files."""
     from matplotlib.figure import Figure  # a fit without a chart does not wait for it
 
-    from ifbbench.report.style import styled, title, write_figure
+    from ifbbench.report.figure_files import save
+    from ifbbench.report.style import styled, title
 
     with styled():
         figure = Figure(figsize=(6.4, 6.2))
@@ -113,7 +114,7 @@ def write_chart(found: Calibration, path: Path) -> None:
             f"p90 {percent(error.p90)}, worst {percent(error.worst)}"
         )
         title(axes, f"Predicted and measured times: {found.profile.name}", subtitle)
-        write_figure(figure, path, metadata={"Software": None})
+        save(figure, path.parent, path.stem, ("png",))
 
 
 def _scale(axes: "Axes", low: float, high: float) -> None:

@@ -20,7 +20,8 @@ from ifbbench.models.config import ModelConfig
 from ifbbench.models.named_models import load_model_config
 from ifbbench.schedulers.limits import UNLIMITED, BatchingConfig
 from ifbbench.schedulers.refusals import AdmissionLimits
-from ifbbench.settings.config import MAX_BATCH, RunConfig
+from ifbbench.settings.bounds import MAX_BATCH
+from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
 from ifbbench.simulated.hardware import load_hardware
@@ -37,8 +38,9 @@ UNLIMITED_BATCH_SIZE = MAX_BATCH
 class Device:
     """Where a run would take place.
 
-    free_bytes: memory of each device before the weights are loaded; None if unknown and not needed. max_kv_bytes: upper
-    limit of the KV cache; None for none. is_cpu: whether limits default to those of a CPU.
+    free_bytes: memory of each device before the weights are loaded; None if unknown and not needed.
+    max_kv_bytes: upper limit of the KV cache; None for none.
+    is_cpu: whether limits default to those of a CPU.
     """
 
     name: str
@@ -81,10 +83,12 @@ def find_device(config: RunConfig, memory_bytes: int | None = None) -> Device:
 class Pool:
     """The KV cache of all devices together.
 
-    layout: the cache of a run, on a real device with no more blocks than a full batch can fill. windows: the same
-    attention windows with the blocks that memory has room for. layer_bytes: of one token in one layer. weight_bytes:
-    weights on each device. budget_bytes: memory that the cache may take; None if the settings alone decide its size.
-    state_bytes: of recurrent layers of a full batch, on each device.
+    layout: the cache of a run, on a real device with no more blocks than a full batch can fill.
+    windows: the same attention windows with the blocks that memory has room for.
+    layer_bytes: bytes of one token in one layer.
+    weight_bytes: weights on each device.
+    budget_bytes: memory that the cache may take; None if the settings alone decide its size.
+    state_bytes: bytes of the recurrent layers of a full batch, on each device.
     """
 
     layout: CacheLayout
@@ -116,7 +120,9 @@ class Pool:
 def make_pool(config: RunConfig, model: ModelConfig, device: Device) -> Pool:
     """The KV cache that fits on `device` beside the weights of `model`.
 
-    config: with resolved limits. InputError if the weights, or a single block beside them, do not fit.
+    config: with resolved limits.
+
+    InputError if the weights, or a single block beside them, do not fit.
     """
     shard = Shard.of_config(model, config)
     budget = _kv_budget(config, model, device, shard)
@@ -162,8 +168,8 @@ Pools = Sequence[tuple[AttentionWindow, int]]
 class PolicyCase:
     """A policy at one moment of its requests: `start`, `end`, or "" where the moment does not matter.
 
-    blocks: blocks of one attention window that a request then holds or reserves. is_static: no request joins a running
-    batch, so all its prompts must fit one iteration.
+    blocks: blocks of one attention window that a request then holds or reserves.
+    is_static: no request joins a running batch, so all its prompts must fit one iteration.
     """
 
     policy: str
@@ -212,8 +218,9 @@ def cases_of(limits: BatchingConfig) -> Sequence[PolicyCase]:
 class Fit:
     """How many requests run at once in one case.
 
-    mean_blocks: of a request, in all windows. by_limit: requests of mean length that each limit allows, in the order of
-    the schedulers' checks. first: how many of the first requests of a trace run together; None for one request.
+    mean_blocks: mean number of blocks of a request, in all windows.
+    by_limit: requests of mean length that each limit allows, in the order of the schedulers' checks.
+    first: how many of the first requests of a trace run together; None for one request.
     """
 
     case: PolicyCase
@@ -314,8 +321,9 @@ def _first(case: PolicyCase, requests: Sequence[TraceRequest], limits: BatchingC
 class ContiguousFit(NamedTuple):
     """A contiguous cache in the memory of the blocks: each request has memory for the longest sequence of each beam.
 
-    positions, bytes_per_request: of each request. fit: requests that memory has room for. at_once: the smaller of this
-    and the batch size.
+    positions, bytes_per_request: size of each request.
+    fit: requests that memory has room for.
+    at_once: the smaller of this and the batch size.
     """
 
     positions: int
@@ -325,7 +333,9 @@ class ContiguousFit(NamedTuple):
 
 
 def contiguous_fit(limits: BatchingConfig, kv_bytes: int, bytes_per_token: int) -> ContiguousFit:
-    """kv_bytes: of the cache. bytes_per_token: in all layers."""
+    """kv_bytes: size of the cache.
+    bytes_per_token: bytes of a token in all layers.
+    """
     positions = limits.max_seq_len * limits.max_beam_width
     number = kv_bytes // (positions * bytes_per_token)
     return ContiguousFit(positions, positions * bytes_per_token, number, min(number, limits.max_batch_size))
@@ -335,8 +345,10 @@ def contiguous_fit(limits: BatchingConfig, kv_bytes: int, bytes_per_token: int) 
 class Study:
     """The question and its answer.
 
-    config: with resolved limits. requests: as admitted, those that the engine refuses (`refused`) left out. fits: one
-    for each of the engine's policies, empty without requests. contiguous: the same memory as a contiguous cache.
+    config: settings with resolved limits.
+    contiguous: the same memory as a contiguous cache.
+    requests: as admitted, those that the engine refuses (`refused`) left out.
+    fits: one for each of the engine's policies, empty without requests.
     """
 
     config: RunConfig

@@ -14,7 +14,8 @@ from ifbbench.engine.plan import Limit
 from ifbbench.fleet.sides import check_sides
 from ifbbench.replay.disaggregated import link_rate, own_values
 from ifbbench.rundir.disaggregated import DECODE, PREFILL, SIDES
-from ifbbench.settings.config import SGLANG, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.settings.fields import memory_size
 from ifbbench.studies.capacity import Study, study
 from ifbbench.studies.explain import Step, explain
@@ -25,10 +26,13 @@ from ifbbench.workload.trace import TraceRequest
 class Side:
     """One of both sides.
 
-    study: of one replica. at_once: requests of mean length, at their full length, that it holds; None without requests.
-    iteration_s: of a full batch: of prompts, or of all requests at once, half of their output generated. rate: requests
-    per second of a replica that is always full. Both are None without requests, and on devices that are not simulated.
-    link_rate: tokens per second that it sends or receives."""
+    study: study of one replica.
+    at_once: requests of mean length, at their full length, that it holds; None without requests.
+    iteration_s: time of a full batch: of prompts, or of all requests at once, half of their output generated.
+    rate: requests per second of a replica that is always full. Both are None without requests, and on devices that are
+        not simulated.
+    link_rate: tokens per second that it sends or receives.
+    """
 
     name: str
     replicas: int
@@ -46,7 +50,10 @@ class Side:
 
 @dataclass(frozen=True)
 class SidesStudy:
-    """Both sides, and what they do together. prompt_len: the mean; 0 without requests."""
+    """Both sides, and what they do together.
+
+    prompt_len: the mean; 0 without requests.
+    """
 
     prefill: Side
     decode: Side

@@ -11,7 +11,8 @@ from ifbbench.analysis.words import SIZES, TENSORRT_LLM, setting_of, words_of
 from ifbbench.engine.plan import Limit
 from ifbbench.report import plain_table
 from ifbbench.schedulers.limits import UNLIMITED
-from ifbbench.settings.config import ENGINE_NAMES
+from ifbbench.settings.config import LIMIT_SETTINGS
+from ifbbench.settings.engines import ENGINE_NAMES
 from ifbbench.settings.fields import memory_size
 from ifbbench.settings.modes import BatchingType
 from ifbbench.settings.names import setting
@@ -199,21 +200,25 @@ def sentences(study: Study) -> list[str]:
 
 
 def _server_start(study: Study) -> str:
-    """What the server of the engine logs at its start, and its command line."""
+    """What the server of the engine logs at its start, with attention data parallelism each of its ranks, and its
+    command line."""
     limits, config, engine = study.limits, study.config, study.limits.engine
+    ranks = limits.attention_dp_size
+    num_blocks = study.pool.windows[0].num_blocks // ranks
     if limits.vllm is not None:
-        tokens, concurrency = limits.vllm_capacity(study.pool.windows[0].num_blocks)
+        tokens, concurrency = limits.vllm_capacity(num_blocks)
         logged = (
             f"GPU KV cache size: {tokens:,} tokens, Maximum concurrency for {limits.max_seq_len:,} tokens per request: "
             f"{concurrency:.2f}x"
         )
     else:
         assert limits.sglang is not None
-        tokens = study.pool.windows[0].num_blocks * limits.tokens_per_block
-        chunk = -1 if limits.sglang.chunk_size is None else limits.sglang.chunk_size
+        tokens = num_blocks * limits.tokens_per_block
+        chunk = -1 if limits.sglang.chunk_size is None else limits.sglang.chunk_size // ranks
         logged = (
             f"max_total_num_tokens={tokens}, chunked_prefill_size={chunk}, "
-            f"max_prefill_tokens={limits.sglang.max_prefill_tokens}, max_running_requests={limits.max_batch_size}, "
+            f"max_prefill_tokens={limits.sglang.max_prefill_tokens}, "
+            f"max_running_requests={max(limits.max_batch_size // ranks, 1)}, "
             f"context_len={limits.max_seq_len}"
         )
     # The servers' own limit of tokens depends on the GPU.
@@ -223,7 +228,8 @@ def _server_start(study: Study) -> str:
         if value != setting(name).default or name == "max_num_tokens"
     }
     line = SERVERS[engine].write({"model": config.model} | changed)
-    return f"{ENGINE_NAMES[engine]} says: {logged}. Its command line: {line}"
+    says = f"{ENGINE_NAMES[engine]} says" if ranks == 1 else f"Each of the {ranks} ranks of {ENGINE_NAMES[engine]} says"
+    return f"{says}: {logged}. Its command line: {line}"
 
 
 def _bound(study: Study, found: Fit) -> str:
@@ -277,17 +283,7 @@ def _contiguous(study: Study) -> str:
 def figures(study: Study) -> dict[str, Any]:
     """All figures and `sentences`, for JSON. Sizes are in bytes, tokens or blocks, as their names say."""
     config, model, pool, contiguous = study.config, study.model, study.pool, study.contiguous
-    limits = (
-        "policy",
-        "type",
-        "max_batch_size",
-        "max_num_tokens",
-        "max_seq_len",
-        "max_input_len",
-        "max_beam_width",
-        "tokens_per_block",
-        "enable_chunked_context",
-    )
+    limits = ("policy", "type", *LIMIT_SETTINGS, "tokens_per_block", "enable_chunked_context")
     requests = None
     if study.requests:
         means = ("prompt_len", "output_len", "max_new_tokens", "beam_width")

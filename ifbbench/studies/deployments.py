@@ -17,9 +17,11 @@ from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.rundir.disaggregated import DECODE, SIDES
 from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
 from ifbbench.simulated.hardware import load_hardware
-from ifbbench.studies.tune import FAR_OFF, Tuner, Tuning
+from ifbbench.studies.tune import Tuner
 from ifbbench.studies.tune_candidates import TIE, Candidate, Goal, nearest_objective
+from ifbbench.studies.tune_load import FAR_OFF
 from ifbbench.studies.tune_runs import sides_of
+from ifbbench.studies.tune_search import Tuning
 from ifbbench.studies.tune_sides import SidesTuner, compared_text, time_to_first_token
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import Trace
@@ -37,8 +39,10 @@ class Deployment:
     are those of a pair of replicas.
 
     best: the cheapest candidate; None if it needs many more GPUs than another one of its device (at least `needs`), or
-    does not run, for `reason`. spare: see `Tuner.spare_rate`; None if it was not tried. tuning: the search, of those
-    that were searched."""
+        does not run, for `reason`.
+    spare: see `Tuner.spare_rate`; None if it was not tried.
+    tuning: the search, of those that were searched.
+    """
 
     values: Mapping[str, Any]
     tuner: Tuner | None = None
@@ -83,9 +87,14 @@ def compare_deployments(
 ) -> list[Deployment]:
     """The cheapest deployment of each device first, then the others, by cost; those that cannot be last.
 
-    choices: values of DEPLOYED settings. max_gpus: of all replicas together. prices: of a GPU hour, by device. sides:
-    TOGETHER, APART, or both; none is TOGETHER. on_best: is called with each new cheapest one. InputError if no
-    deployment meets the objectives with so many GPUs."""
+    choices: values of DEPLOYED settings.
+    max_gpus: maximum number of GPUs of all replicas together.
+    prices: prices of a GPU hour, by device.
+    sides: TOGETHER, APART, or both; none is TOGETHER.
+    on_best: is called with each new cheapest one.
+
+    InputError if no deployment meets the objectives with so many GPUs.
+    """
     trace = in_memory(read_source(source, base, progress))
     # Few GPUs first: what they cost bounds what others may.
     found = sorted(_combinations(base, choices, sides or (TOGETHER,)), key=lambda one: one.gpus)

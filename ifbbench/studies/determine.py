@@ -45,8 +45,11 @@ GUESSED, FIRST_SHARE = ("host_iteration_s", "context_s"), 0.02
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of one constant. error: its standard error as a share of it; None if it was kept. reason: why it
-    was."""
+    """What is known of one constant.
+
+    error: its standard error as a share of it; None if it was kept.
+    reason: why it was.
+    """
 
     name: str
     value: float
@@ -58,8 +61,10 @@ class Verdict:
 class Determined:
     """Fitted constants and their verdicts.
 
-    observations: those that were used. predicted_s: [observations]. fit_error: of the fit to all of them.
-    held_out_error: of constants fitted to one half of them in predicting the other; None if there are too few.
+    observations: those that were used.
+    predicted_s: [observations].
+    fit_error: error of the fit to all of them.
+    held_out_error: error of constants fitted to one half of them in predicting the other; None if there are too few.
     left_out: number of outliers.
     """
 

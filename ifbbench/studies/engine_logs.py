@@ -63,9 +63,13 @@ class VllmSummary(NamedTuple):
 
 
 class VllmIteration(NamedTuple):
-    """What vLLM logs of an iteration. line: where it stands. number: since the server started. usage: share of the KV
-    cache in use, None if it is not there. has_drafts: whether generation requests may have several tokens because of
-    draft tokens."""
+    """What vLLM logs of an iteration.
+
+    line: where it stands.
+    number: since the server started.
+    usage: share of the KV cache in use, None if it is not there.
+    has_drafts: whether generation requests may have several tokens because of draft tokens.
+    """
 
     line: int
     number: int
@@ -79,7 +83,10 @@ class VllmIteration(NamedTuple):
 
 
 class VllmLine(NamedTuple):
-    """What a line of vLLM says. engine: its number, "" if the line has none."""
+    """What a line of vLLM says.
+
+    engine: its number, "" if the line has none.
+    """
 
     engine: str
     text: str

@@ -28,8 +28,11 @@ COMPARED_POLICIES = ("guaranteed_no_evict", "max_utilization")
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a run is asked to do. prompt_len, max_new_tokens: of each request. refused: number of requests that it can
-    never run."""
+    """What a run is asked to do.
+
+    prompt_len, max_new_tokens: lengths of each request.
+    refused: number of requests that it can never run.
+    """
 
     limits: BatchingConfig
     prompt_len: Integers
@@ -48,7 +51,10 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A run that has ended. max_active: the highest number of its active requests."""
+    """A run that has ended.
+
+    max_active: the highest number of its active requests.
+    """
 
     asked: _Asked
     summary: Mapping[str, Any]

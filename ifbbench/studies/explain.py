@@ -38,8 +38,8 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 class Step:
     """A batch by its lengths in tokens.
 
-    chunks: start and length of each context chunk. groups: number of generation requests, and the KV length of each of
-    them, its new token included.
+    chunks: start and length of each context chunk.
+    groups: number of generation requests, and the KV length of each of them, its new token included.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -91,11 +91,15 @@ class Step:
 class Explanation:
     """The predicted time and memory of one iteration.
 
-    operations: those that take time, in the order of the forward pass. device_ns, host_ns: nanoseconds of the devices
-    and of the host's scheduling. host: seconds of the host's parts. ttft: of a prompt of this batch, see `ttft_parts`;
-    empty without a context chunk. memory: of one device. kv_tokens: capacity of its KV cache in tokens. step_kv_tokens:
-    tokens of this batch in it. tokens_out: that the requests get, with draft tokens on average. engine: title and
-    version of the engine overhead, if there is one.
+    operations: those that take time, in the order of the forward pass.
+    device_ns, host_ns: nanoseconds of the devices and of the host's scheduling.
+    host: seconds of the host's parts.
+    ttft: parts of the time to first token of a prompt of this batch, see `ttft_parts`; empty without a context chunk.
+    engine: title and version of the engine overhead, if there is one.
+    memory: memory of one device.
+    kv_tokens: capacity of its KV cache in tokens.
+    step_kv_tokens: tokens of this batch in it.
+    tokens_out: that the requests get, with draft tokens on average.
     """
 
     model: str
@@ -164,7 +168,7 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
     shard, overhead = Shard.of_config(model, config), None
     if config.engine_overhead is not None:
         overhead = load_overhead(config.engine_overhead)
-        hardware = overhead.applied_to(hardware, shard.kv_cache_dtype, shard.dtype)
+        hardware = overhead.applied_to(hardware, shard.kv_cache_dtype, shard.dtype, shard.expert_shape)
     two_batches, draft_mtp = config.enable_two_batch_overlap, config.draft_mtp or 0
     cost_model = CostModel(shard, hardware, cuda_graphs, two_batches, draft_mtp)
     config = as_states_allow(model, hardware, config)

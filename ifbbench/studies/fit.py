@@ -41,7 +41,10 @@ CONVERGED = 1e-9
 
 
 class Timed(Protocol):
-    """A measured time. kind: names its group in tables."""
+    """A measured time.
+
+    kind: names its group in tables.
+    """
 
     @property
     def seconds(self) -> float: ...
@@ -53,8 +56,9 @@ class Timed(Protocol):
 class Observation:
     """A measured time, which one iteration takes or several together.
 
-    steps: the work of each iteration, and its weight in the sum. has_host: the time includes the host's. weight: of
-    its error in the fit, beside that of others.
+    steps: the work of each iteration, and its weight in the sum.
+    has_host: the time includes the host's.
+    weight: weight of its error in the fit, beside that of others.
     """
 
     seconds: float
@@ -67,7 +71,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The median of samples with the same work. seconds, loop_s: see Sample."""
+    """The median of samples with the same work.
+
+    seconds, loop_s: see Sample.
+    """
 
     work: StepWork
     seconds: float
@@ -157,8 +164,8 @@ def predicted_s(points: Sequence[Point], cost_model: CostModel) -> Floats:
 class Predictor:
     """Predicts observations under any profile: weighted sums over the distinct iterations in them.
 
-    shard: of the model; the degree of tensor parallelism is that of each observation. overlaps: the host prepares an
-    iteration while the device executes the one before.
+    shard: shard of the model; the degree of tensor parallelism is that of each observation.
+    overlaps: the host prepares an iteration while the device executes the one before.
     """
 
     def __init__(self, observations: Sequence[Observation], shard: Shard, overlaps: bool = False) -> None:
@@ -189,8 +196,11 @@ class Predictor:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fitted constants. slopes: [observations, constants], change of the logarithm of each prediction with that of each
-    constant. errors: [observations], logarithms of predicted over measured time."""
+    """Fitted constants.
+
+    slopes: [observations, constants], change of the logarithm of each prediction with that of each constant.
+    errors: [observations], logarithms of predicted over measured time.
+    """
 
     profile: HardwareProfile
     slopes: Floats

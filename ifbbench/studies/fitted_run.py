@@ -12,7 +12,8 @@ from ifbbench.errors import InputError
 from ifbbench.files import check_new_file
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.run import run_trace, summarise_run
-from ifbbench.settings.config import HARDWARE_PROFILES, SIMULATED, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.devices import HARDWARE_PROFILES, SIMULATED
 from ifbbench.simulated.hardware import SUFFIX, HardwareProfile, load_hardware, write_profile
 from ifbbench.studies.fit import slowed
 from ifbbench.workload.trace import Trace

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import ENGINES, SGLANG, VLLM
+from ifbbench.settings.engines import ENGINES, SGLANG, VLLM
 from ifbbench.settings.fields import integer, located, shown
 from ifbbench.studies.engine_logs import (
     MILLISECONDS,

@@ -34,9 +34,14 @@ STAMP_S = 1e-6  # by which a line is before the next whole second
 class LoggedIteration:
     """An iteration, as far as its log describes it. Times are seconds on any clock.
 
-    contexts, context_tokens: requests and tokens of prompts. generating, generated: of generation. active: requests
-    that run or may run. queued: those that wait. limit: what held the first of these. used_blocks: None if unknown.
-    reused_blocks, missed_blocks: of prompts, since the start. requests: what the log says of each request, by id.
+    contexts, context_tokens: requests and tokens of prompts.
+    generating, generated: number of requests that generate, and of their tokens.
+    active: requests that run or may run.
+    queued: number of requests that wait.
+    limit: what held the first of these.
+    used_blocks: None if unknown.
+    reused_blocks, missed_blocks: blocks of prompts that were found and not found, since the start.
+    requests: what the log says of each request, by id.
     """
 
     start_s: float
@@ -57,9 +62,15 @@ class LoggedIteration:
 
 @dataclass(slots=True)
 class Imported:
-    """What a log says. format: what kind of log it is. settings: of its engine, by name. begun: date of the second 0 of
-    its iterations. num_blocks, block_size: of the KV cache. max_requests: that may be active. lost: what is not in it,
-    in sentences."""
+    """What a log says.
+
+    format: what kind of log it is.
+    settings: settings of its engine, by name.
+    lost: what is not in it, in sentences.
+    begun: date of the second 0 of its iterations.
+    num_blocks, block_size: size of the KV cache.
+    max_requests: that may be active.
+    """
 
     engine: str
     format: str

@@ -63,7 +63,10 @@ WEIGHT_OF_WAITS = 0.1
 @dataclass(frozen=True, slots=True)
 class LoadTest:
     """One row. Exactly one of concurrency and rate (requests per second) is given. Throughput in output tokens per
-    second, times in seconds; None if the row does not have them. settings: of the server, by name."""
+    second, times in seconds; None if the row does not have them.
+
+    settings: settings of the server, by name.
+    """
 
     line: int
     input_len: int

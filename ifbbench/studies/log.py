@@ -54,9 +54,11 @@ def of_one_engine(path: Path, numbers: Collection[str], rank: int | None) -> str
 class Log:
     """What was read from one file or run directory.
 
-    samples: iterations, and whether the seconds of each include the host's time. observations: of several iterations
-    together. facts: what the log says about model and engine, by name. overlaps: whether iterations were submitted
-    before the one before had ended; None if unknown. notes: what limits its use, in sentences.
+    samples: iterations, and whether the seconds of each include the host's time.
+    observations: measurements of several iterations together.
+    facts: what the log says about model and engine, by name.
+    overlaps: whether iterations were submitted before the one before had ended; None if unknown.
+    notes: what limits its use, in sentences.
     """
 
     path: Path
@@ -106,8 +108,13 @@ class Log:
             )
 
     def note_damaged(self, lines: Sequence[int], num_read: int, num_lines: int, message: str) -> None:
-        """Say which lines of iterations are not complete. num_read: how many are. num_lines: of the log, empty ones at
-        its end left out. InputError with the message if most are not."""
+        """Say which lines of iterations are not complete.
+
+        num_read: how many are.
+        num_lines: number of lines of the log, empty ones at its end left out.
+
+        InputError with the message if most are not.
+        """
         if len(lines) > num_read:
             raise InputError(f"{self.path}, line {lines[0]}: {message}")
         if list(lines) == [num_lines]:
@@ -155,7 +162,10 @@ def overlap_of_periods(periods: Iterable[tuple[float, float]]) -> bool | None:
 
 
 class BatchCounts(NamedTuple):
-    """Counts of a batch. cached_tokens: tokens of the context requests that were computed before."""
+    """Counts of a batch.
+
+    cached_tokens: tokens of the context requests that were computed before.
+    """
 
     context_requests: int
     context_tokens: int

@@ -40,9 +40,9 @@ BUDGET_S = 150.0
 class Scenario:
     """A workload of requests that all arrive at once.
 
-    lengths: prompt and output length of each request, in tokens. concurrency: maximum of active requests, so that the
-    others join while some generate; None for all. chunk_budget: tokens of an iteration with chunked context; None
-    without it.
+    lengths: prompt and output length of each request, in tokens.
+    concurrency: maximum of active requests, so that the others join while some generate; None for all.
+    chunk_budget: tokens of an iteration with chunked context; None without it.
     """
 
     lengths: tuple[tuple[int, int], ...]
@@ -64,7 +64,8 @@ def scenarios(limits: BatchingConfig, seed: int, *, passes: int = 2, quick: bool
     join while others generate.
 
     passes: iterations full of context tokens that a scenario may take; more make larger batches and longer sequences,
-    but longer measurements. quick: only a few scenarios.
+        but longer measurements.
+    quick: only a few scenarios.
     """
     candidates = [
         *_together(limits, 1 if quick else passes, quick),
@@ -120,8 +121,9 @@ def _batch_sizes(largest: int, step: int) -> list[int]:
 class Sample:
     """One measured iteration.
 
-    seconds: from the end of the previous executor step to the end of this one. loop_s: the part before the executor:
-    recording and responses of the previous iteration, scheduling and packing of this one; None if unknown.
+    seconds: time from the end of the previous executor step to the end of this one.
+    loop_s: the part before the executor: recording and responses of the previous iteration, scheduling and packing of
+        this one; None if unknown.
     """
 
     work: StepWork

@@ -49,7 +49,11 @@ class SweepTable:
 def row_of(
     swept: Mapping[str, Any], config: RunConfig, trace: str, output: str | None, summary: Mapping[str, Any], error: str
 ) -> Row:
-    """The row of a point. trace: the source of its requests. output: its run directory, if that is kept."""
+    """The row of a point.
+
+    trace: the source of its requests.
+    output: its run directory, if that is kept.
+    """
     others = {item.name: getattr(config, item.name) for item in settings() if item.group != "recording"}
     return {**swept, ERROR_COLUMN: error, "trace": trace, **others, **swept, "output": output, **_flatten(summary)}
 

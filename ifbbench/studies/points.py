@@ -26,9 +26,12 @@ FAILURES = (IfbbenchError, MemoryError, RuntimeError)
 
 @dataclass(frozen=True, slots=True)
 class PointResult:
-    """The outcome of one run. summary: as in `summary.json`, empty if the run ended with `error`. warnings: what the
-    run would have printed, such as why requests are refused. max_active: the highest number of active requests, if only
-    the summary is kept."""
+    """The outcome of one run.
+
+    summary: as in `summary.json`, empty if the run ended with `error`.
+    warnings: what the run would have printed, such as why requests are refused.
+    max_active: the highest number of active requests, if only the summary is kept.
+    """
 
     config: RunConfig
     summary: dict[str, Any] = field(default_factory=dict)
@@ -53,9 +56,11 @@ def run_points(
     """Replay `source` once for each of `configs`, in memory; the results are in their order.
 
     source: a trace that `read_source` returned, or its name; `skip_samples` and `max_num_samples` take some requests of
-    it. It is read once, with the other READ_SETTINGS of the first configuration.
-    processes: for simulated runs, the usable cores if None. Those on a real device run in this process, one after the
-    other. run_point: `summarise` if None."""
+        it. It is read once, with the other READ_SETTINGS of the first configuration.
+    processes: number of processes for simulated runs, the usable cores if None. Runs on a real device run in this
+        process, one after the other.
+    run_point: `summarise` if None.
+    """
     if not configs:
         return []
     limits = [config.samples_read for config in configs]

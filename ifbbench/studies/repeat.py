@@ -9,7 +9,8 @@ from ifbbench.errors import InputError
 from ifbbench.files import check_new_directory, sole_writer, writing
 from ifbbench.replay.single import RunResult
 from ifbbench.rundir.run_directory import REPEATS_FILE, default_directory, write_json
-from ifbbench.settings.config import SIDE_OUTPUTS, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
 from ifbbench.studies.point_table import ERROR_COLUMN, Row, row_of, write_table
 from ifbbench.studies.points import FAILURES, in_one_line, prove, run_all, summarise
 from ifbbench.studies.sweep import OnPoint, check_free, remove_runs

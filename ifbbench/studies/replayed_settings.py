@@ -8,7 +8,8 @@ from typing import Any
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.build.engines import usual_beside
 from ifbbench.settings.command_line import option_words
-from ifbbench.settings.config import READ_SETTINGS, SGLANG, VLLM, RunConfig, settings
+from ifbbench.settings.config import READ_SETTINGS, RunConfig, settings
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.studies.tune_runs import APPLIED
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import Trace
@@ -41,8 +42,11 @@ def why_not(run: RecordedRun, is_server_known: bool = False) -> str:
 
 
 def base_config(config: Mapping[str, Any], derived: Sequence[str], sessions: bool) -> RunConfig:
-    """The settings with which the trace in a run directory is replayed as in the run. config, derived: of its
-    `run.json`. sessions: whether later turns arrive after answers."""
+    """The settings with which the trace in a run directory is replayed as in the run.
+
+    config, derived: parts of its `run.json`.
+    sessions: whether later turns arrive after answers.
+    """
     known = {item.name: item for item in settings()}
     values: dict[str, Any] = {
         name: None if name in derived else value

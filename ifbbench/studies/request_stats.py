@@ -22,8 +22,14 @@ COMPLETE = "GENERATION_COMPLETE"
 
 @dataclass(slots=True)
 class _Known:
-    """A request so far. position: in its prompt. outputs: tokens. reused: tokens of its prompt that were in the cache.
-    spent: seconds of each part of its time. first_s, last_s: ends of the iterations of its first and its last token."""
+    """A request so far.
+
+    position: position in its prompt.
+    outputs: tokens.
+    reused: tokens of its prompt that were in the cache.
+    first_s, last_s: ends of the iterations of its first and its last token.
+    spent: seconds of each part of its time.
+    """
 
     index: int
     arrival_s: float
@@ -42,8 +48,11 @@ class _Known:
 
 
 class RequestStats:
-    """Follows requests from iteration to iteration. spans, lines, trace: what becomes of them; the latter two are there
-    after `close`. block_size: tokens of a KV block."""
+    """Follows requests from iteration to iteration.
+
+    block_size: tokens of a KV block.
+    spans, lines, trace: what becomes of them; the latter two are there after `close`.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.spans: list[SpanLine] = []

@@ -47,8 +47,14 @@ ANOTHER_SGLANG = (
 
 
 class Prefill(NamedTuple):
-    """A prefill line. cached: tokens of its prompts that were in the cache. rate: tokens a second. usage: share of the
-    KV cache in use. stamp: the time, if the line has one. rank: of data parallelism, "0" without it."""
+    """A prefill line.
+
+    cached: tokens of its prompts that were in the cache.
+    rate: tokens a second.
+    usage: share of the KV cache in use.
+    stamp: the time, if the line has one.
+    rank: rank of data parallelism, "0" without it.
+    """
 
     requests: int
     tokens: int
@@ -70,8 +76,13 @@ class Prefill(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A decode line. tokens: of the running requests in the KV cache. rate: tokens a second. usage, stamp, rank: as in
-    a prefill line. accepted: tokens of a request in an iteration, more than 1 with drafts."""
+    """A decode line.
+
+    tokens: number of tokens of the running requests in the KV cache.
+    rate: tokens a second.
+    usage, stamp, rank: as in a prefill line.
+    accepted: tokens of a request in an iteration, more than 1 with drafts.
+    """
 
     running: int
     tokens: int

@@ -39,7 +39,9 @@ from ifbbench.rundir.checking import check_summary
 from ifbbench.rundir.reader import load_run
 from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import RESULTS, SERVER_LOGS, SWEEP_CONFIG, git_revision, say_number
-from ifbbench.settings.config import SIDE_OUTPUTS, SIMULATED, RunConfig, settings
+from ifbbench.settings.config import RunConfig, settings
+from ifbbench.settings.devices import SIMULATED
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
 from ifbbench.studies.grid import TRACE, Point, point_label
 from ifbbench.studies.point_table import SWEEP_FILE, SWEEP_JSON, Row, read_sweep, row_of, write_sweep
 from ifbbench.studies.points import PointResult, Report, RunPoint, prove, run_all, summarise
@@ -77,8 +79,12 @@ KEEP: dict[str, RunPoint] = {"run": record, "summary": partial(summarise, owns_p
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a sweep. label: unique, and the name of its directory. key: the hash of trace, settings and version.
-    config: with its run directory."""
+    """One run of a sweep.
+
+    label: unique, and the name of its directory.
+    config: settings with its run directory.
+    key: the hash of trace, settings and version.
+    """
 
     label: str
     trace: Trace
@@ -100,8 +106,10 @@ class Executor(Protocol):
 
 
 class LocalProcesses:
-    """Simulated runs in parallel processes of this machine, the others one after the other. processes: all usable cores
-    if None."""
+    """Simulated runs in parallel processes of this machine, the others one after the other.
+
+    processes: all usable cores if None.
+    """
 
     def __init__(self, processes: int | None = None) -> None:
         self._processes = processes
@@ -115,8 +123,14 @@ class LocalProcesses:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """resumed: runs that had ended before. failed: points with an error or with failed requests. rows: of all points.
-    warnings: of points, by label. was_removed: whether the directory was removed meanwhile, or `points.jsonl`."""
+    """What a sweep did.
+
+    rows: rows of all points.
+    failed: number of points with an error or with failed requests.
+    resumed: number of runs that had ended before.
+    warnings: warnings of points, by label.
+    was_removed: whether the directory was removed meanwhile, or `points.jsonl`.
+    """
 
     directory: Path
     rows: Sequence[Row]
@@ -141,11 +155,14 @@ def run_sweep(
 ) -> SweepResult:
     """Run every point, with the other settings from `base`, and write the table.
 
-    repeats: runs of each point, with the seeds `seed`, `seed` + 1, …; its row has the means. keep: of KEEP; what
-    MAX_KEPT_RUNS says if None. described: content of `sweep.yaml`. config_of: where other settings of a point than its
-    own depend on it. The table is written while points end; a point that
-    failed is in it with its error. InputError, before anything is run, if a trace cannot be read, results would be
-    overwritten, no point can be run or all would write the same file.
+    repeats: runs of each point, with the seeds `seed`, `seed` + 1, …; its row has the means.
+    keep: one of KEEP; what MAX_KEPT_RUNS says if None.
+    described: content of `sweep.yaml`.
+    config_of: where other settings of a point than its own depend on it. The table is written while points end; a point
+        that failed is in it with its error.
+
+    InputError, before anything is run, if a trace cannot be read, results would be overwritten, no point can be run or
+    all would write the same file.
     """
     _check_settings(source, base, points, repeats)
     keep = keep or ("run" if len(points) * repeats <= MAX_KEPT_RUNS else "summary")
@@ -303,8 +320,11 @@ class Ended:
     for each run.
 
     Opening it makes the directory ready: what a sweep of another identity, or with `overwrite` any sweep, left there is
-    deleted. InputError if that is not allowed. summaries: by the key of the run. was_removed: whether the file was
-    removed since, and is written again."""
+    deleted. InputError if that is not allowed.
+
+    summaries: summaries by the key of the run.
+    was_removed: whether the file was removed since, and is written again.
+    """
 
     def __init__(self, directory: Path, identity: str, labels: Sequence[str], overwrite: bool) -> None:
         self.summaries: dict[str, dict[str, Any]] = {}
@@ -367,7 +387,11 @@ class Ended:
 
 
 class _Begun(Struct):
-    """The first line of `points.jsonl`. sweep: its identity. points: the labels of all points."""
+    """The first line of `points.jsonl`.
+
+    sweep: its identity.
+    points: the labels of all points.
+    """
 
     sweep: str
     points: list[str]

@@ -21,7 +21,9 @@ LATENCIES = ("ttft_s", "tpot_s", "queue_time_s")
 class Window:
     """`requests` of the `of` requests of a trace, from number `first` on, which arrived from `start_s` to `end_s`.
 
-    reason: why these. waiting: requests that waited in the run when the window began."""
+    reason: why these.
+    waiting: requests that waited in the run when the window began.
+    """
 
     first: int
     requests: int

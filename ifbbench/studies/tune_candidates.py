@@ -34,7 +34,12 @@ Summary = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Goal:
-    """name: one of GOALS. objectives: of `--slo`. refused: requests that no setting of the search can run."""
+    """What a search looks for.
+
+    name: one of GOALS.
+    objectives: objectives of `--slo`.
+    refused: number of requests that no setting of the search can run.
+    """
 
     name: str
     objectives: tuple[Objective, ...]
@@ -106,9 +111,11 @@ def misses_text(missed: Mapping[str, float]) -> str:
 class MaxRate:
     """The highest rate that meets the objectives, as a factor of the recorded or given one.
 
-    run: at this rate; None if none meets them. low: the factor. high: the lowest one found above it that fails; None if
-    arrivals cannot be made fast enough. is_final: it was found to FINE. by_seed: the factor with each seed of arrivals
-    that are drawn.
+    run: at this rate; None if none meets them.
+    low: the factor.
+    high: the lowest one found above it that fails; None if arrivals cannot be made fast enough.
+    by_seed: the factor with each seed of arrivals that are drawn.
+    is_final: whether it was found to FINE.
     """
 
     run: Run | None
@@ -132,8 +139,11 @@ class MaxRate:
 class Candidate:
     """Settings with the run that shows what they do.
 
-    name: of a baseline, else empty. gpus: of all replicas. score: the goal's figure, larger is better (a cost or
-    energy is negative). rate: with the goal max_rate, what was found."""
+    gpus: number of GPUs of all replicas.
+    score: the goal's figure, larger is better (a cost or energy is negative).
+    name: name of a baseline, else empty.
+    rate: what was found with the goal max_rate.
+    """
 
     run: Run
     gpus: int
@@ -161,7 +171,10 @@ def nearest_objective(one: Candidate, goal: Goal) -> tuple[str, float] | None:
 
 
 class Judge:
-    """Compares candidates by `goal`. price: of a GPU hour."""
+    """Compares candidates by `goal`.
+
+    price: price of a GPU hour.
+    """
 
     def __init__(self, goal: Goal, runs: Runs, price: float = 1.0) -> None:
         self.goal = goal

@@ -10,8 +10,8 @@ from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.words import setting_of
 from ifbbench.settings.objectives import Objective
 from ifbbench.simulated.expected_error import ERROR_OF, THROUGHPUT
-from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import EQUAL_SHARE, TIE, Candidate, Goal, Summary, misses_text
+from ifbbench.studies.tune_search import Tuning
 
 
 def intervals(tuning: Tuning, sample: RunSample) -> dict[str, list[float]]:
@@ -48,8 +48,14 @@ def interval_of(sample: RunSample) -> str:
 def next_best(best: Candidate, tuning: Tuning, known: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
     """The best other settings of those that were measured alike, and what they cost; None if there are none.
 
-    known: intervals. noise: half of that of the goal's figure, relative; None if it has none. is_noise: whether the
-    difference is smaller. is_undecided: see there."""
+    known: intervals of figures.
+
+    The result has these entries, among others:
+
+    noise: half of the interval of the goal's figure, relative; None if it has none.
+    is_noise: whether the difference is smaller.
+    is_undecided: see the function of that name.
+    """
     alike = [
         one
         for one in tuning.candidates

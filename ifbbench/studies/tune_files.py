@@ -19,7 +19,8 @@ from ifbbench.files import check_new_directory, replace_file
 from ifbbench.replay.run import run_trace
 from ifbbench.report.chart_files import FORMATS
 from ifbbench.report.colours import LIMIT, MUTED, SERIES
-from ifbbench.report.style import LIMIT_DASHES, round_ticks, save, styled, title
+from ifbbench.report.figure_files import save
+from ifbbench.report.style import LIMIT_DASHES, round_ticks, styled, title
 from ifbbench.report.sweep_maps import pareto_front
 from ifbbench.report.sweep_metrics import LOG_FROM_RATIO
 from ifbbench.rundir import run_directory
@@ -27,13 +28,14 @@ from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.reader import REQUEST_FIELDS
 from ifbbench.rundir.rows import read_lines
 from ifbbench.rundir.run_directory import find_lines
-from ifbbench.settings.config import SGLANG, SIDE_OUTPUTS, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, VLLM
 from ifbbench.settings.fields import as_text
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
 from ifbbench.settings.servers import SERVERS, line_remarks, write_line
 from ifbbench.settings.trtllm_serve import arguments_of, remarks_of_arguments
 from ifbbench.studies.points import SHARES
 from ifbbench.studies.sweep import check_free
-from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import Candidate, Goal, misses_text
 from ifbbench.studies.tune_certainty import (
     at_risk,
@@ -46,6 +48,7 @@ from ifbbench.studies.tune_certainty import (
     tried_alone,
 )
 from ifbbench.studies.tune_runs import sides_of
+from ifbbench.studies.tune_search import Tuning
 from ifbbench.studies.tune_space import OF_ENGINES, PREFILL_CAP
 from ifbbench.workload.trace import columns_of
 
@@ -98,8 +101,11 @@ STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 def answer(tuning: Tuning, recorded: Sequence[Path], commands: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The object of `tune --json`. recorded: the runs of the best candidate, one for each replica. commands: the words
-    of the command of each replica."""
+    """The object of `tune --json`.
+
+    recorded: the runs of the best candidate, one for each replica.
+    commands: the words of the command of each replica.
+    """
     best, goal = tuning.best, tuning.goal
     assert best is not None
     ranked = [one for one in (*tuning.candidates, *tuning.baselines) if one.run.case.requests == best.run.case.requests]
@@ -464,7 +470,12 @@ def plot_candidates(
     subtitle: str,
     directory: Path,
 ) -> Path:
-    """Write `pareto.png` (and .svg). front: in order of latency. named: points with a label. target_s: objective."""
+    """Write `pareto.png` (and .svg).
+
+    front: candidates of the front, in order of latency.
+    named: points with a label.
+    target_s: objective.
+    """
     unit, scale = time_unit([point.latency_s for point in points])
     with styled():
         figure = Figure(figsize=(7.2, 4.4))

@@ -21,8 +21,11 @@ Asking = Generator[list[float], list[bool], "Border"]
 
 @dataclass(frozen=True)
 class Border:
-    """low: the highest factor of the rate that meets the objectives; None if none does. high: the lowest one found
-    above it that does not; None if none was found."""
+    """What is known of the highest rate, as factors of the rate of the trace.
+
+    low: the highest that meets the objectives; None if none does.
+    high: the lowest one found above it that does not; None if none was found.
+    """
 
     low: float | None
     high: float | None
@@ -37,8 +40,12 @@ def find_max_rate(
     is_final: bool = False,
     requests: int | None = None,
 ) -> MaxRate:
-    """By bisection, on the whole trace or its first `requests`. start: a factor near the answer. is_final: to FINE, and
-    with several seeds where arrivals are drawn; `low` is then the mean."""
+    """By bisection, on the whole trace or its first `requests`.
+
+    start: a factor near the answer.
+    is_final: whether the rate is found to FINE, and with several seeds where arrivals are drawn; `low` is then the
+        mean.
+    """
     case = Case(settings, requests, replicas)
     (found,) = find_max_rates(runs, goal, [case], start, is_final)
     if found.run is None or not is_final or not draws_arrivals(runs):

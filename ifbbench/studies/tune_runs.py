@@ -33,9 +33,15 @@ STRETCHES, MIN_STRETCH = 3, 100
 
 @dataclass(frozen=True)
 class Case:
-    """One run. requests: the first of the trace; None is all. replicas: servers that share them. rate: arrivals come so
-    many times as fast. seed: of arrivals that are drawn; None is that of the settings. stretch: a third of the trace, 0
-    to STRETCHES - 1; None is all of it. decode_replicas: with prefill and decode apart; `replicas` compute prompts."""
+    """One run.
+
+    requests: the first of the trace; None is all.
+    replicas: servers that share them.
+    rate: arrivals come so many times as fast.
+    seed: seed of arrivals that are drawn; None is that of the settings.
+    stretch: a third of the trace, 0 to STRETCHES - 1; None is all of it.
+    decode_replicas: number of decode replicas, with prefill and decode apart; `replicas` then compute prompts.
+    """
 
     settings: Settings
     requests: int | None = None
@@ -53,7 +59,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """A case that has run. summary: as in `summary.json`, of all replicas together; empty if it failed with `error`."""
+    """A case that has run.
+
+    summary: as in `summary.json`, of all replicas together; empty if it failed with `error`.
+    """
 
     case: Case
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -61,8 +70,13 @@ class Run:
 
 
 class Runs:
-    """source: as recorded (`read_source`). work: number of requests that were simulated. done: runs in their order.
-    on_work: is called when runs have ended."""
+    """The runs of a search, each of which is made once.
+
+    source: the trace as recorded (`read_source`).
+    work: number of requests that were simulated.
+    on_work: is called when runs have ended.
+    done: runs in their order.
+    """
 
     def __init__(self, source: Trace, base: RunConfig, processes: int | None = None) -> None:
         self.base = base

@@ -11,7 +11,9 @@ from typing import Any
 
 from ifbbench.errors import InputError
 from ifbbench.models.named_models import load_model_config
-from ifbbench.settings.config import DEFAULT_MAX_NUM_TOKENS, SGLANG, TRTLLM, VLLM, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.engines import SGLANG, TRTLLM, VLLM
+from ifbbench.settings.groups.scheduling import DEFAULT_MAX_NUM_TOKENS
 from ifbbench.settings.servers import SERVERS
 from ifbbench.simulated.hardware import load_hardware
 from ifbbench.simulated.shard import kv_memory_bytes
@@ -63,8 +65,12 @@ def idle_limits(summary: Mapping[str, Any], max_batch_size: int) -> set[str]:
 
 @dataclass(frozen=True)
 class Space:
-    """fixed: settings that the user gave, which are not searched. longest_prompt: of the trace. shares_prefixes:
-    whether reuse of blocks can help."""
+    """What candidates may differ in.
+
+    fixed: settings that the user gave, which are not searched.
+    longest_prompt: number of tokens of the longest prompt of the trace.
+    shares_prefixes: whether reuse of blocks can help.
+    """
 
     base: RunConfig
     fixed: frozenset[str]
@@ -120,7 +126,8 @@ class Space:
         """Points that differ from `point` in one setting, with its name; limits by a factor of `step`. Those that are
         certain to run the same schedule are left out.
 
-        summary: of the run of `point`."""
+        summary: summary of the run of `point`.
+        """
         now = dict(point)
         idle = idle_limits(summary, now["max_batch_size"])
         changes: list[tuple[str, dict[str, Any]]] = []

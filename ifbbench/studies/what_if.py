@@ -75,12 +75,16 @@ MAX_ON_ALL = 4
 
 
 class WhatIf:
-    """The trials of one run. findings: of the run, which must be one that `why_not` allows. InputError for a run on a
-    real device that the cost model cannot be fitted to.
+    """The trials of one run.
 
-    endpoint: a run against an endpoint, of whose requests `findings` are a replay on a simulated device; slower: that
-    was made so many times slower. fit_s: a fit of the cost model may take so many seconds; TimeIsUp if it takes
-    longer."""
+    findings: findings of the run, which must be one that `why_not` allows.
+
+    InputError for a run on a real device that the cost model cannot be fitted to.
+
+    endpoint: a run against an endpoint, of whose requests `findings` are a replay on a simulated device.
+    slower: that was made so many times slower.
+    fit_s: a fit of the cost model may take so many seconds; TimeIsUp if it takes longer.
+    """
 
     def __init__(
         self, findings: Findings, endpoint: RecordedRun | None = None, slower: float = 1.0, fit_s: float = inf
@@ -115,8 +119,13 @@ class WhatIf:
     @classmethod
     def of_endpoint(cls, run: RecordedRun, server: Mapping[str, Any], fit_s: float = inf) -> "WhatIf":
         """The trials of a run against an endpoint: its requests are replayed on a simulated device that is fitted to
-        its mean latency. server: the settings of the server, and the device. fit_s: see WhatIf. InputError: see
-        `replay_endpoint`."""
+        its mean latency.
+
+        server: the settings of the server, and the device.
+        fit_s: see WhatIf.
+
+        InputError: see `replay_endpoint`.
+        """
         trace = trace_of(run)
         config = from_mapping({**engine_defaults(server), **server}, command_line=True).as_dict()
         known = {item.name: item.group for item in settings()}

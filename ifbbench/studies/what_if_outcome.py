@@ -14,8 +14,13 @@ HIGHER_IS_BETTER = (THROUGHPUT, GOODPUT, GOOD_SHARE)
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to improve. path: into `summary.json`. targets: by path, of objectives of which the one that is furthest
-    above its target decides; empty where the figure at `path` does. why: how it was chosen."""
+    """What is to improve.
+
+    path: into `summary.json`.
+    why: how it was chosen.
+    targets: targets by path, of objectives of which the one that is furthest above its target decides; empty where the
+        figure at `path` does.
+    """
 
     path: str
     why: str = ""
@@ -37,8 +42,11 @@ class Goal:
 
 @dataclass(frozen=True)
 class Effect:
-    """A figure with the run's settings and with others. is_noise: there is none, it is not the same with each seed, or
-    it is smaller than the error of the prediction."""
+    """A figure with the run's settings and with others.
+
+    is_noise: whether there is no difference, it is not the same with each seed, or it is smaller than the error of the
+        prediction.
+    """
 
     before: float | None
     after: float | None
@@ -52,8 +60,14 @@ class Effect:
 
 @dataclass(frozen=True)
 class Change:
-    """Other settings and what they did. command: repeats it. real_command: runs it on the device of the run; empty if
-    that is simulated. gpus: how many it needs; needs_more_gpus: than the run. score: see Goal."""
+    """Other settings and what they did.
+
+    command: repeats it.
+    real_command: runs it on the device of the run; empty if that is simulated.
+    score: see Goal.
+    gpus: how many it needs.
+    needs_more_gpus: than the run.
+    """
 
     settings: Settings
     effects: dict[str, Effect]
@@ -81,14 +95,23 @@ class Change:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was tried. changes: the best first. recommended: an index into it; None with the reason in `reason`.
+    """What was tried.
+
+    changes: the best first.
+    recommended: an index into it; None with the reason in `reason`.
     milder: where that loses more than it gains, the index of the best change that does not; None if all that help do.
-    on_all: of a window, the recommended change on all requests; None if there was no time. then: the best second change
-    on top of it. untried: changes that the budget did not reach; refused: those that cannot run, with the reason.
-    notes: what the reader must know to judge the figures. command: replays the run as it was. engine: of the run, whose
-    names its settings have. recorded, replayed: of a run on a real device or against an endpoint, its figures and those
-    of the replay of all of its requests, by path; empty for others. errors: of predicted differences, as shares, by
-    path. window: what was replayed, if not all."""
+    on_all: recommended change of a window, on all requests; None if there was no time.
+    then: the best second change on top of it.
+    untried: changes that the budget did not reach.
+    refused: those that cannot run, with the reason.
+    notes: what the reader must know to judge the figures.
+    command: replays the run as it was.
+    engine: engine of the run, whose names its settings have.
+    recorded, replayed: figures of a run on a real device or against an endpoint, and those of the replay of all of its
+        requests, by path; empty for others.
+    errors: errors of predicted differences, as shares, by path.
+    window: what was replayed, if not all.
+    """
 
     goal: Goal
     baseline: dict[str, float | None]

@@ -98,8 +98,10 @@ def check_weights_fit(config: RunConfig, weight_bytes: int, device: torch.device
 def load_model(config: RunConfig, communicator: "Communicator | None" = None) -> LlamaModel:
     """The model that `config` names, on its device. A built-in shape gets random weights from `config.seed`.
 
-    communicator: of the ranks that share the model, of which this process loads its part. OutOfMemory if the weights do
-    not fit, InputError if the device does not support the data types, or the ranks cannot share the model.
+    communicator: connects the ranks that share the model, of which this process loads its part.
+
+    OutOfMemory if the weights do not fit, InputError if the device does not support the data types, or the ranks cannot
+    share the model.
     """
     device = choose_device(config) if communicator is None else communicator.device
     dtype = TORCH_DTYPES.get(config.weight_dtype, torch.bfloat16)
@@ -164,8 +166,12 @@ def kv_memory(
     of all of it leaves beside the model.
 
     On CUDA the peak of the largest batch and `lora_bytes`, for adapters, are subtracted first; on a CPU the limit is 2
-    GiB. config: with resolved limits. num_sharing: ranks that share the host's memory. OutOfMemory if the largest batch
-    does not fit.
+    GiB.
+
+    config: settings with resolved limits.
+    num_sharing: ranks that share the host's memory.
+
+    OutOfMemory if the largest batch does not fit.
     """
     if device.type == "cuda":
         longest = model.config.max_position_embeddings
@@ -224,9 +230,13 @@ def make_executor(
 ) -> ModelExecutor:
     """An executor with the KV cache `layout`, of the whole model, for up to `num_slots` sequences at a time.
 
-    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None. profile: to be filled with times. lora: adapters that
-    requests may have. draft_model: see ModelExecutor. normalize_log_probs: see `OptionalOutputs`. OutOfMemory if the
-    cache does not fit.
+    kv_cache_dtype: one of KV_CACHE_DTYPES; the model's if None.
+    profile: profile to add times to.
+    lora: adapters that requests may have.
+    draft_model: see ModelExecutor.
+    normalize_log_probs: see `OptionalOutputs`.
+
+    OutOfMemory if the cache does not fit.
     """
     make = executor_class(model) if profile is None else partial(TimedExecutor, profile=profile)
     if model.part is not None:

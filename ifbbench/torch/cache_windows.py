@@ -35,8 +35,11 @@ def one_window_layout(config: ModelConfig, num_blocks: int, tokens_per_block: in
 
 @dataclass(frozen=True, slots=True)
 class CacheWindow:
-    """The cache of the layers that share an attention window. index: of the window in the layout and in batches.
-    tables: block tables that replace those of batches."""
+    """The cache of the layers that share an attention window.
+
+    index: index of the window in the layout and in batches.
+    tables: block tables that replace those of batches.
+    """
 
     index: int
     layers: tuple[int, ...]
@@ -53,7 +56,11 @@ class CacheWindow:
 
 @dataclass(frozen=True, slots=True)
 class CacheMoves:
-    """Copies that a batch needs. blocks, before: blocks and rows, before it runs. after: rows, after it has run."""
+    """Copies that a batch needs.
+
+    blocks, before: blocks and rows, before it runs.
+    after: rows, after it has run.
+    """
 
     blocks: tuple[BlockCopy, ...]
     before: tuple[RowCopy, ...] = ()
@@ -242,8 +249,8 @@ def rows_to_copy(batch: Batch, block_tables: IntArray, window: AttentionWindow) 
     They copy to every beam that continues another one the keys and values of that parent, at the positions that the two
     do not share and the batch sees. All must be read before any is written, because parents repeat and permute.
 
-    block_tables: [slots, beams, blocks per sequence], of the layers with `window`. `private_from` may be too early for
-    them: where parent and child have the same block, nothing is copied.
+    block_tables: [slots, beams, blocks per sequence], those of the layers with `window`. `private_from` may be too
+        early for them: where parent and child have the same block, nothing is copied.
     """
     beams = beam_inputs(batch)
     requests, children = np.nonzero(beams.parents != np.arange(batch.beam_width))

@@ -70,8 +70,9 @@ class Communicator:
     Rank r is rank r mod `tp_size` of those that share each layer of pipeline stage r // `tp_size`. The processes find
     each other by the environment that torchrun or mpirun sets, unless torch.distributed is initialised already.
 
-    device: auto, cpu or cuda; on CUDA a rank has the GPU of its number on its machine. timeout_s: a rank that does not
-    answer for so long has failed. ranks: where each rank is, for `run.json`.
+    device: auto, cpu or cuda; on CUDA a rank has the GPU of its number on its machine.
+    timeout_s: a rank that does not answer for so long has failed.
+    ranks: where each rank is, for `run.json`.
 
     InputError if the number of processes does not match, or there are too few GPUs.
     """

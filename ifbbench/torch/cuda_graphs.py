@@ -71,7 +71,9 @@ class CudaGraphRecorder:
 class GenerationGraphs:
     """Graphs of `model` over the cache `windows`, each recorded when first needed, or all by `record_all`.
 
-    max_sequences: of a batch. max_seq_len: of a sequence, in tokens. record: default: as CUDA graphs.
+    max_sequences: maximum number of sequences of a batch.
+    max_seq_len: maximum length of a sequence, in tokens.
+    record: default: as CUDA graphs.
     """
 
     def __init__(

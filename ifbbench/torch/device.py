@@ -54,7 +54,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def needing_memory(doing: str, advice: str, device: torch.device) -> Iterator[None]:
-    """Convert errors about memory to OutOfMemory. doing: what needs the memory. advice: what the user can do."""
+    """Convert errors about memory to OutOfMemory.
+
+    doing: what needs the memory.
+    advice: what the user can do.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:

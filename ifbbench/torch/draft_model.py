@@ -39,7 +39,9 @@ class DraftModel:
         sampler: Sampler,
         kv_cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """layout: of the large model's cache, which has one attention window. sampler: of the requests in each slot."""
+        """layout: layout of the large model's cache, which has one attention window.
+        sampler: sampler of the requests in each slot.
+        """
         (window,) = layout.windows
         layers = tuple(range(model.config.num_layers))
         own = WindowLayout(layers, window.attention_window, window.num_blocks, window.num_host_blocks)
@@ -100,7 +102,9 @@ class DraftModel:
     def note(self, slots: Int64Array, newest_before: Tensor, verified: Verified) -> None:
         """Keep the token before the newest of each output of a batch, once its drafts are verified.
 
-        slots: [outputs]. newest_before: int64 [outputs], the newest tokens before the batch, of prompts their last."""
+        slots: [outputs].
+        newest_before: int64 [outputs], the newest tokens before the batch, of prompts their last.
+        """
         indices, device = np.maximum(verified.accepted - 1, 0), newest_before.device
         last_draft = to_device(verified.tokens[np.arange(len(indices)), indices], device)
         previous = torch.where(to_device(verified.accepted > 0, device), last_draft, newest_before)

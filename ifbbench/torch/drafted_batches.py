@@ -36,7 +36,8 @@ class ChooseTokens(Protocol):
 class DraftedBatches:
     """Runs batches that have draft tokens.
 
-    choose: the executor's choice of tokens. newest: int64 [slots], the newest token of each; it is changed.
+    choose: the executor's choice of tokens.
+    newest: int64 [slots], the newest token of each; it is changed.
     """
 
     def __init__(

@@ -25,8 +25,12 @@ ANY_TOKEN, NO_TOKEN = -1, -2
 
 @dataclass(slots=True)
 class _BadWords:
-    """The bad words of several tokens of one request. prefixes: [words, longest], all tokens but the last, preceded by
-    ANY_TOKEN. last: [words]. history: [beams, longest], the newest tokens of each beam."""
+    """The bad words of several tokens of one request.
+
+    prefixes: [words, longest], all tokens but the last, preceded by ANY_TOKEN.
+    last: [words].
+    history: [beams, longest], the newest tokens of each beam.
+    """
 
     prefixes: Tensor
     last: Tensor
@@ -137,8 +141,9 @@ class LogitsProcessors:
     ) -> Tensor:
         """Processed copy of `scores` [rows, vocabulary] in float32; `scores` itself if no row has a processor.
 
-        scores: logits, or log-probabilities of beam search. slots, beams: [rows], the slot and beam of each row; None
-        for beam 0. positions: [rows], the position of each new token in its sequence.
+        scores: logits, or log-probabilities of beam search.
+        slots, beams: [rows], the slot and beam of each row; None for beam 0.
+        positions: [rows], the position of each new token in its sequence.
         """
         if not self._num_active:
             return scores

@@ -61,10 +61,15 @@ class ModelExecutor:
         draft_model: LlamaModel | None = None,
         normalize_log_probs: bool = False,
     ) -> None:
-        """num_slots: sequences at a time. max_seq_len: of the longest sequence, in tokens; the model's positions if
-        None. kv_cache_dtype: of keys and values; the model's data type if None. lora: adapters, if requests may
-        have them. draft_model: proposes draft tokens. normalize_log_probs: see `OptionalOutputs`. ValueError if
-        `layout` does not fit the model."""
+        """num_slots: maximum number of sequences at a time.
+        max_seq_len: maximum length of a sequence, in tokens; the model's positions if None.
+        kv_cache_dtype: data type of keys and values; the model's if None.
+        lora: adapters, if requests may have them.
+        draft_model: proposes draft tokens.
+        normalize_log_probs: see `OptionalOutputs`.
+
+        ValueError if `layout` does not fit the model.
+        """
         self._model = model
         self._graphs: GenerationGraphs | None = None
         with torch.inference_mode():

@@ -26,8 +26,10 @@ class PackedBatch:
     the last row of each last chunk, then that of each generation request and beam; with draft tokens also their rows.
 
     context_tokens: [context rows], ids (those of generation requests are on the device).
-    positions: [rows], in the sequence. owners: [rows], index of the span that each belongs to.
-    output_rows: [output rows]. output_slots: [outputs], the slot of each output; last chunks come first.
+    positions: [rows], position in the sequence.
+    owners: [rows], index of the span that each belongs to.
+    output_rows: [output rows].
+    output_slots: [outputs], the slot of each output; last chunks come first.
     output_positions: [outputs], position of each (first) new token in its sequence.
     ends: [spans], tokens of each sequence after the batch; a padded span is longer.
     """
@@ -149,7 +151,9 @@ def take_virtual_tokens(
 class ContextRows:
     """The packed rows, without padding, of chunks whose requests ask for context logits.
 
-    rows: [rows], of all these chunks in order. chunks: index of each in its batch. lengths: rows of each.
+    rows: [rows], packed rows of all these chunks in order.
+    chunks: index of each in its batch.
+    lengths: rows of each.
     """
 
     rows: Int64Array

@@ -18,8 +18,10 @@ from ifbbench.torch.packing import ContextRows, Int64Array, ModelPass, PackedBat
 class PreparedDrafts:
     """What a batch with drafts needs beside other batches.
 
-    inputs: of the engine. num_last_chunks: how many of the outputs are of prompts. prompt_ends: int64 [last chunks],
-    the last token of each prompt. propose: of the draft model; None without one.
+    inputs: draft tokens that the engine gives.
+    num_last_chunks: how many of the outputs are of prompts.
+    prompt_ends: int64 [last chunks], the last token of each prompt.
+    propose: lets the draft model propose tokens; None without one.
     """
 
     inputs: DraftInputs
@@ -32,7 +34,8 @@ class PreparedDrafts:
 class SlotOwner:
     """A copy of the fields of a slot's request that the executor keeps; the request itself changes meanwhile.
 
-    end_tokens: ids that end it. prompt: its ids once it is complete, if its logits are changed.
+    end_tokens: ids that end it.
+    prompt: its ids once it is complete, if its logits are changed.
     """
 
     slot: int
@@ -64,9 +67,12 @@ class SlotOwner:
 class PreparedBatch:
     """A batch with its tensors on the device and copies of all that it reads of requests and block tables.
 
-    owners: of the slots of its chunks. slots: int64 [generation requests]. beams: None if the beam width is 1.
-    num_candidates: of each request, with beams. context_rows: None if no request asks for context logits. drafts: None
-    if there are none to verify.
+    owners: owners of the slots of its chunks.
+    slots: int64 [generation requests].
+    beams: None if the beam width is 1.
+    num_candidates: number of candidates of each request, with beams.
+    context_rows: None if no request asks for context logits.
+    drafts: None if there are none to verify.
     """
 
     iteration: int

@@ -21,8 +21,10 @@ FIRST_PORT, NUM_PORTS = 20_000, 10_000
 
 
 class RankFailed(IfbbenchError):
-    """A rank died, does not answer, or decided otherwise than rank 0. is_lost: the connection to another rank is lost,
-    or, with is_timed_out, that rank has not answered in time."""
+    """A rank died, does not answer, or decided otherwise than rank 0.
+
+    is_lost: the connection to another rank is lost, or, with is_timed_out, that rank has not answered in time.
+    """
 
     is_lost = is_timed_out = False
 

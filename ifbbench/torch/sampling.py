@@ -48,7 +48,8 @@ class Sampler:
     def choose(self, logits: Tensor, slots: Int64Array, positions: Int64Array) -> Tensor:
         """Token ids, int64 [rows], from logits [rows, vocabulary].
 
-        slots: [rows], the slot of each row. positions: [rows], the position of each new token in its sequence.
+        slots: [rows], the slot of each row.
+        positions: [rows], the position of each new token in its sequence.
         """
         greedy = most_likely(logits)
         (sampled,) = np.nonzero(self._temperatures[slots] > 0)
@@ -76,7 +77,9 @@ class Sampler:
     def probabilities(self, logits: Tensor, slots: Int64Array) -> Tensor:
         """The distribution, float64 [rows, vocabulary], from which requests that sample take their tokens.
 
-        logits: [rows, vocabulary]. slots: [rows], the slot of each row."""
+        logits: [rows, vocabulary].
+        slots: [rows], the slot of each row.
+        """
         return self.kept(logits, slots).softmax(dim=-1, dtype=torch.float64)
 
     def kept(self, logits: Tensor, slots: Int64Array) -> Tensor:
@@ -144,8 +147,9 @@ def most_likely(logits: Tensor) -> Tensor:
 def keep_most_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """`logits` [rows, vocabulary] with all but the most likely tokens set to minus infinity.
 
-    top_k: int64 [rows, 1], how many to keep, 0 for all. top_p: [rows, 1], the probability that the kept tokens must
-    reach together after top_k; 1 keeps all. Tokens as likely as the last kept one are kept too.
+    top_k: int64 [rows, 1], how many to keep, 0 for all.
+    top_p: [rows, 1], the probability that the kept tokens must reach together after top_k; 1 keeps all. Tokens as
+        likely as the last kept one are kept too.
     """
     vocabulary = logits.shape[1]
     ordered = logits.sort(dim=-1, descending=True).values
@@ -163,10 +167,10 @@ def best_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, beams and scores of the best continuations, each [outputs, candidates], best first.
 
-    log_probs: float32 [last chunks + requests · beams, vocabulary]. scores: float32 [requests, beams], of the beams so
-    far. There are `num_candidates` candidates, or beams · vocabulary if that is less. Equal scores are ordered by beam
-    and token. Candidates of a last chunk continue beam 0; if the vocabulary has too few tokens, they repeat with
-    STAND_IN_SCORE added, as those of beams that do not exist yet.
+    log_probs: float32 [last chunks + requests · beams, vocabulary].
+    scores: float32 [requests, beams], of the beams so far. There are `num_candidates` candidates, or beams · vocabulary
+        if that is less. Equal scores are ordered by beam and token. Candidates of a last chunk continue beam 0; if the
+        vocabulary has too few tokens, they repeat with STAND_IN_SCORE added, as those of beams that do not exist yet.
     """
     vocabulary = log_probs.shape[1]
     num_requests, num_beams = scores.shape

@@ -30,9 +30,11 @@ Choose = Callable[[Tensor, Int64Array, int, Int64Array], Tensor]
 class Proposals:
     """The draft tokens of a batch as they are verified.
 
-    counts: [outputs]. tokens: int64 [their sum]. firsts: [outputs], index of the first draft of each. client_logits: as
-    in DraftInputs. probabilities: index of a draft -> the distribution that it was drawn from, [vocabulary]; fixed
-    guesses have none.
+    counts: [outputs], number of drafts of each output.
+    tokens: int64 [sum of counts].
+    firsts: [outputs], index of the first draft of each.
+    client_logits: as in DraftInputs.
+    probabilities: index of a draft -> the distribution that it was drawn from, [vocabulary]; fixed guesses have none.
     """
 
     def __init__(self, drafts: DraftInputs, num_last_chunks: int) -> None:
@@ -63,8 +65,11 @@ class Proposals:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """tokens: int64 [outputs, 1 + maximum of drafts]. accepted: [outputs], drafts accepted; the tokens up to and
-    including the one after them are valid."""
+    """What verification of drafts has chosen.
+
+    tokens: int64 [outputs, 1 + maximum of drafts].
+    accepted: [outputs], number of drafts accepted; the tokens up to and including the one after them are valid.
+    """
 
     tokens: Int64Array
     accepted: IntArray
@@ -110,8 +115,10 @@ def accept_or_replace(target: Tensor, proposed: Tensor, drafts: Tensor, accept_a
     """The token of each row, int64 [rows]: its draft, or another one if that is rejected. It is distributed as `target`
     if the draft is as `proposed`.
 
-    target, proposed: [rows, vocabulary], probabilities. drafts: int64 [rows]. accept_at, draw_at: [rows], numbers in
-    [0, 1), independent of each other and of the draft."""
+    target, proposed: [rows, vocabulary], probabilities.
+    drafts: int64 [rows].
+    accept_at, draw_at: [rows], numbers in [0, 1), independent of each other and of the draft.
+    """
     target, proposed = target.double(), proposed.double()
     column = drafts.unsqueeze(1)
     is_accepted = accept_at * proposed.gather(1, column).squeeze(1) < target.gather(1, column).squeeze(1)
@@ -121,7 +128,11 @@ def accept_or_replace(target: Tensor, proposed: Tensor, drafts: Tensor, accept_a
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """A token of each row by its weight, int64 [rows]. weights: [rows, vocabulary]. uniform: [rows], in [0, 1)."""
+    """A token of each row by its weight, int64 [rows].
+
+    weights: [rows, vocabulary].
+    uniform: [rows], numbers in [0, 1).
+    """
     cumulative = weights.double().cumsum(dim=-1)
     targets = uniform.unsqueeze(1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)

@@ -16,8 +16,9 @@ import numpy as np
 from ifbbench.compressed import read_text
 from ifbbench.errors import InputError
 from ifbbench.settings import fields
-from ifbbench.settings.config import BY_ITERATION, RunConfig
+from ifbbench.settings.config import RunConfig
 from ifbbench.settings.fields import located
+from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.workload.distributions import Generator, Limited, NotNegative, Positive, Times
 
 RAMPS = ("linear", "exponential")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.workload.formats import trace_lines
 from ifbbench.workload.prompts import prompt_tokens
 from ifbbench.workload.tool_formats import NO_LORA
@@ -134,7 +134,10 @@ def _block_keys(request: TraceRequest) -> Iterator[object]:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """A format to convert to. carries: the optional fields of TraceRequest that it can express."""
+    """A format to convert to.
+
+    carries: the optional fields of TraceRequest that it can express.
+    """
 
     lines: Callable[[Iterable[TraceRequest], Tokens], Lines]
     suffix: str

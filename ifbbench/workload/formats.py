@@ -16,8 +16,8 @@ import msgspec
 from ifbbench.compressed import MAX_LINE
 from ifbbench.errors import InputError
 from ifbbench.files import new_file
-from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import integer, integers, number, shown, text, unexpected
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.settings.json_text import check_keys
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.trace import MAX_ID, MAX_LENGTH, PREFIX_BLOCK, TraceRequest, num_blocks

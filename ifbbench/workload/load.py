@@ -13,15 +13,11 @@ from numpy.typing import NDArray
 from ifbbench.compressed import STANDARD_INPUT, is_read_once
 from ifbbench.errors import InputError
 from ifbbench.progress import NO_PROGRESS, Progress
-from ifbbench.settings.config import (
-    ARRIVAL_SETTINGS,
-    BY_ITERATION,
-    MAX_SPAN_S,
-    READ_SETTINGS,
-    RECORDING_FORMATS,
-    RunConfig,
-)
+from ifbbench.settings.bounds import MAX_SPAN_S
+from ifbbench.settings.config import ARRIVAL_SETTINGS, READ_SETTINGS, RunConfig
 from ifbbench.settings.fields import did_you_mean, text
+from ifbbench.settings.groups.recording import RECORDING_FORMATS
+from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.workload.arrivals import predecessors, session_starts, with_next_turns
 from ifbbench.workload.formats import ReadOptions
 from ifbbench.workload.reading import read_trace

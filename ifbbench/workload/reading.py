@@ -344,7 +344,10 @@ def _missing(trace_format: type[TraceFormat], keys: Collection[str], container: 
 
 
 class Container(Protocol):
-    """A kind of file that holds rows. row_name: template of what a message calls the row of a number."""
+    """A kind of file that holds rows.
+
+    row_name: template of what a message calls the row of a number.
+    """
 
     row_name: str
 

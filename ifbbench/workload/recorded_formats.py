@@ -11,8 +11,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import did_you_mean, integer, integers, number, shown, text, unexpected
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 from ifbbench.workload.formats import ReadOptions, Row, TraceFormat, value_at
 from ifbbench.workload.prompts import MAX_PREFIX_ID
 from ifbbench.workload.texts import PromptTexts

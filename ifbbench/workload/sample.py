@@ -21,9 +21,11 @@ ARRIVAL_DECIMALS = 9
 class Selection:
     """Which requests of a trace are kept.
 
-    from_s, to_s: those that arrive from one time until before the other. every: of these, the first and each k-th after
-        it. num_requests: of these, so many at random, without repetition; `stratified`: one of each of `num_requests`
-        equal groups by total length, so that a small sample has the lengths of the trace.
+    from_s, to_s: takes the requests that arrive from one time until before the other.
+    every: takes the first of these requests and each k-th after it.
+    num_requests: takes so many of these at random, without repetition.
+    stratified: takes one of each of `num_requests` equal groups by total length, so that a small sample has the lengths
+        of the trace.
     preserve_rate: arrivals are moved together so that the rate (requests/s) stays that of the window.
     """
 

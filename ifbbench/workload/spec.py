@@ -58,9 +58,10 @@ class SharedPrefix(Limited):
 class SubRequests(Limited):
     """Requests that a turn of an agent's conversation starts at once when it is answered; the next turn waits for them.
 
-    count: how many; share: of the turns that start any, the last turn of a conversation starts none.
-    prompt_len: what each adds to the context that it begins with. context: None, the system prompt alone; or
-        CONVERSATION, the whole prompt of the turn.
+    count: number of sub-requests of a turn.
+    prompt_len: what each adds to the context that it begins with.
+    share: share of the turns that start any; the last turn of a conversation starts none.
+    context: None, the system prompt alone; or CONVERSATION, the whole prompt of the turn.
     """
 
     count: LengthDistribution
@@ -98,7 +99,7 @@ class TaskIds(Limited):
 class RequestClass(Limited):
     """Requests of one kind.
 
-    prompt_len: of the whole prompt, but at least one token more than a shared prefix that it begins with; with
+    prompt_len: length of the whole prompt, but at least one token more than a shared prefix that it begins with; with
         `sessions`, of each turn's new message.
     reserve: sets `max_new_tokens` from the output length drawn; see Reserve.
     weight: the class's share of arrivals (requests, or conversations), relative to the other classes.
@@ -120,7 +121,7 @@ class RequestClass(Limited):
 class WorkloadSpec(Limited):
     """Requests to be drawn: those of `classes`, or of the one class that the other fields describe.
 
-    arrival: of requests; of conversations where a class has sessions.
+    arrival: arrivals of requests; of conversations where a class has sessions.
     """
 
     name: str

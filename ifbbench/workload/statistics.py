@@ -53,7 +53,7 @@ class TraceStatistics:
     blocks_seen_before_share: share of the named blocks of prompts (prefix_ids, hash_ids) that an earlier prompt has
         too; None if the trace names none.
     classes: figures of each request class by its name.
-    rates_per_s: in RATE_WINDOWS windows of `rate_window_s` seconds.
+    rates_per_s: rates in RATE_WINDOWS windows of `rate_window_s` seconds.
     """
 
     requests: int

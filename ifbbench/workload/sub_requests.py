@@ -43,7 +43,10 @@ def with_sub_requests(
     """As many requests as `turns` has, with the sub-requests of each turn behind it; what is too much is cut off.
 
     class_of, turn_of: the class of each turn, and its number in its conversation; each of shape [turns], in the order
-    in which they were drawn. draws: of each class. system_prompt: what the conversation of a turn begins with."""
+        in which they were drawn.
+    draws: draws of each class.
+    system_prompt: first tokens of the conversation of a turn.
+    """
     count = len(turns)
     num_started = _num_started(class_of, turn_of, classes, draws)
     row_of_turn = np.arange(count) + np.cumsum(num_started) - num_started

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 from numpy.typing import ArrayLike
 
 from ifbbench.errors import InputError
-from ifbbench.settings.config import DEFAULT_PRIORITY
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 PREFIX_BLOCK = 512
 MAX_LENGTH = 2**31 - 1
@@ -29,25 +29,25 @@ class TraceRequest(Struct, frozen=True, gc=False):
     """One request as recorded or drawn. A struct, because one is made each time that a request is read or asked for.
 
     arrival_s: seconds from the start of the trace.
-    max_new_tokens: output tokens that the client reserves, all that schedulers may see. output_len: output tokens that
-        the request makes, known to the stop check alone.
+    max_new_tokens: output tokens that the client reserves, all that schedulers may see.
+    output_len: output tokens that the request makes, known to the stop check alone.
     prompt_tokens: None where the trace records only lengths; such prompts are drawn from the seed when needed.
+    stop_ids: token ids that end the request if it makes one before `output_len`.
     prefix_ids: names of the blocks of PREFIX_BLOCK tokens that the prompt begins with. An id names the same tokens in
         every request, without saying what they are.
-    prefix_lens: tokens of each block, from its first; None is all, as far as the prompt goes. With more tokens than
-        the prompt has, the blocks go on with the output.
-    stop_ids: token ids that end the request if it makes one before `output_len`.
+    prefix_lens: tokens of each block, from its first; None is all, as far as the prompt goes. With more tokens than the
+        prompt has, the blocks go on with the output.
     request_class: the class of requests that figures are also given for, such as `chat`; None if there are no classes.
     after: the request_id of the turn before in the session; the request arrives `think_s` seconds after its end.
-    also_after: the request_ids of others whose ends it waits for, such as those of sub-agents; `think_s` counts from
-        the last of all ends. Empty without `after`.
-    has_next_turn: whether a later turn of its session comes after it, as far as a run with --kv_retention_priority
-        has to know.
-    session_id: the session that routers see, an integer that its requests have in common; None if it is that of
-        `after`. It makes no request wait.
-    added_in, stopped_in: of a recorded engine, the iteration before which the request entered its queue, and the one
+    added_in, stopped_in: the iteration of a recorded engine before which the request entered its queue, and the one
         before which its client stopped it; None where that is not known, or it was not stopped.
     added_with: iterations that were in flight when the request entered the queue.
+    also_after: the request_ids of others whose ends it waits for, such as those of sub-agents; `think_s` counts from
+        the last of all ends. Empty without `after`.
+    has_next_turn: whether a later turn of its session comes after it, as far as a run with --kv_retention_priority has
+        to know.
+    session_id: the session that routers see, an integer that its requests have in common; None if it is that of
+        `after`. It makes no request wait.
     """
 
     request_id: int
@@ -140,8 +140,8 @@ def num_blocks(num_tokens: int) -> int:
 class Trace:
     """Requests in order of arrival, and where they come from.
 
-    requests: those of files and specifications are made one by one when asked for.
-    sha256: of the bytes of the file, or of the canonical text of a specification.
+    requests: the requests; those of files and specifications are made one by one when asked for.
+    sha256: hash of the bytes of the file, or of the canonical text of a specification.
     notes: what a user must know of how the requests were read, such as a rule for the lengths of texts.
     """
 
@@ -200,15 +200,16 @@ class RequestColumns(Sequence[TraceRequest]):
 
     origin: what `recall` finds the other fields of a request by (tokens, prefix, priority), NO_ORIGIN if they all have
         their defaults. The columns override what `recall` returns; a prompt longer than `prompt_len` is shortened.
-    max_beam_width: an upper bound on the beam width of all requests. names_loras: whether one may have a LoRA task.
+    max_beam_width: an upper bound on the beam width of all requests.
     max_token: an upper bound on the recorded prompt tokens; NO_TOKEN if none is recorded.
+    names_loras: whether one may have a LoRA task.
     priority: None if every request has the default.
     class_of: the position of each request's class in `class_names`, NO_CLASS if it has none; None if none has one.
     after: NO_REQUEST for a request that follows no other; with `think_s`, None if there are no sessions.
-    also_after: by request_id, of the requests that wait for more than one.
+    added_in, stopped_in: NO_ITERATION where a request has none; with `added_with`, None if no request has one.
+    also_after: requests that wait for more than one other, by request_id.
     next_turns: the request_ids of those that have a next turn, where that was asked for.
     session_id: NO_SESSION where a request has none; None if no request has one.
-    added_in, stopped_in: NO_ITERATION where a request has none; with `added_with`, None if no request has one.
     """
 
     request_id: Integers = field(default_factory=lambda: array(ID))

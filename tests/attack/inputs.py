@@ -12,7 +12,9 @@ from typing import Any
 
 import yaml
 
-from ifbbench.settings.config import ENGINE_NAMES, SIDE_OUTPUTS, settings
+from ifbbench.settings.config import settings
+from ifbbench.settings.engines import ENGINE_NAMES
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
 from tests.attack import hostile
 from tests.attack.commands import Outcomes, fresh
 from tests.workload.sample_files import NAMES, SAMPLES, rows_of

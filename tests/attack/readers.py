@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.compressed import read_pieces
 from ifbbench.report.charts import CHARTS, SUMMARY_CHARTS
-from ifbbench.settings.config import REPORT_FILES
+from ifbbench.settings.groups.recording import REPORT_FILES
 
 CHART_NAMES = tuple(name for name in CHARTS if name != "server")  # which is of runs against an endpoint
 # What a command may say of a run without iterations or requests, of one that has no record of them, and of a single

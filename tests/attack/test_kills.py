@@ -31,7 +31,8 @@ from ifbbench.rundir.reader import load_run
 from ifbbench.rundir.run_directory import REPEATS_FILE
 from ifbbench.serving import server
 from ifbbench.serving.config import ServerConfig
-from ifbbench.settings.config import REPORT_FILES, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.recording import REPORT_FILES
 from tests.attack.file_layer import KILLED, command, in_fork, status_of
 from tests.attack.readers import read_by_every_command
 from tests.endpoint.fake_endpoint import STREAM, Received, Writer, fake_endpoint, token, usage

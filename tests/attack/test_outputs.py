@@ -32,7 +32,7 @@ from ifbbench.rundir import run_directory
 from ifbbench.rundir.reader import load_run
 from ifbbench.rundir.recorder import Recorder
 from ifbbench.rundir.run_directory import OPEN_SPANS, REPEATS_FILE, SWEEP_CONFIG
-from ifbbench.settings.config import SIDE_OUTPUTS
+from ifbbench.settings.groups.recording import SIDE_OUTPUTS
 from ifbbench.studies import sweep as sweep_module
 from ifbbench.studies.point_table import SWEEP_FILE, SWEEP_JSON, read_sweep
 from ifbbench.studies.sweep import POINTS_FILE

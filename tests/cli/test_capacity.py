@@ -104,6 +104,26 @@ def test_limits_that_are_none_are_null(options: list[str], per_iteration: bool) 
     assert (found["requests"]["prompts_per_iteration"] is not None) == per_iteration
 
 
+@pytest.mark.parametrize(
+    ("engine", "each"),
+    [
+        ("sglang", "chunked_prefill_size=2048, max_prefill_tokens=16384, max_running_requests=256,"),
+        ("vllm", " tokens,"),
+    ],
+)
+def test_each_rank_of_a_server_says_what_it_holds(engine: str, each: str) -> None:
+    options = ["--device", "b200", "--tp_size", "8", "--ep_size", "8", "--attention_dp_size", "8", "--engine", engine]
+    found = answer("deepseek-r1", *options, "--input-len", "1000", "--output-len", "1000")
+    text = next(one for one in found["summary"] if "command line" in one)
+    (window,) = found["kv_cache"]["windows"]
+    assert text.startswith("Each of the 8 ranks of ")
+    assert each in text
+    found_tokens = re.search(r"(?:max_total_num_tokens=|size: )([0-9,]+)[, ]", text)
+    assert found_tokens is not None
+    tokens = int(found_tokens[1].replace(",", ""))
+    assert tokens == pytest.approx(window["tokens"] / 8, abs=window["tokens"] / window["blocks"] * 2)
+
+
 def test_tables():
     printed = invoke(*KNOWN).stdout
     rows = [" ".join(line.split()) for line in printed.splitlines()]

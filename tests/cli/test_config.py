@@ -11,8 +11,9 @@ from click.testing import CliRunner, Result
 
 from ifbbench.cli.given_settings import PLACES, given_config
 from ifbbench.cli.main import main
-from ifbbench.cli.run import SweepKeys
-from ifbbench.settings.config import ENGINES, SIDE_SETTINGS, TIER_SETTINGS, settings
+from ifbbench.cli.sweep import SweepKeys
+from ifbbench.settings.config import SIDE_SETTINGS, TIER_SETTINGS, settings
+from ifbbench.settings.engines import ENGINES
 from ifbbench.settings.names import from_mapping
 from ifbbench.settings.yaml_text import parse_yaml
 

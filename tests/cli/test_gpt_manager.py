@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from ifbbench.cli.gpt_manager import TraceCommand
 from ifbbench.cli.main import main
-from ifbbench.cli.run import run, sweep
+from ifbbench.cli.run import run
+from ifbbench.cli.sweep import sweep
 from ifbbench.workload.load import bundled_path
 
 # Every option of gptManagerBenchmark in TensorRT-LLM 0.5 to 1.0. The last line has those that were retired.

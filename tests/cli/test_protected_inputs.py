@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ifbbench.cli.main import main
-from ifbbench.settings.config import ENGINE_OVERHEADS, HARDWARE_PROFILES
+from ifbbench.settings.devices import ENGINE_OVERHEADS, HARDWARE_PROFILES
 
 ROWS = "".join(f'{{"request_id":{row},"prompt_len":{20 + row},"output_len":3}}\n' for row in range(8))
 LENGTHS = "{distribution: uniform, min: 1, max: 9}"

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from ifbbench.settings.config import EVICTION_POLICIES, HOST_WRITE_POLICIES, SCHEDULE_POLICIES
+from ifbbench.settings.groups.sglang import EVICTION_POLICIES, HOST_WRITE_POLICIES, SCHEDULE_POLICIES
 
 
 def draw_case(seed: int) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from ifbbench.cli.main import main
 from ifbbench.report import charts, overlay, sweep_charts
 from ifbbench.report.chart_files import FORMATS
-from ifbbench.report.style import STYLE, save
+from ifbbench.report.figure_files import save
+from ifbbench.report.style import STYLE
 from tests.live.test_recording import CASES, events_of, write_events
 from tests.live.test_sglang_recording import CASES as CASES_OF_SGLANG
 from tests.serving.clients import SMALL_POOL, server_process

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from ifbbench.cli.main import main
 from ifbbench.errors import InputError
 from ifbbench.schedulers.tensorrt_llm.policies import ENTRY_POINT_GROUP, POLICY_CLASSES, find_policy
-from ifbbench.settings.config import POLICIES
+from ifbbench.settings.groups.scheduling import POLICIES
 
 MODULE = """
 class Careful:

@@ -21,7 +21,7 @@ from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.sglang.admission import NONE_RUNNING, Need, PrefillPass, Running, Verdict
 from ifbbench.schedulers.sglang.rules import SglangRules
 from ifbbench.schedulers.sglang.scheduler import SglangScheduler
-from ifbbench.settings.config import EVICTION_POLICIES, HOST_WRITE_POLICIES, SCHEDULE_POLICIES
+from ifbbench.settings.groups.sglang import EVICTION_POLICIES, HOST_WRITE_POLICIES, SCHEDULE_POLICIES
 from ifbbench.settings.modes import Overlap
 from tests.drawing import holds
 from tests.engine.engine import Loop

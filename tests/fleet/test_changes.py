@@ -19,7 +19,7 @@ from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.rundir.fleet import replica_directories
 from ifbbench.rundir.schema import schema_of
 from ifbbench.settings.autoscale import parse_autoscale
-from ifbbench.settings.config import PREFIX_AFFINITY, ROUTERS
+from ifbbench.settings.groups.fleet import PREFIX_AFFINITY, ROUTERS
 from tests.fleet.test_fleet import ENGINES, assert_equal_runs, config_of, lines, write_rows
 
 

@@ -12,7 +12,10 @@ from ifbbench.replay import fleet as fleets
 from ifbbench.replay.run import run_trace
 from ifbbench.replay.stepped_fleet import SteppedFleet
 from ifbbench.rundir.fleet import replica_directories
-from ifbbench.settings.config import HOST_WRITE_POLICIES, POLICIES, ROUTERS, TIER_WRITE_POLICIES, WEIGHTED_ROUTERS
+from ifbbench.settings.groups.fleet import ROUTERS, WEIGHTED_ROUTERS
+from ifbbench.settings.groups.kv_cache import TIER_WRITE_POLICIES
+from ifbbench.settings.groups.scheduling import POLICIES
+from ifbbench.settings.groups.sglang import HOST_WRITE_POLICIES
 from tests.fleet.test_changes import check_conservation, summary_of, write_events
 from tests.fleet.test_disaggregated import check_random_fleet, check_times_and_blocks
 from tests.fleet.test_fleet import ENGINES, SEEDS_AT_ONCE, config_of, lines, seeds_from, write_rows

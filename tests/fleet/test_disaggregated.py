@@ -18,7 +18,8 @@ from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.replay.side_replica import SideReplica
 from ifbbench.replay.stepped_sides import SteppedSides
 from ifbbench.rundir.fleet import replica_directories
-from ifbbench.settings.config import ENGINES, ROUTERS, TRANSFERS
+from ifbbench.settings.engines import ENGINES
+from ifbbench.settings.groups.fleet import ROUTERS, TRANSFERS
 from ifbbench.simulated.hardware import load_hardware, write_profile
 from tests.fleet.literal_sides import BLOCK, Job, LiteralSglang, LiteralSides, LiteralTrtllm, Sizes
 from tests.fleet.test_fleet import FILES, SEEDS_AT_ONCE, config_of, lines, seeds_from, write_rows
@@ -459,6 +460,15 @@ def test_the_same_settings_give_the_same_files(engine: str, tmp_path: Path) -> N
     for first, second in zip(replica_directories(one), replica_directories(other), strict=True):
         for name in FILES:
             assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_no_request_of_a_prefill_replica_stands_aside_for_prompts(tmp_path: Path) -> None:
+    """Under SGLang a running request does, but one whose keys and values are sent on never decodes there."""
+    trace = write_rows(tmp_path / "trace.jsonl", Random(6), 40)
+    fleet = fleet_of(tmp_path / "fleet", trace, engine="sglang")
+    ran = lines(fleet / "replica=0" / "iterations.jsonl")
+    assert max(row["Active Request Count"] for row in ran) > 1
+    assert "prefill" not in {row["ifbbench"]["bound_by"] for row in ran}
 
 
 def test_figures_without_files_are_those_of_the_run(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What routers and autoscalers see of replicas: the state at that time, however many iterations run together."""
+"""What routers and autoscalers see of replicas, and what replicas do: as one iteration at a time, however many run
+together."""
 
 from pathlib import Path
 from random import Random
@@ -21,6 +22,23 @@ def draw_reading(draw: Random, path: Path) -> dict[str, Any]:
     return asked
 
 
+def draw_running_ahead(draw: Random, path: Path) -> dict[str, Any]:
+    """Settings of a fleet whose replicas run past arrivals: nothing lets a request arrive, and none has a store."""
+    asked = draw_fleet(draw, path)
+    stores = [name for name in asked if name.startswith(("kv_disk", "kv_remote", "kv_tier"))]
+    asked = {name: value for name, value in asked.items() if name not in (*stores, "concurrency")}
+    if asked["engine"] == "trtllm" and draw.random() < 0.6:  # micro batches in turn, or several windows
+        return asked | draw.choice(
+            (
+                {"pp_size": 2, "overlap": None},
+                {"max_attention_window": "1024,4096", "enable_kv_cache_reuse": False, "kv_host_cache_bytes": 0},
+            )
+        )
+    if asked["engine"] == "sglang":
+        return asked | {"tokens_per_block": draw.choice((1, 16))}
+    return asked
+
+
 def files_of(path: Path, trace: Path, asked: dict[str, Any]) -> dict[str, bytes]:
     """All files of the run but its settings, by name."""
     run_trace(str(trace), config_of(**asked, output=str(path)))
@@ -35,7 +53,22 @@ def check_states(seed: int, path: Path) -> None:
     trace = write_rows(
         path / "trace.jsonl", draw, draw.randint(5, 40), sessions=draw.random() < 0.3, priorities=draw.random() < 0.3
     )
-    asked = draw_reading(draw, path)
+    check_files(path, trace, draw_reading(draw, path))
+
+
+def check_running_ahead(seed: int, path: Path) -> None:
+    """Replicas that run past arrivals do what they do one iteration at a time."""
+    path.mkdir()
+    draw = Random(f"ahead {seed}")
+    trace = write_rows(path / "trace.jsonl", draw, draw.randint(20, 80), priorities=draw.random() < 0.3)
+    asked = draw_running_ahead(draw, path)
+    if draw.random() < 0.5:
+        asked |= {"router": "least_kv", "router_state_age": draw.choice((0.0, 0.0, 0.013))}
+    check_files(path, trace, asked)
+
+
+def check_files(path: Path, trace: Path, asked: dict[str, Any]) -> None:
+    """A fleet has the files of one whose replicas run one iteration at a time."""
     together = files_of(path / "together", trace, asked)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("ifbbench.engine.predicted_loop.MAX_ITERATIONS_AT_ONCE", 1)
@@ -53,3 +86,14 @@ def test_routers_of_random_fleets_see_the_states_of_single_iterations(seed: int,
 @pytest.mark.parametrize("seed", range(6, 300))
 def test_routers_of_more_random_fleets_see_the_states_of_single_iterations(seed: int, tmp_path: Path) -> None:
     check_states(seed, tmp_path / "one")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_replicas_of_random_fleets_run_past_arrivals_as_single_iterations(seed: int, tmp_path: Path) -> None:
+    check_running_ahead(seed, tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6, 300))
+def test_replicas_of_more_random_fleets_run_past_arrivals_as_single_iterations(seed: int, tmp_path: Path) -> None:
+    check_running_ahead(seed, tmp_path / "one")

@@ -10,7 +10,7 @@ import pytest
 from ifbbench.analysis.sides import SidesFindings
 from ifbbench.replay import disaggregated
 from ifbbench.rundir.reader import load_run
-from ifbbench.settings.config import POLICIES
+from ifbbench.settings.groups.scheduling import POLICIES
 from tests.fleet.test_changes import summary_of
 from tests.fleet.test_conservation import check_stores, stores
 from tests.fleet.test_disaggregated import (

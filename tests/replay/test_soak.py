@@ -35,22 +35,15 @@ from ifbbench.rundir.metrics import distribution
 from ifbbench.rundir.reader import load_run, micro_batches_of
 from ifbbench.rundir.recorder import Recorder
 from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
-from ifbbench.settings.config import (
-    CHUNKING_POLICIES,
-    EARLY_STOPPING,
+from ifbbench.settings.config import FLEET_SETTINGS, TIER_SETTINGS, RunConfig, settings
+from ifbbench.settings.groups.execution import EARLY_STOPPING
+from ifbbench.settings.groups.recording import RECORDING_FORMATS, RESULT_FORMATS, SIDE_OUTPUTS
+from ifbbench.settings.groups.scheduling import CHUNKING_POLICIES, OVERLAPS, POLICIES
+from ifbbench.settings.groups.sglang import (
     EVICTION_POLICIES,
-    FLEET_SETTINGS,
     HOST_WRITE_POLICIES,
-    OVERLAPS,
-    POLICIES,
-    RECORDING_FORMATS,
-    RESULT_FORMATS,
     RETRACTION_POLICIES,
     SCHEDULE_POLICIES,
-    SIDE_OUTPUTS,
-    TIER_SETTINGS,
-    RunConfig,
-    settings,
 )
 from ifbbench.studies.repeat import run_repeats
 from tests.attack.readers import copied, cut_off, read_by_every_command

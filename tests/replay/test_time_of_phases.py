@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from ifbbench.analysis.bounds import LowerBound
 from ifbbench.analysis.explain import iteration_facts, request_life
+from ifbbench.analysis.findings import Findings
 from ifbbench.analysis.recorded import RecordedRun
 from ifbbench.analysis.waiting import HeadsOfLine
 from ifbbench.cli.main import main
@@ -84,8 +86,32 @@ def test_an_iteration_that_was_decided_ahead_says_how_long_it_took_alone(tmp_pat
         if before["Context Requests"] and not after["Context Requests"] and before["ifbbench"]["latency_ms"] > 50
     )
     facts = iteration_facts(RecordedRun.load(tmp_path / "run"), behind)
+    assert facts.own_s is not None
     assert facts.own_s < 0.2 * facts.duration_s
     told = CliRunner().invoke(main, ["why", str(tmp_path / "run"), "--iteration", str(behind)]).stdout
     assert f"the last {facts.own_s * 1000:.2f} of them after the one before it had ended" in told
     first = iteration_facts(RecordedRun.load(tmp_path / "run"), 0)
     assert first.own_s == first.duration_s
+
+
+@pytest.mark.parametrize("every", [4, 50])
+def test_thinned_statistics_divide_the_time_as_all_do(tmp_path: Path, every: int) -> None:
+    """Iterations between the recorded ones overlap too: the time until the recorded one before is not what precedes."""
+    summary = run(tmp_path / "run", {"engine": "vllm"})
+    run(tmp_path / "thin", {"engine": "vllm", "iteration_stats_every": every})
+    whole, thin = (Findings(RecordedRun.load(tmp_path / name)) for name in ("run", "thin"))
+    for found in (whole, thin):
+        assert found.by_time == pytest.approx(summary["bound_by_time"], abs=1e-6)
+        assert found.by_iterations == pytest.approx(summary["bound_by"], abs=1e-6)
+    assert isinstance(whole.lower_bound, LowerBound)
+    assert isinstance(thin.lower_bound, LowerBound)
+    parts = thin.lower_bound.parts_s
+    assert parts == pytest.approx(whole.lower_bound.parts_s, abs=0.04 * whole.lower_bound.duration_s)
+    numbers = thin.run.iterations.number.tolist()
+    after = next(number for number in numbers if number and number - 1 not in numbers)
+    assert iteration_facts(thin.run, after).own_s is None
+    told = CliRunner().invoke(main, ["why", str(tmp_path / "thin"), "--iteration", str(after)])
+    assert (told.exit_code, "after the one before it" in told.stdout) == (0, False)
+    (tmp_path / "thin/summary.json").unlink()
+    killed = Findings(RecordedRun.load(tmp_path / "thin"))
+    assert killed.by_iterations == pytest.approx(summary["bound_by"], abs=0.05)

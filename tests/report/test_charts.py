@@ -8,15 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from ifbbench.analysis.token_times import IterationClock, TokenGaps
+from ifbbench.analysis.token_times import IterationClock, TokenGaps, span_ends
 from ifbbench.errors import InputError
 from ifbbench.report import charts, style
 from ifbbench.report.cells import timeline_cells
 from ifbbench.report.chart_files import Output
-from ifbbench.report.charts import CHARTS, NOT_OF_A_RUN, plot_run
+from ifbbench.report.charts import CHARTS, NOT_OF_A_RUN, draw_kv_cache, plot_run
+from ifbbench.report.colours import PHASE_COLOURS
 from ifbbench.report.lanes import draw_lanes
+from ifbbench.report.latency_charts import draw_itl
 from ifbbench.report.style import MAX_BINS, TimeBins, styled
 from ifbbench.report.timeline import draw_timeline
 from ifbbench.rundir.reader import load_run
@@ -113,6 +116,40 @@ def test_lanes_hold_one_request_at_a_time(tmp_path: Path) -> None:
     boxes = sorted((float(box[0, 1]), float(box[0, 0]), float(box[1, 0])) for box in corners)
     for (lane, _, end), (next_lane, start, _) in pairwise(boxes):
         assert lane != next_lane or start >= end - 1e-9
+
+
+def test_lanes_of_hairlines_are_an_image_of_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(write_large_run(tmp_path / "large", requests=200, iterations=2000))
+    monkeypatch.setattr("ifbbench.report.lanes.MAX_OUTLINES", 100)
+    monkeypatch.setattr("ifbbench.report.lanes.HAIRLINE_SHARE", 1.0)
+    axes = draw_lanes(run).axes[0]
+    (image,) = axes.images
+    assert not axes.collections
+    # As much of the image is not white as requests run of the time of all lanes.
+    red = np.asarray(image.get_array(), dtype=float)[..., 0]
+    spans, clock = run.spans, TimeBins.of(run).clock
+    covered_s = {}
+    for phase in ("context", "recompute", "generation", "skipped"):
+        of_phase = (spans["phase"] == phase).to_numpy()
+        seconds = span_ends(run)[of_phase].to_numpy() - clock.starts(spans["first_iteration"][of_phase])
+        covered_s[phase] = float(seconds.sum())
+    missing = sum((1 - to_rgb(PHASE_COLOURS[phase])[0]) * seconds for phase, seconds in covered_s.items())
+    whole_s = red.shape[0] * float(np.ptp(TimeBins.of(run).edges_s))
+    assert (1 - red / 255).mean() == pytest.approx(missing / whole_s, abs=0.003)
+
+
+def test_panels_without_anything_to_show_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(write_large_run(tmp_path / "large", requests=60, iterations=400))
+    assert len(draw_kv_cache(run).axes) == 2
+    run.iterations["pauses"] = 0
+    figure = draw_kv_cache(run)
+    assert "no request was paused" in texts(figure)
+    assert len(figure.axes) == 1
+    for ratio, panels in ((0.5, 2), (1e9, 1)):
+        monkeypatch.setattr("ifbbench.report.latency_charts.STALL_RATIO", ratio)
+        figure = draw_itl(run)
+        assert len(figure.axes) == panels
+        assert any("no gap exceeds" in text for text in texts(figure)) == (panels == 1)
 
 
 def test_gaps_over_a_pause_are_known(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from ifbbench.cli.main import main
 from ifbbench.compressed import open_to_write, read_pieces
 from ifbbench.errors import InputError
 from ifbbench.report import sweep_charts
-from ifbbench.report.style import STYLE, save
+from ifbbench.report.figure_files import save
+from ifbbench.report.style import STYLE
 from ifbbench.studies.point_table import read_sweep
 from tests.attack import commands as commands_module
 from tests.attack.commands import Outcomes

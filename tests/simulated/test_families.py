@@ -8,6 +8,7 @@ from ifbbench.errors import InputError
 from ifbbench.models.layers import LayerKind, Mixer, Mlp
 from ifbbench.models.named_models import load_model_config
 from ifbbench.models.quantization import quantization_of
+from ifbbench.models.unquantized import unquantized_parts, weights_of_scale
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {"num_hidden_layers": 5, "num_experts_per_tok": 6}),
@@ -124,3 +125,39 @@ def test_the_data_type_of_weights_may_stand_with_the_text(tmp_path):
     found = quantization_of(path)
     assert found is not None
     assert found.dtype == "int4"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "parts"),
+    [
+        ({"ignore": ["lm_head", "re:.*self_attn.*"]}, (Mixer.ATTENTION,)),
+        ({"exclude_modules": ["*shared_experts*", "model.layers.0.*"]}, (Mlp.DENSE, Mlp.SHARED)),
+        ({"modules_to_not_convert": ["self_attn", "gate"]}, (Mixer.ATTENTION,)),
+        ({"ignore": ["language_model.model.layers.30.self_attn.o_proj", "model.layers.29.mlp"]}, (Mixer.ATTENTION,)),
+        ({"ignore": None}, ()),
+        (None, ()),
+    ],
+)
+def test_parts_that_a_quantized_checkpoint_leaves_out_are_those_of_its_lists(quantization, parts):
+    assert unquantized_parts({"quantization_config": quantization}, 61) == parts
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"ignore": "lm_head"}, "a list of names"),
+        ({"ignore": ["re:("]}, "regular expressions"),
+        ([1], "keys and values"),
+    ],
+)
+def test_lists_of_modules_that_cannot_be_read_are_errors(quantization, message):
+    with pytest.raises(InputError, match=message):
+        unquantized_parts({"quantization_config": quantization}, 61)
+
+
+def test_weights_that_share_a_scale_are_those_of_all_groups():
+    group = {"weights": {"num_bits": 4, "group_size": 32}}
+    assert weights_of_scale({"quantization_config": {"config_groups": {"a": group, "b": group}}}) == 32
+    assert weights_of_scale({"quantization_config": {"bits": 4, "group_size": 128}}) == 128
+    assert weights_of_scale({"quantization_config": {"group_size": -1}}) == 0
+    assert weights_of_scale({}) == 0

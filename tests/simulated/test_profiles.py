@@ -1,15 +1,20 @@
 """Hardware profiles and built-in models: plausible values, and the errors for unknown names and invalid files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from ifbbench.build.engine import build_engine
 from ifbbench.errors import InputError
+from ifbbench.models.layers import Mixer, Mlp
 from ifbbench.models.named_models import OTHER_NAMES, built_in_models, load_model_config, published_shape
 from ifbbench.models.quantization import quantization_of
-from ifbbench.settings.config import HARDWARE_PROFILES, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.devices import HARDWARE_PROFILES
+from ifbbench.simulated.cost_model import CostModel
 from ifbbench.simulated.hardware import hardware_names, load_hardware
+from ifbbench.simulated.shard import Shard
 
 WANTED_HARDWARE = {
     "h100-sxm",
@@ -216,6 +221,24 @@ def test_weights_of_kimi_k2_thinking_have_four_bits():
     found = quantization_of("moonshotai/Kimi-K2-Thinking")
     assert found is not None
     assert found.dtype == "int4"
+
+
+def test_only_the_experts_of_kimi_k2_thinking_have_four_bits():
+    """Its files have 594 GB (huggingface.co/moonshotai/Kimi-K2-Thinking)."""
+    model = load_model_config("moonshotai/Kimi-K2-Thinking")
+    shard = Shard(model, "int4", "bf16")
+    assert shard.parameter_bytes == pytest.approx(594e9, rel=0.001)
+    assert {part: shard.dtype_of(part) for part in (Mixer.ATTENTION, Mlp.DENSE, Mlp.SHARED, Mlp.EXPERTS)} == {
+        Mixer.ATTENTION: "bf16",
+        Mlp.DENSE: "bf16",
+        Mlp.SHARED: "bf16",
+        Mlp.EXPERTS: "int4",
+    }
+    named = {one.name: one.bytes for one in CostModel(shard, load_hardware("b300")).of_tokens(1)}
+    all_int4 = replace(shard, model=replace(model, unquantized=()))
+    other = {one.name: one.bytes for one in CostModel(all_int4, load_hardware("b300")).of_tokens(1)}
+    assert named["shared expert down"] == pytest.approx(other["shared expert down"] * 2 / (0.5 + 2 / 32), rel=0.01)
+    assert named["expert down product"] == other["expert down product"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from ifbbench.models.config import ModelConfig
 from ifbbench.models.layers import LayerKind
 from ifbbench.models.named_models import load_model_config
 from ifbbench.replay.run import summarise_run
-from ifbbench.settings.config import DTYPE_BYTES, KV_CACHE_DTYPES, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.dtypes import DTYPE_BYTES, KV_CACHE_DTYPES
 from ifbbench.studies.capacity import Device, find_device, make_pool, study
 from ifbbench.torch import build, device, host
 from ifbbench.workload.trace import Trace, TraceRequest

@@ -304,3 +304,9 @@ def test_sglang_that_was_started_again(tmp_path: Path) -> None:
     result = call("import", str(tmp_path / "again.log"), "--output", str(tmp_path / "again"))
     assert result.exit_code == 0, result.output
     assert f"started again in line {text.count(chr(10)) + 1:,}:" in result.output
+
+
+def test_the_config_of_a_log_is_what_it_says(of_vllm: tuple[Path, Path]) -> None:
+    """Settings that a log does not say are those of its server, and no defaults of ours."""
+    shown = call("config", "show", str(of_vllm[1]), "--device", "h100-sxm", "--model", "llama-3.1-8b", "--as", "vllm")
+    assert (shown.exit_code, shown.stdout) == (0, "vllm serve llama-3.1-8b --async-scheduling\n")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ifbbench.settings.config import TRACE_FORMAT_ALIASES, TRACE_FORMATS
+from ifbbench.settings.groups.replay import TRACE_FORMAT_ALIASES, TRACE_FORMATS
 from ifbbench.workload.formats import ReadOptions, write_trace
 from ifbbench.workload.reading import FORMATS, read_trace
 from ifbbench.workload.trace import TraceRequest

@@ -44,6 +44,8 @@ REQUEST_NUMBERS = (
     "reused_tokens",
 )
 ITL_QUANTILES = 400
+# Level 6 compresses 1 % more in twice the time.
+LEVEL = 5
 MICROSECONDS = 1e6
 SLOWEST, BLOCKERS = 15, 15
 NO_REQUEST = -1
@@ -74,7 +76,7 @@ class Block:
 
     def encoded(self) -> tuple[dict[str, list[Any]], str]:
         """Name to type, offset and length; and all bytes, as zlib makes them smaller, in base64."""
-        return self._index, b64encode(zlib.compress(b"".join(self._parts), 6)).decode()
+        return self._index, b64encode(zlib.compress(b"".join(self._parts), LEVEL)).decode()
 
 
 def page_data(run: RecordedRun) -> dict[str, Any]:

@@ -114,10 +114,12 @@ def _metrics(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
         if metric.is_in(rows):
             key, statistic = list(metric.keys.items())[-1]
             kind = "time" if metric.unit is None else _kind(key)
+            # The page finds units of times and shares itself.
+            unit = f" ({metric.unit})" if kind == "number" and metric.unit else ""
             found.append(
                 {
                     "key": key,
-                    "label": f"{metric.label} {statistic}".strip(),
+                    "label": f"{metric.label} {statistic}".strip() + unit,
                     "kind": kind,
                     "best": "low" if metric.is_better_low else "high",
                 }

@@ -6,7 +6,10 @@ from ifbbench.schedulers.queueing import Submitted
 
 
 class Scheduled(Submitted):
-    """A batch in flight, or several equal decode batches. chunks: of prompts."""
+    """A batch in flight, or several equal decode batches.
+
+    chunks: chunks of prompts.
+    """
 
     def __init__(self, chunks: tuple[ContextChunk, ...], outputs: Rows, times: int = 1, is_joint: bool = False) -> None:
         super().__init__(outputs, times, is_joint)

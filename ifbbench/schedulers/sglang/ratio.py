@@ -8,7 +8,10 @@ RETRACT_STEPS = 20
 
 
 class NewTokenRatio:
-    """Falls with each decode step and rises when requests had to be retracted. current: the share now."""
+    """Falls with each decode step and rises when requests had to be retracted.
+
+    current: the present share.
+    """
 
     def __init__(self, conservativeness: float) -> None:
         self._initial = min(INITIAL * conservativeness, 1.0)

@@ -28,12 +28,7 @@ def repeat(state: SglangState, rows: Rows, count: int, num_decided: int) -> Grow
     """Take the pages of `count` iterations of `rows`, all at once: nothing that is evicted for a later one would have
     been used before. num_decided: how many of them the decision has taken pages for, 1 or 0."""
     cache, page, joint = state.kv_cache, state.kv_cache.page_size, state.generation
-    if joint.is_active:
-        more = list(accumulate(joint.starting(count)))
-    else:
-        begun = _begun(state, rows, count)
-        begun[:num_decided] = 0
-        more = begun.cumsum().tolist()
+    more = more_pages(state, rows, count, num_decided)
     if count > num_decided:
         # Each of them makes room for a page of each request.
         before_last = more[count - 2] if count > 1 else 0
@@ -50,6 +45,16 @@ def repeat(state: SglangState, rows: Rows, count: int, num_decided: int) -> Grow
     else:
         state.table.generated[rows] += count
     return Growth(cache.state(), more, [step * len(rows) for step in range(count)], more)
+
+
+def more_pages(state: SglangState, rows: Rows, count: int, num_decided: int) -> list[int]:
+    """[count], the pages that `repeat` takes up to each of the iterations."""
+    if state.generation.is_active:
+        return list(accumulate(state.generation.starting(count)))
+    begun = _begun(state, rows, count)
+    begun[:num_decided] = 0
+    more: list[int] = begun.cumsum().tolist()
+    return more
 
 
 def _begun(state: SglangState, rows: Rows, count: int) -> Rows:

@@ -11,7 +11,7 @@ from ifbbench.engine.request import Request
 class RunningRequests:
     """`running_batch` of SGLang.
 
-    requests: in the order in which they joined.
+    requests: requests in the order in which they joined.
     rows: [requests], row of each in the table.
     """
 

@@ -28,7 +28,7 @@ from ifbbench.schedulers.sglang.in_flight import Scheduled
 from ifbbench.schedulers.sglang.order import max_outputs
 from ifbbench.schedulers.sglang.prefill import decide_prefill
 from ifbbench.schedulers.sglang.remote import RemoteRequests
-from ifbbench.schedulers.sglang.repetition import certain_steps, repeat
+from ifbbench.schedulers.sglang.repetition import certain_steps, more_pages, repeat
 from ifbbench.schedulers.sglang.state import Decision, SglangState
 from ifbbench.schedulers.sglang.storage import Storage
 
@@ -230,7 +230,8 @@ class SglangScheduler(QueueingScheduler):
         cut = queue_head = None
         if state.chunked is not None:
             blocked.append(cut := LeftOut(state.chunked, Limit.NUM_TOKENS))
-        held = list(state.running.requests) if chosen or decision.is_held else []
+        # A prompt that is sent on makes no token here but the one in flight: it does not stand aside.
+        held = [one for one in state.running.requests if not one.is_sent_on] if chosen or decision.is_held else []
         if held:
             blocked.append(LeftOut(held[0], Limit.PREFILL))
         if state.queue and state.limit_of_head is not None:
@@ -421,6 +422,12 @@ class SglangScheduler(QueueingScheduler):
         self.state.ratio.decay(count - num_decided)
         self._submitted(Scheduled((), plan.rows, count, self.state.generation.is_active))
         return growth
+
+    def used_blocks_after(self, plan: Plan, count: int) -> int | None:
+        if plan.awaits_in_flight:  # a prompt that becomes complete may share its pages
+            return None
+        # The next one has its pages. What they replace is not in use.
+        return self.kv_cache.num_used + more_pages(self.state, plan.rows, count + 1, self._num_decided)[-1]
 
     def cache_state(self) -> CacheState:
         return self.kv_cache.state()

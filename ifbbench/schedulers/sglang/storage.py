@@ -32,7 +32,7 @@ class Prefetch:
     """Pages on their way from storage to the host.
 
     known: the tokens, of which those from `begin` on, `asked` of them, were looked for below `node`, which is locked.
-    names: of the pages that storage has of them.
+    names: names of the pages that storage has of them.
     own: its pages of the host, none before storage has answered.
     transfers: the reads of `own`, in batches.
     completed: number of pages of `own` that have come, as far as the scheduler knows.
@@ -56,7 +56,7 @@ class Waiting:
     timeout_s: how long the prefetch may keep it.
     is_expired: whether that time has passed.
     span: first and end position of the tokens that came from storage.
-    waited_s: from when to when it was kept waiting.
+    waited_s: begin and end of the time in which it was kept waiting.
     """
 
     def __init__(self) -> None:
@@ -70,8 +70,10 @@ class Waiting:
 
 
 class Storage:
-    """The store of an engine, and what is on its way. Lookups take no time, and one that finds nothing is not
-    repeated. occupied: tokens that were looked for, and may come."""
+    """The store of an engine, and what is on its way. Lookups take no time, and one that finds nothing is not repeated.
+
+    occupied: tokens that were looked for, and may come.
+    """
 
     def __init__(self, tiers: KvTiers, cache: SglangCache, rules: SglangRules) -> None:
         assert cache.tree is not None

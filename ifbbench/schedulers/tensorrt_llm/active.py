@@ -17,7 +17,9 @@ class ActiveRequests:
 
     Both lists change only when a request enters, changes phase or leaves, so that an iteration in which all requests
     only generate costs nothing here. Active ones in neither list: the last step is in flight, or keys and values are to
-    come (`receiving`). num_sending: complete ones in the table, whose own are sent, and which are not active.
+    come (`receiving`).
+
+    num_sending: complete ones in the table, whose own are sent, and which are not active.
 
     generation_rows: table rows of `generation`, in the same order.
     num_changes: how often the lists have changed; while it is the same, so are the lists.

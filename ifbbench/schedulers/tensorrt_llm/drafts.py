@@ -45,7 +45,7 @@ class Drafts:
         generation take places here, and those of prompts did with the first chunk. None if there are none.
 
         completing: requests on their last chunk.
-        rows: of the generation requests.
+        rows: table rows of the generation requests.
         """
         cache, table = self.kv_cache, self.active.table
         for request in completing:  # the scheduler may have cut the drafts since their places were taken

@@ -54,7 +54,7 @@ class Repetition:
         dynamic_limits: DynamicLimits | None = None,
     ) -> None:
         """pauses: whether the policy may pause requests.
-        dynamic_limits: those of batch size and tokens, where they are tuned.
+        dynamic_limits: limits of batch size and tokens, where they are tuned.
         """
         self._active, self._kv_cache = active, kv_cache
         self._config, self._pauses, self._dynamic_limits = config, pauses, dynamic_limits
@@ -267,6 +267,11 @@ class Repetition:
         self._rows = None if self._awaits_turn else active.generation_rows
         return growth
 
+    def used_blocks_after(self, count: int) -> int:
+        """Blocks in use once `count` iterations of the plan that was just decided have run."""
+        more = [sum(window.starting(count, self._turn)) for window in self._windows]
+        return self._kv_cache.num_used + sum(more)
+
     @property
     def _awaits_turn(self) -> bool:
         """Whether a generation request waits for its first turn, which need not be the next iteration: its end is found
@@ -352,6 +357,15 @@ class Repetition:
         self._rows = None
         if self._num_turns > 1:
             self._ends.scheduled = iteration + 1
+
+    def joined(self, requests: Sequence[Request], before: Rows) -> None:
+        """`requests`, which have their prompts from elsewhere, are in generation. before: its rows without them."""
+        for request in requests:  # the iterations in flight do not count for it
+            self._active.table.confirmed[request.slot] -= self.num_in_flight
+        if self._rows is before and self._num_turns == 1:
+            for request in requests:
+                self._ends.add(self._order_of(request), request)
+            self._rows = self._active.generation_rows
 
     def parked(self, request: Request) -> None:
         """The last step of `request` is in flight, in a batch."""
@@ -505,9 +519,10 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         super().keep(request)
 
     def receive(self, requests: Sequence[Request]) -> None:
+        before = self.active.generation_rows
         super().receive(requests)
-        for request in requests if self._loads is None else ():  # iterations in flight do not count for it
-            self.table.confirmed[request.slot] -= self._repetition.num_in_flight
+        if self._loads is None:
+            self._repetition.joined(requests, before)
 
     def decide(
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
@@ -567,6 +582,9 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         if self._any_retention:
             self.kv_cache.refresh(self._now_s)
         return growth
+
+    def used_blocks_after(self, plan: Plan, count: int) -> int | None:
+        return self._repetition.used_blocks_after(count)
 
     def confirm(self, count: int) -> list[Request]:
         done = self._repetition.confirm(count)

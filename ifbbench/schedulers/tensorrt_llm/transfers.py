@@ -16,7 +16,10 @@ class Transfers:
     """Requests that hold blocks while keys and values are on their way.
 
     Those that receive are active, in no list but `ActiveRequests.receiving`. Those that send are complete, and not
-    active. joined: `Plan.continued` of the next iteration that runs."""
+    active.
+
+    joined: `Plan.continued` of the next iteration that runs.
+    """
 
     active: ActiveRequests
     kv_cache: KvCache

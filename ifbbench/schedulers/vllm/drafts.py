@@ -35,7 +35,7 @@ class Drafts:
         """The drafts of an iteration, None if there are none.
 
         completing: requests on their last chunk, whose drafts only pad their step.
-        rows: of the generation requests.
+        rows: table rows of the generation requests.
         """
         of_prompts = [request.num_draft_tokens for request in completing]
         counts = np.concatenate([np.array(of_prompts, np.int64), self._table.draft_tokens[rows]]).astype(np.int32)

@@ -16,7 +16,7 @@ class Scheduled(Submitted):
 
     rows: [scheduled], table rows of the requests, in the order of scheduling.
     tokens: [scheduled], tokens of each in an iteration; None for one of each, and where nothing asks for them.
-    chunks: those of prompts, where a store gets what they compute.
+    chunks: chunks of prompts, where a store gets what they compute.
     """
 
     def __init__(self, rows: Rows, outputs: Rows, tokens: Rows | None, is_joint: bool, times: int = 1) -> None:

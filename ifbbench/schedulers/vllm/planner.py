@@ -18,7 +18,10 @@ from ifbbench.schedulers.vllm.step import Step
 
 
 class Planner:
-    """Decides what each iteration runs, and takes its blocks. drafts: None without draft tokens."""
+    """Decides what each iteration runs, and takes its blocks.
+
+    drafts: None without draft tokens.
+    """
 
     def __init__(self, state: VllmState, drafts: Drafts | None) -> None:
         self._state, self._drafts = state, drafts

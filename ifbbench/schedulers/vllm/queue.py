@@ -13,7 +13,8 @@ class WaitingQueue:
     """Waiting requests, the next one first: by arrival, with those that were pre-empted before all others, or by
     `Request.order` (priority, then arrival); and before all of them, those that have received keys and values.
 
-    requests: in this order."""
+    requests: waiting requests in this order.
+    """
 
     def __init__(self, is_priority: bool) -> None:
         self._is_priority = is_priority

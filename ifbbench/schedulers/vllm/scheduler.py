@@ -327,6 +327,12 @@ class VllmScheduler(QueueingScheduler):
         self._finish_scheduling(plan.rows)
         return growth
 
+    def used_blocks_after(self, plan: Plan, count: int) -> int | None:
+        generation, cache = self.state.generation, self.kv_cache
+        if plan.chunks or not generation.is_active or not cache.is_plain:  # windows release blocks
+            return None
+        return cache.num_used + sum(generation.starting(count + 1))  # the next one has its blocks
+
     def cache_state(self) -> CacheState:
         return self.kv_cache.state()
 

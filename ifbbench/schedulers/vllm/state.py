@@ -16,7 +16,8 @@ from ifbbench.schedulers.vllm.running import RunningRequests
 class VllmState:
     """The requests of the scheduler, waiting, running and in flight, and the blocks that they hold.
 
-    computed: [rows], of generation requests, how many tokens were computed or scheduled, where they do not run jointly.
+    computed: [rows], number of tokens of each generation request that were computed or scheduled, where they do not run
+        jointly.
     num_with_rows: requests in the queue that have a row: pre-empted ones, and those that have received their prompt's
         keys and values.
     transferring: requests whose keys and values are on their way, from here or to here, and how many there had been

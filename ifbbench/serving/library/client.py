@@ -99,7 +99,9 @@ class Callbacks:
         limits: BatchingConfig,
         observer: Observer | None = None,
     ) -> None:
-        """limits: of the engine. observer: is notified of all that the loop reports."""
+        """limits: limits of the engine.
+        observer: is notified of all that the loop reports.
+        """
         self._get = get_inference_requests
         self._send = send_response
         self._poll = poll_stop_signals

@@ -14,8 +14,8 @@ from ifbbench.engine.retention import NO_RETENTION, Retention
 from ifbbench.engine.sampling_params import GREEDY, EarlyStopping, OutputOptions, SamplingParams, StopConditions
 from ifbbench.errors import InputError
 from ifbbench.serving.library.request_tensors import fields_of_tensors
-from ifbbench.settings.config import DEFAULT_PRIORITY
 from ifbbench.settings.fields import boolean, choice, integer, number, unexpected
+from ifbbench.settings.groups.replay import DEFAULT_PRIORITY
 
 MAX_REQUEST_ID = 2**64 - 1
 # Bounds integers of which the size does not matter: the low bits of a seed, a top_k above the vocabulary.
@@ -39,20 +39,25 @@ class InferenceRequest:
     request_id: 64-bit unsigned; may be used again after its final response (older texts call it correlation ID).
     input_ids: the prompt's token ids, a sequence or an array [length] or [1, length].
     max_new_tokens: output tokens to reserve, reduced to what max_seq_len leaves.
-    end_id, stop_ids: token ids that end the output; None or -1 for none. stop_sequences: sequences of token ids that
-        end it, within the output. The token or sequence that ended it is part of the output.
+    end_id, stop_ids: token ids that end the output; None or -1 for none.
     pad_id: fills up shorter beams; None means end_id, or 0.
-    priority: higher ones run first. lora_task_id: its LoRA adapter, stored or brought with `lora_weights`.
+    stop_sequences: sequences of token ids that end it, within the output. The token or sequence that ended it is part
+        of the output.
+    priority: requests with a higher one run first.
+    lora_task_id: its LoRA adapter, stored or brought with `lora_weights`.
     cache_salt, token_extra_ids: requests share KV cache blocks only if they have the same salt, and the same extra id
         (of a prompt-tuning table) with each token; one for each of input_ids.
     retention: priorities and durations of its blocks in the reuse cache.
     prompt_embedding_table: float [virtual tokens, hidden size], the embeddings of virtual tokens (prompt tuning): id
-        vocabulary + n of the prompt has that in row n. prompt_vocab_size: how many of its rows count, all for None.
-        Blocks with virtual tokens are shared only by requests with equal tables.
+        vocabulary + n of the prompt has that in row n.
+    prompt_vocab_size: number of its rows that count, all for None. Blocks with virtual tokens are shared only by
+        requests with equal tables.
     lora_weights, lora_config: the adapter `lora_task_id`, [modules and layers, values] and [modules and layers, 3] as
         in TensorRT-LLM's documentation.
-    draft_input_ids: [draft tokens], to be verified. draft_logits: [draft tokens, vocabulary].
-    index: in the trace that is recorded; None means request_id. earlier: of one that a router sends again.
+    draft_input_ids: [draft tokens], tokens to be verified.
+    draft_logits: [draft tokens, vocabulary].
+    index: index in the trace that is recorded; None means request_id.
+    earlier: earlier attempts of a request that a router sends again.
     """
 
     request_id: int

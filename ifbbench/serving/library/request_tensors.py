@@ -20,8 +20,12 @@ INPUT_LENGTH = "input_length"
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """field: of InferenceRequest, or of its sampling parameters. dtype, shape: as documented, without the dimension of
-    the batch; a dimension is a number, or a word for any. kinds: of the data types that are taken."""
+    """A tensor of a request, as documented.
+
+    field: name in InferenceRequest, or in its sampling parameters.
+    dtype, shape: as documented, without the dimension of the batch; a dimension is a number, or a word for any.
+    kinds: kinds of the data types that are taken.
+    """
 
     field: str
     dtype: str

@@ -20,8 +20,8 @@ class Worker:
     `wait` raises, and then it ends.
 
     turn, fail: methods of the manager, which the thread holds during a call only: once the manager is deleted, `loop`
-    is aborted, `owned_executor` closed, and the thread ends. aborting, wake: set when the next turn is to be the last
-    one.
+        is aborted, `owned_executor` closed, and the thread ends.
+    aborting, wake: set when the next turn is to be the last one.
     """
 
     def __init__(

@@ -42,9 +42,14 @@ class _Refused(Exception):
 
 
 class _Forwarding:
-    """A request until its answer is complete. attempts: kinds of the failures before the latest one. sent: that one,
-    until it is over. seen: what the router saw then. begun: whether the client has got the beginning of an answer.
-    session: its number, None before the first attempt."""
+    """A request until its answer is complete.
+
+    attempts: kinds of the failures before the latest one.
+    sent: that one, until it is over.
+    session: its number, None before the first attempt.
+    seen: what the router saw then.
+    begun: whether the client has got the beginning of an answer.
+    """
 
     def __init__(self, number: int, asked: Asked, arrival_s: float) -> None:
         self.number, self.asked, self.arrival_s = number, asked, arrival_s
@@ -60,8 +65,11 @@ class _Forwarding:
 
 
 class RouterApp:
-    """The ASGI application. key: what clients must send, None if they need not. retries: how often a request is sent to
-    another backend."""
+    """The ASGI application.
+
+    retries: how often a request may be sent to another backend.
+    key: what clients must send, None if they need not.
+    """
 
     def __init__(
         self,

@@ -39,8 +39,13 @@ _decode = Decoder(_Body).decode
 
 @dataclass(frozen=True)
 class Asked:
-    """A request as a router sees it. prompt_len: of token ids exact, of a text estimated. tokens: of its prompt, if it
-    has token ids. pieces: of the prompt, as the router's index of prefixes has them. session: see `session_key`."""
+    """A request as a router sees it.
+
+    prompt_len: number of tokens: exact for token ids, estimated for a text.
+    tokens: tokens of its prompt, if it has token ids.
+    pieces: pieces of the prompt, as the router's index of prefixes has them.
+    session: see `session_key`.
+    """
 
     model: str = ""
     prompt_len: int = 1
@@ -58,9 +63,12 @@ class Asked:
         has_tokens: bool,
         session: int | None = None,
     ) -> TraceRequest:
-        """The row of the trace. has_tokens: whether recorded token ids are kept; the text of a prompt never is, but
-        names of its pieces, so that a replay finds the prefixes that prompts share. session: its number; None if no
-        other request has it."""
+        """The row of the trace.
+
+        has_tokens: whether recorded token ids are kept; the text of a prompt never is, but names of its pieces, so that
+            a replay finds the prefixes that prompts share.
+        session: number of its session; None if no other request has it.
+        """
         tokens = tuple(self.tokens) if has_tokens and self.tokens and len(self.tokens) == prompt_len else None
         whole = max(prompt_len, 1) // HASHED_TOKENS if tokens is None else 0  # the estimate may be longer
         named = [(key, length) for key, length in self.pieces[:whole] if isinstance(key, int)]
@@ -79,7 +87,8 @@ class Asked:
 
 def read_asked(body: bytes, headers: Mapping[str, str], number: int) -> Asked:
     """What a body asks for. Of one that is no such JSON nothing is known: the server that gets it says what is wrong.
-    number: of the request."""
+    number: number of the request.
+    """
     try:
         found = _decode(body)
     except (DecodeError, ValidationError, RecursionError):

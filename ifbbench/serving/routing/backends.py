@@ -31,8 +31,13 @@ _log = logging.getLogger("ifbbench")
 
 
 class Backend:
-    """A server. view: what the router sees of it. connections: for requests. is_up: whether it takes requests; one that
-    does not is asked again with each health check. sent, failed: attempts, and those of them without an answer."""
+    """A server.
+
+    view: what the router sees of it.
+    connections: connections for requests.
+    is_up: whether it takes requests; one that does not is asked again with each health check.
+    sent, failed: number of attempts, and of those without an answer.
+    """
 
     def __init__(self, number: int, url: str, config: RouterConfig, clock: WallClock, alarm: Alarm) -> None:
         self.number, self.url = number, url

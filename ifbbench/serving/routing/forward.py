@@ -31,8 +31,12 @@ HOP_BY_HOP = frozenset(
 
 
 class Attempt(Exchange):
-    """A request that was sent to a backend. parts: of its answer, with their times, that were not taken yet. changed:
-    is set when there is something new. failure: once it is done, why there is no answer."""
+    """A request that was sent to a backend.
+
+    parts: parts of its answer that were not taken yet, with their times.
+    changed: is set when there is something new.
+    failure: once it is done, why there is no answer.
+    """
 
     __slots__ = ("_held_bytes", "_now", "changed", "failure", "is_done", "parts")
 

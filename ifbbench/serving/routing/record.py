@@ -14,7 +14,8 @@ from ifbbench.rundir.traffic_trace import TrafficTrace
 from ifbbench.serving.recording import SOURCE
 from ifbbench.serving.routing.asked import Asked
 from ifbbench.serving.routing.config import RouterConfig
-from ifbbench.settings.config import ROUTERS, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.fleet import ROUTERS
 from ifbbench.workload.trace import Trace
 
 # Answers are counted whole: a request may ask for several choices.
@@ -23,7 +24,10 @@ UNLIMITED = 2**27
 
 class RouterRecording:
     """Writes the run directory of a router: that of a client which measures servers, with the replica of each request
-    and what the router saw. No other process records there until `close`. model: as the servers call it."""
+    and what the router saw. No other process records there until `close`.
+
+    model: as the servers call it.
+    """
 
     def __init__(self, directory: Path, config: RunConfig, server: RouterConfig, model: str) -> None:
         self.directory = directory
@@ -75,8 +79,13 @@ class RouterRecording:
         seen: Mapping[str, list[float]],
         session: int | None,
     ) -> None:
-        """A request has ended. attempts: kinds of the failures before the last attempt. replica: of the last attempt.
-        seen: what the router saw then. session: its number, if others may be of the same one."""
+        """A request has ended.
+
+        attempts: kinds of the failures before the last attempt.
+        replica: replica of the last attempt.
+        seen: what the router saw then.
+        session: number of its session, if others may be of the same one.
+        """
         times_s, tokens, source, warnings = answer.count(None, UNLIMITED)
         if failure is None and not times_s:
             failure = RequestFailed("no_output", "the answer has no token")

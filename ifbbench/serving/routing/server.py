@@ -16,7 +16,8 @@ from ifbbench.serving.routing.backends import Backend, watch
 from ifbbench.serving.routing.config import RouterConfig
 from ifbbench.serving.routing.record import RouterRecording
 from ifbbench.serving.server import BACKLOG, address_of, api_key, application_server, listen
-from ifbbench.settings.config import ROUTERS, RunConfig
+from ifbbench.settings.config import RunConfig
+from ifbbench.settings.groups.fleet import ROUTERS
 
 # State is read so often where the settings do not say.
 DEFAULT_STATE_AGE_S = 1.0

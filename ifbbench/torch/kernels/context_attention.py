@@ -177,11 +177,14 @@ def context_attention(
 ) -> None:
     """Write the attention of the context chunks in `tiles` to their rows of `output`; other rows are not changed.
 
-    queries, output: [tokens, heads, head size]. keys, values: [tokens, KV heads, head size], of the batch, with the
-    same strides. key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, of the
-    queries' type or a narrower one. In all of these the values of a head are contiguous.
-    block_tables: int32 [sequences, blocks]; entries beyond the cached tokens are not read. tiles: int32 [tiles, 5] (see
-    TILE_FIELDS), of at most `shape.rows` // (heads / KV heads) queries, longest first. KernelError if it cannot be run.
+    queries, output: [tokens, heads, head size].
+    keys, values: [tokens, KV heads, head size], those of the batch, with the same strides.
+    key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, of the queries' type
+        or a narrower one. In all of these the values of a head are contiguous.
+    block_tables: int32 [sequences, blocks]; entries beyond the cached tokens are not read.
+    tiles: int32 [tiles, 5] (see TILE_FIELDS), of at most `shape.rows` // (heads / KV heads) queries, longest first.
+
+    KernelError if it cannot be run.
     """
     if len(tiles) == 0:
         return

@@ -180,11 +180,14 @@ def generation_attention(
 ) -> None:
     """Write the attention of one query per sequence to `output`.
 
-    queries, output: [sequences, heads, head size]. key_cache, value_cache: [blocks, tokens per block, KV heads, head
-    size], with the same strides, of the queries' type or a narrower one. In all of these the values of a head are
-    contiguous. block_tables: int32 [rows, blocks]; entries beyond a length are not read. table_rows: int32 [sequences],
-    row of the block tables. lengths: int32 [sequences], tokens in the cache including the query's own; 0 gives zeros.
+    queries, output: [sequences, heads, head size].
+    key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, of the queries' type
+        or a narrower one. In all of these the values of a head are contiguous.
+    block_tables: int32 [rows, blocks]; entries beyond a length are not read.
+    table_rows: int32 [sequences], row of the block tables.
+    lengths: int32 [sequences], tokens in the cache including the query's own; 0 gives zeros.
     num_splits: parts of the keys that run in parallel, at most MAX_SPLITS (see `launch.choose_num_splits`).
+
     KernelError if it cannot be run.
     """
     num_sequences, num_heads, head_size = queries.shape

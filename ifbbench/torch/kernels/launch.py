@@ -78,8 +78,15 @@ def multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """rows: queries times grouped heads of a program. keys: per step. warps: of 32 threads. stages: tiles of keys and
-    values that are loaded or computed at the same time. Rows and keys are powers of two of at least SMALLEST_DOT."""
+    """Sizes of the parts in which an attention kernel works.
+
+    rows: queries times grouped heads of a program.
+    keys: number of keys of a step.
+    warps: number of warps of 32 threads.
+    stages: number of tiles of keys and values that are loaded or computed at the same time.
+
+    Rows and keys are powers of two of at least SMALLEST_DOT.
+    """
 
     rows: int
     keys: int
@@ -96,7 +103,8 @@ def context_tiles(head_size: int, value_bytes: int, capability: tuple[int, int])
     """Tiles for context chunks, which are bound by arithmetic: as many rows as the registers hold, because all of them
     use each loaded key.
 
-    value_bytes: of a query. capability: of the GPU, such as (9, 0).
+    value_bytes: bytes of a value of a query.
+    capability: capability of the GPU, such as (9, 0).
 
     128 rows × 128 float32 results are 64 KiB, a quarter of the registers; 8 warps hold them in 64 registers a thread
     and form the two groups of four warps, 64 rows each, of Hopper's matrix instruction. Keys and values of a stage take
@@ -122,9 +130,11 @@ def generation_tiles(head_size: int, group: int, value_bytes: int) -> AttentionT
     """Tiles for generation tokens, which are bound by memory: rows for the `group` heads that share a KV head, and
     enough loads in flight to hide the memory's latency.
 
-    value_bytes: of a cached key. An H100 needs about 3.3 TB/s · 0.7 µs / 132 = 18 KB in flight per multiprocessor. Keys
-    and values of a stage take 2 · keys · head size · bytes, here at most 32 KiB. One stage is computed while the next
-    is loaded, and with 70 KiB per program, two or three share a multiprocessor of Hopper.
+    value_bytes: bytes of a value of a cached key.
+
+    An H100 needs about 3.3 TB/s · 0.7 µs / 132 = 18 KB in flight per multiprocessor. Keys and values of a stage take 2
+    · keys · head size · bytes, here at most 32 KiB. One stage is computed while the next is loaded, and with 70 KiB per
+    program, two or three share a multiprocessor of Hopper.
     """
     width = padded_size(head_size)
     keys = max(SMALLEST_DOT, min(128, 16_384 // (width * value_bytes)))
@@ -134,9 +144,12 @@ def generation_tiles(head_size: int, group: int, value_bytes: int) -> AttentionT
 def choose_num_splits(num_kv_heads: int, max_keys: int, total_keys: int, num_multiprocessors: int) -> int:
     """Number of parts that the keys of each sequence are split into, so that every multiprocessor has work.
 
-    max_keys: of the longest sequence. total_keys: of all sequences. A part is at most as long as an equal share of all
-    work: 64 equal sequences with 8 KV heads are not split, a single one gets a part per multiprocessor, and a very long
-    one among many short ones does not keep the other multiprocessors waiting.
+    max_keys: number of keys of the longest sequence.
+    total_keys: number of keys of all sequences.
+
+    A part is at most as long as an equal share of all work: 64 equal sequences with 8 KV heads are not split, a single
+    one gets a part per multiprocessor, and a very long one among many short ones does not keep the other
+    multiprocessors waiting.
     """
     share = -(-total_keys * num_kv_heads // (num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR))
     return max(1, min(MAX_SPLITS, -(-max_keys // max(share, SMALLEST_SPLIT))))

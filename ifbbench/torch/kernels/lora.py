@@ -133,12 +133,16 @@ def add_adapters(
 ) -> None:
     """Add B·(A·x) of each row's adapter to `output` in place, for the modules of one product of a layer.
 
-    rows: [rows, inputs] and output: [rows, outputs of all modules], those of a row contiguous. pool: pages of adapters,
-    contiguous, in slots of `width` values: A [rank, inputs] and behind it B [outputs, rank]. pairs: int32 [adapters,
-    layers, modules, PAIR_FIELDS], slot in the pool and rank; rank 0: nothing is added. modules: int32 [modules,
-    MODULE_FIELDS]. tiles: int32 [tiles, TILE_FIELDS], rows of no two of them overlap; of at most `rows_per_tile`, a
-    power of two of at least 16. max_rank: of any pair. max_outputs: of any of the modules `first_module` and the
-    `num_modules` − 1 behind it. KernelError if it cannot be run.
+    rows: [rows, inputs] and output: [rows, outputs of all modules], those of a row contiguous.
+    pool: pages of adapters, contiguous, in slots of `width` values: A [rank, inputs] and behind it B [outputs, rank].
+    pairs: int32 [adapters, layers, modules, PAIR_FIELDS], slot in the pool and rank; rank 0: nothing is added.
+    modules: int32 [modules, MODULE_FIELDS].
+    tiles: int32 [tiles, TILE_FIELDS], rows of no two of them overlap; of at most `rows_per_tile`, a power of two of at
+        least 16.
+    max_rank: maximum rank of any pair.
+    max_outputs: maximum number of outputs of the modules `first_module` and the `num_modules` − 1 behind it.
+
+    KernelError if it cannot be run.
     """
     num_tiles, (num_rows, inputs) = len(tiles), rows.shape
     if num_tiles == 0 or num_rows == 0:

@@ -57,8 +57,10 @@ def add_rms_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, epsilon: 
     hidden ← hidden + added; normed = hidden / √(mean(hidden²) + ε) · weight, computed in float32. A program holds one
     token in registers: two reads and two writes per value instead of five and two.
 
-    hidden, added: [tokens, size], the values of a token contiguous; without `added`, `hidden` is not changed. weight:
-    [size]. KernelError if it cannot be run.
+    hidden, added: [tokens, size], the values of a token contiguous; without `added`, `hidden` is not changed.
+    weight: [size].
+
+    KernelError if it cannot be run.
     """
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     num_tokens, size = hidden.shape
@@ -251,11 +253,15 @@ def rotate_and_write(
     the attention of chunks reads them from the batch.
 
     heads: [tokens, heads + 2 · KV heads, head size], queries, keys, values; those of a token are contiguous.
-    cosines, sines: float32 [positions, head size / 2], contiguous. positions: int64 or int32 [tokens]. cache_rows:
-    int64 or int32 [tokens], block id · tokens per block + position in the block, all different; negative: not stored.
+    cosines, sines: float32 [positions, head size / 2], contiguous.
+    positions: int64 or int32 [tokens].
+    cache_rows: int64 or int32 [tokens], block id · tokens per block + position in the block, all different;
+        negative for tokens that are not stored.
     key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, the values of a head
-    contiguous; of any type: values beyond an eight-bit type's range become its limits. rotates: if false, heads that
-    are already rotated are only stored. KernelError if it cannot be run.
+        contiguous; of any type: values beyond an eight-bit type's range become its limits.
+    rotates: if false, heads that are already rotated are only stored.
+
+    KernelError if it cannot be run.
     """
     num_tokens, num_parts, head_size = heads.shape
     if num_tokens == 0:
@@ -327,9 +333,13 @@ def copy_rows(sources: Tensor, destinations: Tensor, moves: Tensor, bytes_per_ro
     """Copy rows between pools, with one launch for all pools. A pool holds the keys or the values of one layer.
 
     Moves are done in any order: no destination may be another move's source or destination.
+
     sources, destinations: int64 [pools], addresses of pools with rows of the same size, on the device of `moves` or in
-    pinned host memory. moves: int64 [moves, 3], source row, destination row, number of rows, at most `max_rows`.
-    bytes_per_row: a multiple of WORD. KernelError if it cannot be run.
+        pinned host memory.
+    moves: int64 [moves, 3], source row, destination row, number of rows, at most `max_rows`.
+    bytes_per_row: a multiple of WORD.
+
+    KernelError if it cannot be run.
     """
     if len(moves) == 0 or max_rows == 0:
         return

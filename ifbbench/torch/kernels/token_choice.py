@@ -178,9 +178,13 @@ def _choice_kernel(
 def choose_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
     """The next token of each row, int64 [rows].
 
-    logits: [rows, vocabulary], those of a row contiguous. temperatures: float32 [rows], 0 for the most likely token (of
-    equal ones the first). top_k: int32 [rows], 0 for all. top_p: float32 [rows], above 0; 1 for all. uniforms: float64
-    [rows], in [0, 1). KernelError if it cannot be run.
+    logits: [rows, vocabulary], those of a row contiguous.
+    temperatures: float32 [rows], 0 for the most likely token (of equal ones the first).
+    top_k: int32 [rows], 0 for all.
+    top_p: float32 [rows], above 0; 1 for all.
+    uniforms: float64 [rows], in [0, 1).
+
+    KernelError if it cannot be run.
     """
     num_rows, size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -233,7 +237,10 @@ def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
     log p(token) = logit − m − log Σ e^(logit' − m), with m the largest logit, in float32. A program reads one row once:
     a new maximum m' rescales the sum so far by e^(m − m') (Milakov and Gimelshein, arXiv:1805.02867).
 
-    logits: [rows, vocabulary], those of a row contiguous. tokens: int64 [rows]. KernelError if it cannot be run.
+    logits: [rows, vocabulary], those of a row contiguous.
+    tokens: int64 [rows].
+
+    KernelError if it cannot be run.
     """
     num_rows, size = logits.shape
     log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

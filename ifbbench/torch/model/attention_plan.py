@@ -37,8 +37,10 @@ MAX_GATHERED_TOKENS = 65_536
 class QuerySpans:
     """Spans of consecutive queries of one sequence each, in the order of the packed batch. All arrays are [spans].
 
-    first_rows: packed row of the first query. lengths: number of queries. starts: position of the first query, which
-    is also the number of tokens cached before. table_rows: row of the block tables.
+    first_rows: packed row of the first query.
+    lengths: number of queries.
+    starts: position of the first query, which is also the number of tokens cached before.
+    table_rows: row of the block tables.
     """
 
     first_rows: Int64Array
@@ -80,7 +82,11 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """The calls of a window. before: they read the cache before the batch is stored. after, in_place: the others."""
+    """The calls of a window.
+
+    before: calls that read the cache before the batch is stored.
+    after, in_place: the other calls.
+    """
 
     before: tuple[AttentionGroup, ...]
     after: tuple[AttentionGroup, ...]
@@ -97,8 +103,11 @@ def plan_window(
     is_contiguous: bool = False,
     in_place: bool = False,
 ) -> WindowPlan:
-    """Calls that together cover every span once. block_tables: [sequences, blocks], read before this returns. num_rows:
-    of the packed batch. in_place: whether keys and values of sequences seen whole are read without a copy.
+    """Calls that together cover every span once.
+
+    block_tables: [sequences, blocks], read before this returns.
+    num_rows: number of rows of the packed batch.
+    in_place: whether keys and values of sequences seen whole are read without a copy.
 
     Sequences that are seen whole are planned as without a window. For others only the visible keys are gathered: those
     of a generation token after it is stored; those of a chunk from the batch, and from the cache: where the window
@@ -140,12 +149,15 @@ def plan_attention(
     num_rows: int,
     is_contiguous: bool = False,
 ) -> tuple[AttentionGroup, ...]:
-    """Calls without a window that together cover every span once. block_tables: [sequences, blocks], read before this
-    returns.
+    """Calls without a window that together cover every span once.
 
     Whole prompts, later chunks and generation tokens have separate calls: the first read no cache and need no mask, the
-    last have one query each. is_contiguous: each sequence has one block, of which only the positions of a call's
-    longest sequence are read; consecutive blocks are read as a slice. num_rows: of the packed batch.
+    last have one query each.
+
+    block_tables: [sequences, blocks], read before this returns.
+    num_rows: number of rows of the packed batch.
+    is_contiguous: whether each sequence has one block, of which only the positions of a call's longest sequence are
+        read; consecutive blocks are read as a slice.
     """
     whole = (spans.starts == 0) & (spans.lengths > 1)
     single = spans.lengths == 1

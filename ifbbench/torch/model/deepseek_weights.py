@@ -16,9 +16,10 @@ from ifbbench.torch.model.part import ALL, ModelPart
 class ExpertWeights:
     """The experts of one layer that this rank has.
 
-    router: float32 [experts, hidden], all of them. bias: float32 [experts], added to scores where experts are chosen.
-    first: number of the first of `experts`; each is the product of gate and up, and that of down. shared: the same of
-    the experts that every token passes; None without them.
+    router: float32 [experts, hidden], all of them.
+    bias: float32 [experts], added to scores where experts are chosen.
+    first: number of the first of `experts`; each is the product of gate and up, and that of down.
+    shared: the same of the experts that every token passes; None without them.
     """
 
     router: Tensor
@@ -33,9 +34,12 @@ class DeepseekLayer(LayerWeights):
     """One decoder layer. `query_key_value` is the product to queries and latent vectors: compressed queries, the latent
     vector and the key that is rotated, side by side.
 
-    query_up: from compressed queries to those of the rank's heads; None if queries are not compressed. query_rank_norm:
-    [query rank]. latent_norm: [KV rank]. key_up: [heads, nope, KV rank]; value_up: [heads, KV rank, value]. routed:
-    None in layers with one MLP; the others have no `gate_up` and `down`.
+    query_up: product from compressed queries to those of the rank's heads; None if queries are not compressed.
+    query_rank_norm: [query rank].
+    latent_norm: [KV rank].
+    key_up: [heads, nope, KV rank].
+    value_up: [heads, KV rank, value].
+    routed: None in layers with one MLP; the others have no `gate_up` and `down`.
     """
 
     query_up: Product | None = None

@@ -94,8 +94,8 @@ def plan_paged_batch(
 ) -> PagedBatch:
     """The kernels' inputs for `spans`, of which the first `num_chunks` are context chunks.
 
-    block_tables: [rows, blocks of a sequence], read before this returns. cache_rows: [tokens], where keys and values
-    are stored.
+    block_tables: [rows, blocks of a sequence], read before this returns.
+    cache_rows: [tokens], where keys and values are stored.
     """
     # Tables have the columns of the longest sequence allowed, which may be a hundred times as many as are used here.
     tables = block_tables[:, : window.blocks_used(int(spans.ends.max(initial=0)))][spans.table_rows]

@@ -16,7 +16,11 @@ from ifbbench.torch.model.tensors import to_device
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """fields: see `add_adapters`. rows: of each at most."""
+    """Tiles of rows that have the same adapter.
+
+    fields: see `add_adapters`.
+    rows: maximum number of rows of a tile.
+    """
 
     fields: Tensor
     rows: int

@@ -67,9 +67,10 @@ class PagedKvCache:
     """A cache in blocks of `tokens_per_block` tokens for the layers `layers` (default: all).
 
     Each layer has a pair of tensors [blocks · tokens per block, KV heads, head size], with latent attention one tensor
-    that is both. `spare_row` is in an additional
-    block that no sequence has; it receives keys and values that must not be read. kv_cache_dtype: the data type in
-    memory (default: `dtype`).
+    that is both. `spare_row` is in an additional block that no sequence has; it receives keys and values that must not
+    be read.
+
+    kv_cache_dtype: the data type in memory (default: `dtype`).
 
     num_host_blocks: further blocks in host memory. For a CUDA device it is pinned, and copies are queued on the
     device's current stream, ordered with the batches that write and read the blocks. The host never reads the memory,

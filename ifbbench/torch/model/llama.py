@@ -25,12 +25,13 @@ from ifbbench.torch.model.weights import ModelWeights
 class PagedBatch:
     """Inputs of the attention kernels in addition to queries, keys and values. All tensors are int32, on the device.
 
-    num_context_rows: packed rows of the context chunks, which come before the generation tokens. tiles: [tiles, 5], of
-    the chunks (see `ifbbench.torch.kernels.context_attention.TILE_FIELDS`). block_tables: [sequences, blocks].
+    num_context_rows: packed rows of the context chunks, which come before the generation tokens.
+    tiles: [tiles, 5], tiles of the chunks (see `ifbbench.torch.kernels.context_attention.TILE_FIELDS`).
+    block_tables: [sequences, blocks].
     table_rows, lengths: [generation tokens], row of the block tables, and number of keys including the token's own.
-    cache_rows: [tokens], where keys and values are stored before attention; negative: not stored. late_rows: [context
-    rows], where those of the chunks are stored after their attention, because they overwrite keys that it reads; None
-    if there are none.
+    cache_rows: [tokens], where keys and values are stored before attention; negative for those that are not stored.
+    late_rows: [context rows], where those of the chunks are stored after their attention, because they overwrite keys
+        that it reads; None if there are none.
     """
 
     window: AttentionWindow
@@ -48,8 +49,9 @@ class PagedBatch:
 class LayerInputs:
     """Inputs of a layer's attention in addition to queries, keys and values; shared by all layers of a window.
 
-    cache: storage of the layer's keys and values. cache_rows: [tokens], where those of the batch are stored; int64, for
-    the kernels int32. plan: a `PagedBatch` for models that use the kernels.
+    cache: storage of the layer's keys and values.
+    cache_rows: [tokens], where those of the batch are stored; int64, for the kernels int32.
+    plan: a `PagedBatch` for models that use the kernels.
     """
 
     cache: KvStorage
@@ -59,8 +61,11 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """Tokens that bring their embedding with them (prompt tuning). rows: int64 [virtual tokens], packed rows.
-    embeddings: float [virtual tokens, hidden]."""
+    """Tokens that bring their embedding with them (prompt tuning).
+
+    rows: int64 [virtual tokens], packed rows.
+    embeddings: float [virtual tokens, hidden].
+    """
 
     rows: Tensor
     embeddings: Tensor
@@ -70,10 +75,11 @@ class VirtualTokens:
 class ForwardInputs:
     """One iteration's packed batch on the device. All tensors are int64; positions for kernels may be int32.
 
-    tokens, positions: [tokens], token ids and their positions in their sequences. output_rows: [outputs], packed rows
-    to return logits of; a row may occur several times. layers: the attention inputs of each layer of the model; layers
-    of the same attention window share them. virtual: None if all tokens are of the vocabulary. adapters: LoRA adapters
-    of the rows, None if no request has one.
+    tokens, positions: [tokens], token ids and their positions in their sequences.
+    output_rows: [outputs], packed rows to return logits of; a row may occur several times.
+    layers: the attention inputs of each layer of the model; layers of the same attention window share them.
+    virtual: None if all tokens are of the vocabulary.
+    adapters: LoRA adapters of the rows, None if no request has one.
     """
 
     tokens: Tensor
@@ -88,14 +94,17 @@ class LlamaModel:
     """Llama (Touvron et al., arXiv:2302.13971; grouped queries as in Llama 2 and 3), for inference only.
 
     Mistral is the same, Qwen 2.5 adds biases of query, key and value, Qwen 3 normalises heads of queries and keys.
-    uses_kernels: whether batches must be planned for `ifbbench.torch.kernels` (`PagedBatch`). part: what of the model
-    it computes; None if all.
+
+    uses_kernels: whether batches must be planned for `ifbbench.torch.kernels` (`PagedBatch`).
+    part: what of the model it computes; None if all.
     """
 
     uses_kernels = False
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, operations: Operations | None = None) -> None:
-        """config: of the part that `weights` are. operations: steps between matrix products (default: PyTorch's)."""
+        """config: shape of the part that `weights` are.
+        operations: steps between matrix products (default: PyTorch's).
+        """
         self.config = config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
@@ -207,7 +216,8 @@ def attend(
 ) -> Tensor:
     """Attention output [tokens, heads · head size] of the packed batch in one layer; stores its keys and values.
 
-    queries: [tokens, heads, head size]; keys, values: [tokens, KV heads, head size].
+    queries: [tokens, heads, head size].
+    keys, values: [tokens, KV heads, head size].
     """
     num_tokens, plan = queries.shape[0], inputs.plan
     assert isinstance(plan, WindowPlan), "a batch planned for the kernels"
@@ -250,7 +260,9 @@ def _attend_one_query(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
     """Attention [spans, KV heads, query heads per KV head, head size] of one query per span.
 
     The query heads that share a KV head are passed as queries of one head, so that keys and values are read once.
-    queries: [spans, heads, head size]; keys, values: [spans, KV heads, keys, head size].
+
+    queries: [spans, heads, head size].
+    keys, values: [spans, KV heads, keys, head size].
     """
     shared = queries.view(queries.shape[0], keys.shape[1], -1, queries.shape[2])
     if queries.device.type != "cpu" or queries.dtype.itemsize != 2:

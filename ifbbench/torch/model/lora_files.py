@@ -48,7 +48,10 @@ Pairs = Iterator[tuple[int, int, "Tensor", "Tensor"]]
 
 
 class Adapter(Protocol):
-    """An adapter of the model. ranks: [layers, modules], 0 where it changes nothing."""
+    """An adapter of the model.
+
+    ranks: [layers, modules], 0 where it changes nothing.
+    """
 
     @property
     def ranks(self) -> IntArray: ...
@@ -183,7 +186,7 @@ class PeftAdapter:
     def scale(self, path: str, rank: int) -> float:
         """lora_alpha / rank, with use_rslora lora_alpha / √rank (Kalajdzievski, arXiv:2312.03732).
 
-        path: of the module, which `alpha_pattern` may name."""
+        path: path of the module, which `alpha_pattern` may name."""
         alpha = self.settings.get("lora_alpha", 8)
         for pattern, value in (self.settings.get("alpha_pattern") or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", path):
@@ -253,8 +256,10 @@ class TensorRtAdapter:
     """An adapter in the layout of TensorRT-LLM's requests.
 
     weights: [rows, values] or [1, rows, values]; a row has A [rank, inputs] and B [outputs, rank] of one module, flat,
-    one behind the other, with the scale in B. rows: int [rows, 3] or [1, rows, 3], number of the module, layer and
-    rank. InputError if they do not fit the model.
+        one behind the other, with the scale in B.
+    rows: int [rows, 3] or [1, rows, 3], number of the module, layer and rank.
+
+    InputError if they do not fit the model.
     """
 
     def __init__(

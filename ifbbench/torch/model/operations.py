@@ -19,7 +19,9 @@ class RotaryEmbedding:
     """Cosines and sines that rotate pairs of query and key values by an angle proportional to the position.
 
     Su et al., RoFormer (arXiv:2104.09864), with the pairs of Hugging Face's convention: value i of a head's first half
-    and value i of its second half. cos, sin: float32 [positions, head size / 2], for all positions of the model.
+    and value i of its second half.
+
+    cos, sin: float32 [positions, head size / 2], for all positions of the model.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -77,7 +79,8 @@ class SpansInPlace:
     """Spans of queries whose keys are read in the cache, without a copy. All tensors are int64 in host memory.
 
     rows, counts, lengths: [spans], packed row of the first query, number of queries, and number of keys that the last
-    query sees. block_ids: [spans, blocks]; entries beyond a span's keys are not read.
+        query sees.
+    block_ids: [spans, blocks]; entries beyond a span's keys are not read.
     """
 
     rows: Tensor
@@ -174,7 +177,9 @@ class CpuOperations(Operations):
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, spans: SpansInPlace, output: Tensor) -> None:
         """Causal attention of `spans` into their rows of `output` [rows, heads, head size].
 
-        queries: [tokens, heads, head size]. keys, values: the cache, [blocks, tokens per block, KV heads, head size].
+        queries: [tokens, heads, head size].
+        keys, values: the cache, [blocks, tokens per block, KV heads, head size].
+
         MemoryError if there is not enough memory for scores.
         """
         num_spans, width = spans.block_ids.shape

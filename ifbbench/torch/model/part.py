@@ -45,8 +45,10 @@ class Links(Protocol):
 class ModelPart:
     """Rank `tp_rank` of the `tp_size` that share each layer of `stage`, of `pp_size` stages.
 
-    model: the shape of the whole model. ep_size: parts of the ranks with whole experts. InputError if it cannot be
-    split so.
+    model: the shape of the whole model.
+    ep_size: parts of the ranks with whole experts.
+
+    InputError if it cannot be split so.
     """
 
     model: ModelConfig

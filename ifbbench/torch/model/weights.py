@@ -36,11 +36,13 @@ NONE = slice(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights of a decoder. embedding: [vocabulary, hidden]; norms: [hidden]; position_embedding: [positions,
-    hidden], GPT-2's.
+    """All weights of a decoder.
 
+    embedding: [vocabulary, hidden].
+    final_norm, final_norm_bias: [hidden].
+    position_embedding: [positions, hidden], GPT-2's.
     part: what of the model these are; None if all. Then tensors of other stages, and of other ranks' vocabulary, have
-    no rows.
+        no rows.
     """
 
     embedding: Tensor
@@ -60,8 +62,10 @@ def random_weights(
     make_product: MakeProduct = make_linear,
     part: ModelPart | None = None,
 ) -> ModelWeights:
-    """Weights drawn from `seed`, the same on every device and for every split. make_product: for the matrices of
-    layers. part: what to keep of them; all if None.
+    """Weights drawn from `seed`, the same on every device and for every split.
+
+    make_product: makes the products of the matrices of layers.
+    part: what to keep of them; all if None.
 
     Matrices have the standard deviation 1/√inputs, so that a product keeps the size of its input, and attention and MLP
     change the hidden state as much as the token's embedding does. With the usual 0.02 they would have little effect,
@@ -115,8 +119,10 @@ def load_weights(
     part: ModelPart | None = None,
 ) -> ModelWeights:
     """The weights at `path`: a GGUF file, or a directory with model.safetensors, or with shards and
-    model.safetensors.index.json. make_product: for the matrices of layers. part: what to read of them, all if None;
-    nothing else is read of safetensors files.
+    model.safetensors.index.json.
+
+    make_product: makes the products of the matrices of layers.
+    part: what to read of them, all if None; nothing else is read of safetensors files.
 
     InputError if a file or a tensor is missing, or a tensor's shape does not match `config`.
     """

@@ -125,7 +125,8 @@ function distribution(runs, label, name) {
     add("text", { x: L - 5, y: y + 4, "text-anchor": "end" }, `${share * 100} %`);
   }
   const [unit, scale] = unitOf(Math.sqrt(lowest * high));
-  for (const [mark, text] of low === high ? [[low * scale, significant(low, scale)]] : log ? logTicks(low * scale, high * scale, 5) : ticks(low * scale, high * scale, 4)) {
+  const marks = low === high ? [[low * scale, significant(low, scale)]] : log ? logTicks(low * scale, high * scale, 5) : ticks(low * scale, high * scale, 4);
+  for (const [mark, text] of withRoom(marks, mark => at(mark / scale))) {
     const x = at(mark / scale);
     add("line", { x1: x, x2: x, y1: H - B, y2: H - B + 4, stroke: "var(--muted)" });
     add("text", { x: Math.min(x, W - 2 - 3.4 * text.length), y: H - B + 15, "text-anchor": "middle" }, text);  // not cut at the edge

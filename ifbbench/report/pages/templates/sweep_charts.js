@@ -58,14 +58,6 @@ function axesOf(label, xName, x, yName, y, draw) {
   return svg;
 }
 
-/** The ticks of which the texts do not touch: the last one, and each that has room between the one before it and the last. */
-function withRoom(marks, at) {
-  const halfWidth = text => String(text).length * 3.3 + 4, touches = ([a, one], [b, other]) => Math.abs(at(b) - at(a)) < halfWidth(one) + halfWidth(other);
-  const last = marks[marks.length - 1], found = [];
-  for (const mark of marks.slice(0, -1)) if (!touches(mark, last) && (!found.length || !touches(found[found.length - 1], mark))) found.push(mark);
-  return last ? [...found, last] : [];
-}
-
 /** The ticks of an axis and their texts; those that are given, or round ones. */
 function marksOf(axis, wanted) {
   if (axis.marks) return axis.marks;

@@ -1,0 +1,1 @@
+"""The settings, one group a file, with their choices and what their values are converted with."""
