@@ -344,6 +344,12 @@ class LockstepScheduler:
                 self._submitted.popleft()
         return done
 
+    def used_blocks_after(self, plan: Plan, count: int) -> int | None:
+        used = [state.used_blocks for state in self._states(without=self._running)]
+        for rank, of_rank in zip(self._running, self._plans, strict=True):
+            used.append(self.ranks[rank].used_blocks_after(of_rank, count))
+        return _sum(used)
+
     # For records, the summary, and conversations.
 
     def cache_state(self) -> CacheState:

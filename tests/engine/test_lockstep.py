@@ -54,7 +54,7 @@ def limits_of(engine: str, draw: np.random.Generator, ranks: int) -> BatchingCon
 
 def requests_of(draw: np.random.Generator, count: int) -> list[tuple[int, Callable[[], Request]]]:
     """Requests, each with the step in which it arrives; a third of them begin like others."""
-    found, step = [], 0
+    found, step = list[tuple[int, Callable[[], Request]]](), 0
     for index in range(count):
         step += int(draw.choice([0, 0, 1, 4, 40], p=[0.4, 0.2, 0.2, 0.15, 0.05]))
         prompt_len, output_len = int(draw.integers(1, 60)), int(draw.integers(1, 30))

@@ -21,7 +21,7 @@ class RanksBalance:
     """
 
     def __init__(self, config: BatchingConfig) -> None:
-        """config: of a rank."""
+        """config: limits of a rank."""
         self._max_batch_size = config.max_batch_size
         self._time_out_iters = config.attention_dp_time_out_iters
         self._batching_wait_iters = config.attention_dp_batching_wait_iters
