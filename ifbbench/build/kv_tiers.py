@@ -37,6 +37,7 @@ def check_tiers(config: RunConfig, limits: BatchingConfig) -> None:
         "without --enable_kv_cache_reuse nothing is looked for": not config.enable_kv_cache_reuse,
         "attention windows are not built with it": limits.vllm is not None and limits.vllm.windows != (None,),
         "draft tokens are not built with it": config.has_drafts,
+        "ranks of --attention_dp_size are not built with it": config.attention_dp_size > 1,
         "loads take time, and --arrival iteration has none": config.arrival == BY_ITERATION,
     }
     for reason, is_so in refused.items():

@@ -20,7 +20,7 @@ from ifbbench.kv.sizing import CacheLayout, WindowLayout, blocks_of_memory
 from ifbbench.models.config import ModelConfig
 from ifbbench.models.quantization import quantization_of
 from ifbbench.schedulers.engines import find_scheduler
-from ifbbench.schedulers.limits import UNLIMITED, V1_POLICY, BatchingConfig
+from ifbbench.schedulers.limits import UNLIMITED, V1_POLICY, BatchingConfig, share_of
 from ifbbench.schedulers.tensorrt_llm.policies import find_policy
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.dtypes import DTYPE_BYTES, SIMULATED_DTYPES
@@ -70,7 +70,8 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
         context_chunk_unit=config.context_chunk_unit or config.tokens_per_block,
     )
     if config.enable_chunked_context is None:  # the default of the command line
-        has_budget = (config.max_num_tokens or UNLIMITED) >= _resolved(config.context_chunk_unit)
+        budget = (config.max_num_tokens or UNLIMITED) // config.attention_dp_size
+        has_budget = budget >= _resolved(config.context_chunk_unit)
         possible = config.kv_cache_type == "paged" and has_budget and not config.attention_dp_enable_balance
         config = config.with_values(enable_chunked_context=possible)
     _check_settings(config)
@@ -81,14 +82,14 @@ def resolve_limits(config: RunConfig, model_max_seq_len: int, on_cpu: bool, trac
             f"--max_seq_len: {max_seq_len} is more than the {model_max_seq_len} positions of model "
             f"{config.model}; give a smaller one."
         )
-    longest, balances = max_seq_len - 1, config.attention_dp_enable_balance
+    longest = max_seq_len - 1
     if config.engine == VLLM:
         check_requests_of_vllm(config, max_seq_len)
     elif config.engine != SGLANG and not (
         config.enable_chunked_context or config.max_num_tokens is None or config.type == BatchingType.V1
     ):
         # A prompt runs in one piece, and so does that of a resumed request, generated tokens included.
-        longest = min(longest, config.max_num_tokens // (config.attention_dp_size if balances else 1))
+        longest = min(longest, _resolved(share_of(config.max_num_tokens, config.attention_dp_size)))
     dtype = config.dtype or ("bf16" if config.hardware and not on_cpu else config.weight_dtype)
     return config.with_values(
         dtype=dtype,
@@ -284,6 +285,7 @@ def _check_parts(config: RunConfig) -> None:
             "lora_dir": config.lora_dir,
             "num_loras": config.num_loras,
             "type": config.type == BatchingType.V1,
+            "overlap": config.overlap == Overlap.PARTITIONED,
         }
         for name, is_given in refused.items():
             if is_given:
@@ -385,7 +387,7 @@ def batching_config(
         sglang=sglang_rules(config) if config.engine == SGLANG else None,
         reads_block_tables=reads_block_tables,
         attention_dp_size=config.attention_dp_size,
-        balances_parts=config.attention_dp_enable_balance,
+        balances_ranks=config.attention_dp_enable_balance,
         attention_dp_time_out_iters=config.attention_dp_time_out_iters,
         attention_dp_batching_wait_iters=config.attention_dp_batching_wait_iters,
     )

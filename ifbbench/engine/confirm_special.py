@@ -58,7 +58,9 @@ def confirm_drafted(
 ) -> list[Request]:
     """Confirm a pass with draft tokens, of which each output is one token or several; returns the requests that are
     complete. rows: [outputs], the table row of each."""
-    kept = np.flatnonzero(~np.isin(rows, list(iteration.dropped)))
+    kept = np.arange(len(rows))
+    if iteration.dropped:
+        kept = np.flatnonzero(~np.isin(rows, list(iteration.dropped)))
     rows, asked = rows[kept], inputs.counts[kept]
     accepted = drafts.accepted(rows, asked) if outputs.accepted is None else outputs.accepted[kept]
     confirm_context(iteration, outputs)

@@ -1,6 +1,6 @@
 """A request, its state machine, its tokens as a KV cache with reuse needs them; and the table of requests that run."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -442,11 +442,11 @@ class RequestTable:
     shares_outputs: whether another request may go on with the symbolic output of one.
     micro_batch: the micro batch that each request is in until the next turn of that one, -1 for none.
     any_in_flight: whether a request may be in another micro batch than the one that has its turn.
-    choose_row: takes one of the free rows for a request, where these are not all alike.
-    left_row: is called with a row when its request leaves, and before that if the request only waits in it.
+    whole: with attention data parallelism, the table of all ranks, which has the requests of this one too; else None.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, first: int = 0, every: int = 1) -> None:
+        """first, every: numbers of the first row that is used, and of the rows to the next one."""
         self.requests: dict[int, Request] = {}
         self.generated = np.zeros(rows, np.int64)
         self.confirmed = np.zeros(rows, np.int64)
@@ -471,15 +471,18 @@ class RequestTable:
         self.makes_tokens = self.shares_outputs = False
         self.micro_batch = np.full(rows, NO_MICRO_BATCH, np.int64)
         self.any_in_flight = False
-        self.choose_row: Callable[[Request], int] | None = None
-        self.left_row: Callable[[int], None] | None = None
+        self.whole: RequestTable | None = None
         self._outputs = np.zeros((rows, _INITIAL_OUTPUT_COLUMNS), np.int32)
-        self.free_rows = list(range(rows - 1, -1, -1))
+        self.free_rows = list(range(first, rows, every))
+        self.free_rows.reverse()
 
     def take_row(self, request: Request) -> int:
         """A free row for `request`. IndexError if there is none, which admission prevents."""
-        row = self.free_rows.pop() if self.choose_row is None else self.choose_row(request)
+        row = self.free_rows.pop()
         self.requests[row] = request
+        if self.whole is not None:
+            self.whole.requests[row] = request
+            self.whole.num_special += request.is_special
         self.generated[row] = self.confirmed[row] = 0
         self.is_special[row] = request.is_special
         self.num_special += request.is_special
@@ -489,15 +492,23 @@ class RequestTable:
     def return_row(self, row: int) -> None:
         """The request in `row` has left."""
         del self.requests[row]
-        self.leave_part(row)
+        if self.whole is not None:
+            del self.whole.requests[row]
+            self.whole.num_special -= int(self.is_special[row])
         self.num_special -= int(self.is_special[row])
         self.micro_batch[row] = NO_MICRO_BATCH
         self.free_rows.append(row)
 
-    def leave_part(self, row: int) -> None:
-        """The request in `row` runs no more."""
-        if self.left_row is not None:
-            self.left_row(row)
+    def add_rank(self, table: "RequestTable") -> None:
+        """The requests of `table`, which has as many rows, and rows of its own among them, are in this one too, with
+        their counters."""
+        table.whole = self
+        table.generated, table.confirmed = self.generated, self.confirmed
+        table.reserved, table.stop_after = self.reserved, self.stop_after
+        table.draft_tokens, table.step_tokens = self.draft_tokens, self.step_tokens
+        table.original_prompt_len, table.joined = self.original_prompt_len, self.joined
+        table.cached_before_pause, table.lora_tasks = self.cached_before_pause, self.lora_tasks
+        table.is_special, table.micro_batch = self.is_special, self.micro_batch
 
     def begin_turn(self, micro_batch: int) -> None:
         """The requests of this micro batch can be scheduled again; those of the others are in flight."""

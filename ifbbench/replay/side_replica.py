@@ -278,10 +278,11 @@ class SideReplica(SteppedReplica):
         """The request that was offered last ends with its first token."""
         self._columns.max_new_tokens[-1] = self._columns.output_len[-1] = 1
 
-    def stop(self, own: int, error: str) -> None:
-        """The request with this index in its trace fails."""
+    def stop(self, own: int, error: str, now_s: float) -> None:
+        """The request with this index in its trace fails, and those that wait for its blocks may start."""
         self.mail.forget(own)
         self.loop.stop(self._columns.request_id[own], error)
+        self.wake(now_s)
 
     def withdraw(self, own: int, now_s: float) -> None:
         """The request with this index in its trace, which is not answered, is sent to other replicas: it leaves, with

@@ -340,7 +340,7 @@ class SteppedSides:
             if passage.reserved_s >= 0:
                 if passage.prefilled_s < 0:  # it failed
                     decode = self._interrupt(self._decode_of(passage))
-                    decode.stop(passage.of_decode, one.lines[own].error or "its prefill failed")
+                    decode.stop(passage.of_decode, one.lines[own].error or "its prefill failed", answered_s)
             elif (held := one.mail.held.get(own)) is not None and not _has_ended(held):
                 passage.prefilled_s = answered_s
                 self._offer_to_decode(passage, answered_s)

@@ -12,7 +12,6 @@ from ifbbench.engine.predicted_loop import PredictedLoop, is_predicted
 from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.schedulers.answers import Answers, SchedulerFailed
 from ifbbench.schedulers.limits import BatchingConfig
-from ifbbench.schedulers.parts import Parts
 from ifbbench.schedulers.plugins import check_parameters, describe_failure, find_plugin
 from ifbbench.settings.engines import ENGINES, SGLANG, TRTLLM, VLLM
 from ifbbench.settings.fields import shown
@@ -42,6 +41,32 @@ def _sglang() -> Callable[..., Scheduler]:
 BUILT_IN: dict[str, Callable[[], Callable[..., Scheduler]]] = {TRTLLM: _tensorrt_llm, VLLM: _vllm, SGLANG: _sglang}
 
 
+def _tensorrt_llm_ranks() -> Callable[..., Scheduler]:
+    from ifbbench.schedulers.tensorrt_llm.ranks import TensorRtLlmRanks
+
+    return TensorRtLlmRanks
+
+
+def _vllm_ranks() -> Callable[..., Scheduler]:
+    from ifbbench.schedulers.vllm.ranks import VllmRanks
+
+    return VllmRanks
+
+
+def _sglang_ranks() -> Callable[..., Scheduler]:
+    from ifbbench.schedulers.sglang.ranks import SglangRanks
+
+    return SglangRanks
+
+
+# With attention data parallelism, over a scheduler for each rank.
+RANKS: dict[str, Callable[[], Callable[..., Scheduler]]] = {
+    TRTLLM: _tensorrt_llm_ranks,
+    VLLM: _vllm_ranks,
+    SGLANG: _sglang_ranks,
+}
+
+
 def make_loop(
     limits: BatchingConfig,
     executor: Executor,
@@ -68,11 +93,10 @@ def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = Fa
     """
     factory = find_scheduler(limits.engine)
     if limits.engine in BUILT_IN:
-        scheduler = factory(limits, clock, is_predicted)
-        if limits.attention_dp_size > 1:
-            parts = Parts(scheduler.table, limits.attention_dp_size, limits.engine)
-            scheduler.table.choose_row, scheduler.table.left_row = parts.take, parts.leave
-        return scheduler
+        if limits.attention_dp_size == 1:
+            return factory(limits, clock, is_predicted)
+        ranks = range(limits.attention_dp_size)
+        return RANKS[limits.engine]()(limits, [factory(limits.of_rank(rank), clock, is_predicted) for rank in ranks])
     return _make(limits.engine, factory, limits, clock)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ifbbench.engine.drafts import NO_DRAFTS, DraftSettings
+from ifbbench.engine.request import RequestTable
 from ifbbench.kv.adapters import LoraConfig
 from ifbbench.kv.attention_window import AttentionWindow, ceil_div
 from ifbbench.kv.contiguous import ContiguousCache
@@ -30,6 +31,11 @@ V1_POLICY = "guaranteed_no_evict"
 CONTIGUOUS_POLICY = "max_requests"
 
 
+def share_of(limit: int | None, ranks: int, unit: int = 1) -> int | None:
+    """The share that each of so many ranks has of a limit: whole units, one at least."""
+    return None if limit is None else max(limit // ranks // unit, 1) * unit
+
+
 @dataclass(frozen=True, slots=True)
 class BatchingConfig:
     """Limits of tokens, requests and blocks. ValueError for settings that contradict each other.
@@ -51,8 +57,9 @@ class BatchingConfig:
     vllm, sglang: rules of these engines.
     reads_block_tables: whether the executor reads block tables; otherwise blocks have no ids where nothing else needs
         them.
-    attention_dp_size: parts of the devices with requests of their own.
-    balances_parts, attention_dp_time_out_iters, attention_dp_batching_wait_iters: see PartsBalance.
+    attention_dp_size: number of ranks of attention data parallelism, each with requests and limits of its own.
+    rank: the rank that has these limits; None for those of all ranks together.
+    balances_ranks, attention_dp_time_out_iters, attention_dp_batching_wait_iters: see RanksBalance.
     """
 
     policy: str
@@ -86,7 +93,8 @@ class BatchingConfig:
     sglang: SglangRules | None = None
     reads_block_tables: bool = True
     attention_dp_size: int = 1
-    balances_parts: bool = False
+    rank: int | None = None
+    balances_ranks: bool = False
     attention_dp_time_out_iters: int = 50
     attention_dp_batching_wait_iters: int = 10
 
@@ -129,11 +137,6 @@ class BatchingConfig:
     def has_dynamic_limits(self) -> bool:
         """Whether batch size or token budget change during a run."""
         return self.tunes_batch_size or self.tunes_num_tokens
-
-    @property
-    def prompt_budget(self) -> int:
-        """Maximum number of tokens that the requests of one part have in an iteration, if parts have shares."""
-        return self.token_budget // (self.attention_dp_size if self.balances_parts else 1)
 
     @property
     def token_budget(self) -> int:
@@ -182,10 +185,55 @@ class BatchingConfig:
     @property
     def num_slots(self) -> int:
         """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add; under
-        vLLM and SGLang also requests that were pre-empted or retracted."""
+        vLLM and SGLang also requests that were pre-empted or retracted. Those of a rank are every so many of all."""
+        if self.attention_dp_size > 1 and self.rank is None:
+            return self.of_rank(0).num_slots
         if self.has_one_policy:
-            return max(2 * self.max_active, MIN_SLOTS)
-        return self.max_active + (0 if self.is_contiguous else LOOK_AHEAD) + self.num_sending
+            slots = max(2 * self.max_active, MIN_SLOTS)
+        else:
+            slots = self.max_active + (0 if self.is_contiguous else LOOK_AHEAD) + self.num_sending
+        return slots * self.attention_dp_size
+
+    def make_table(self) -> RequestTable:
+        """The table of the requests that run."""
+        return RequestTable(self.num_slots, self.rank or 0, 1 if self.rank is None else self.attention_dp_size)
+
+    def of_rank(self, rank: int) -> "BatchingConfig":
+        """The limits of one of the ranks of attention data parallelism: its share of those of all of them.
+
+        Limits of SGLang's server that hold for each rank (`max_queue_size`, `max_prefill_tokens`,
+        `prefill_max_requests`) stay."""
+        ranks, vllm, sglang, longest = self.attention_dp_size, self.vllm, self.sglang, self.max_input_len
+        if vllm is not None:
+            vllm = replace(
+                vllm,
+                max_scheduled_tokens=share_of(vllm.max_scheduled_tokens, ranks),
+                max_active=share_of(vllm.max_active, ranks),
+                watermark_blocks=vllm.watermark_blocks // ranks,
+            )
+        max_num_tokens = share_of(self.max_num_tokens, ranks)
+        if sglang is not None:
+            sglang = replace(sglang, chunk_size=share_of(sglang.chunk_size, ranks, self.tokens_per_block))
+        elif vllm is None and self.chunk_unit is None and max_num_tokens is not None:
+            longest = min(longest, max_num_tokens)  # whole prompts
+        windows = [
+            replace(one, num_blocks=one.num_blocks // ranks, num_host_blocks=one.num_host_blocks // ranks)
+            for one in self.windows
+        ]
+        return replace(
+            self,
+            rank=rank,
+            max_batch_size=max(self.max_batch_size // ranks, 1),
+            max_num_tokens=max_num_tokens,
+            max_input_len=longest,
+            max_queue_size=self.max_queue_size if vllm is None else share_of(self.max_queue_size, ranks),
+            num_blocks=self.num_blocks // ranks,
+            num_host_blocks=self.num_host_blocks // ranks,
+            windows=tuple(windows),
+            num_sending=ceil_div(self.num_sending, ranks),
+            vllm=vllm,
+            sglang=sglang,
+        )
 
     def with_slots_to_send(self) -> "BatchingConfig":
         """With slots for requests that are not active while they are sent: TensorRT-LLM gives their own to others, so

@@ -38,6 +38,8 @@ class AdmissionLimits:
         """policy: the one that schedules; None for a new one of the kind that `config` names.
         adapters: adapters of requests with LoRA tasks.
         """
+        if config.attention_dp_size > 1 and config.rank is None:
+            config = config.of_rank(0)  # a request runs in one of them
         if policy is None:
             policy = find_policy(config.effective_policy)(config.max_active)
         self._config = config
@@ -59,7 +61,7 @@ class AdmissionLimits:
         request.clamp_new_tokens(self._max_seq_len - request.prompt_len)
         if request.num_draft_tokens:  # as many as the request can use, and an iteration can run
             last_chunk = min(request.prompt_len, self._config.chunk_unit or request.prompt_len)
-            room = min(request.max_new_tokens - 1, self._config.prompt_budget - last_chunk)
+            room = min(request.max_new_tokens - 1, self._config.token_budget - last_chunk)
             request.set_draft_tokens(max(0, min(request.num_draft_tokens, room)))
         return None
 

@@ -128,7 +128,7 @@ def _is_equal(other: _Ended, asked: _Asked) -> bool:
     different = [name for name in compared if getattr(limits, name) != getattr(theirs, name)]
     if replace(theirs, **{name: getattr(limits, name) for name in different}) != limits:
         return False
-    if limits.num_micro_batches > 1 or limits.max_beam_width > 1:
+    if limits.num_micro_batches > 1 or limits.max_beam_width > 1 or limits.attention_dp_size > 1:
         return False
     # Fewer requests are active than either batch size allows: admission and batches are never full.
     if "max_batch_size" in different and other.max_active >= min(limits.max_batch_size, theirs.max_batch_size):

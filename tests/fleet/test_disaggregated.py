@@ -367,8 +367,9 @@ class CountingSides(SteppedSides):
         super()._step(one, now_s, known_s)
 
 
-def check_iterations_at_once(seed: int, path: Path, engine: str) -> None:
-    """Iterations that run together, and are interrupted, leave the files that they leave one by one."""
+def check_iterations_at_once(seed: int, path: Path, engine: str, of_sides: str = "") -> None:
+    """Iterations that run together, and are interrupted, leave the files that they leave one by one. of_sides: more
+    settings of both sides."""
     draw = Random(f"at once {seed}")
     trace = write_rows(path / "trace.jsonl", draw, 40, sessions=draw.random() < 0.3, priorities=draw.random() < 0.3)
     values = draw_sides(draw, engine)
@@ -376,6 +377,9 @@ def check_iterations_at_once(seed: int, path: Path, engine: str) -> None:
         values |= {"device": constant_device(path), "engine_overhead": "none", "transfer_latency": 0.0}
     if seed % 3 == 2:
         values |= draw_failures(draw, path, values["prefill_replicas"] + values["decode_replicas"])
+    values |= {side: values[side] + of_sides for side in ("prefill", "decode")}
+    if of_sides:  # ranks have no pipelines
+        values = {name: value for name, value in values.items() if name != "pp_size" and value != "partitioned"}
     steps = check_single_iterations(path, trace, values | {"engine": engine})
     # Plans of TensorRT-LLM and SGLang may never repeat (micro batches, dropped blocks, a queue that is always tried),
     # and replicas that fail may run none.
@@ -403,6 +407,24 @@ def check_single_iterations(path: Path, trace: Path, values: dict[str, Any]) -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_iterations_at_once_leave_the_files_of_single_ones(engine: str, seed: int, tmp_path: Path) -> None:
     check_iterations_at_once(seed, tmp_path, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_run_many_iterations_at_once(engine: str, tmp_path: Path) -> None:
+    check_iterations_at_once(0, tmp_path, engine, ",tp_size=2,attention_dp_size=2")
+
+
+def test_the_blocks_of_a_request_whose_prefill_fails_are_for_others(tmp_path: Path) -> None:
+    # The last request waits for the blocks of one that a rank of the prefill side refuses.
+    check_iterations_at_once(37, tmp_path, "vllm", ",tp_size=2,attention_dp_size=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("first", range(3, 70, SEEDS_AT_ONCE))
+def test_more_ranks_run_many_iterations_at_once(engine: str, first: int, tmp_path: Path) -> None:
+    for seed, path in seeds_from(first, 70, tmp_path):
+        check_iterations_at_once(seed, path, engine, ",tp_size=2,attention_dp_size=2")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,12 +14,10 @@ import pytest
 
 from ifbbench.engine.batch import Batch
 from ifbbench.engine.drafts import DraftInputs
-from ifbbench.engine.request import Request, RequestTable
+from ifbbench.kv.sequence import ReuseRules
 from ifbbench.models.named_models import load_model_config
-from ifbbench.schedulers.engines import make_scheduler
-from ifbbench.schedulers.parts import Parts
 from ifbbench.schedulers.sglang.rules import SglangRules
-from ifbbench.schedulers.tensorrt_llm.balance import PartsBalance
+from ifbbench.schedulers.tensorrt_llm.balance import RanksBalance
 from ifbbench.schedulers.vllm.rules import VllmRules
 from ifbbench.settings.modes import Overlap
 from ifbbench.simulated.cost_model import CostModel
@@ -55,7 +54,7 @@ def test_iterations_advanced_together_leave_the_same_files(tmp_path: Path, seed:
     rules = of_engine.get(engine)
     changes: dict[str, Any]
     changes = {"chunk_unit": 4} if rules is None else {"chunk_unit": 1, "overlap": Overlap.ASYNC, **rules}
-    config = config_of(engine=engine, attention_dp_size=PARTS, max_batch_size=8, **changes)
+    config = config_of(engine=engine, attention_dp_size=PARTS, max_batch_size=8, num_blocks=100, **changes)
     windows = [(None, 1.0)] if window is None else [(None, 0.5), (window, 0.5)]
     with mock.patch.dict(COST_MODELS, {1: COST}):
         together = run(trace_of(seed), config, tmp_path / "together", True, windows=windows)
@@ -66,7 +65,57 @@ def test_iterations_advanced_together_leave_the_same_files(tmp_path: Path, seed:
         assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
 
 
-BALANCED = {"balances_parts": True, "chunk_unit": None, "max_num_tokens": 4 * 64, "max_input_len": 60}
+def check_ranks_that_pause_and_reuse(tmp_path: Path, seed: int, engine: str, count: int) -> None:
+    draw = np.random.default_rng(seed)
+    rules: dict[str, Any] = {"policy": "max_utilization", "chunk_unit": 4}
+    if engine == "vllm":
+        rules = {"vllm": VllmRules(is_priority=seed % 2 == 0), "chunk_unit": 1}
+    elif engine == "sglang":
+        rules = {"sglang": SglangRules(chunk_size=64, receive_interval=1 + 2 * (seed % 2)), "chunk_unit": 1}
+    config = config_of(
+        engine=engine,
+        attention_dp_size=2,
+        max_batch_size=int(draw.integers(4, 12)),
+        num_blocks=2 * int(draw.integers(24, 34)),
+        overlap=Overlap.ASYNC if seed != 1 else None,
+        reuse=ReuseRules(seed < 3, False, False),
+        reads_block_tables=False,
+        **rules,
+    )
+    rows = []
+    for index in range(count):
+        prompt_len, output_len = int(draw.integers(1, 60)), int(draw.integers(1, 30))
+        reserved = output_len + int(draw.integers(0, 4))
+        rows.append(TraceRequest(index, 2e-4 * index, prompt_len, output_len, reserved, priority=float(index % 3)))
+    trace = Trace("random", rows, "0" * 64, "test")
+    cost = CostModel(replace(COST.shard, tp_size=2, attention_dp_size=2), load_hardware("h100-sxm"))
+    concurrency = None if seed % 2 else 7
+    with mock.patch.dict(COST_MODELS, {1: cost}):
+        together = run(trace, config, tmp_path / "together", True, concurrency=concurrency)
+        run(trace, config, tmp_path / "single", False, concurrency=concurrency)
+
+    # With overlap, what TensorRT-LLM's scheduler stores depends on what was collected.
+    assert together.together > 0 or (engine == "trtllm" and config.reuse.enabled and config.overlap is not None)
+    for name in FILES:
+        assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "single" / name).read_bytes()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+def test_ranks_that_pause_and_reuse_leave_the_same_files(tmp_path: Path, seed: int, engine: str):
+    check_ranks_that_pause_and_reuse(tmp_path, seed, engine, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(2, 42, 10))
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+def test_more_ranks_that_pause_and_reuse_leave_the_same_files(tmp_path: Path, first: int, engine: str):
+    for seed in range(first, first + 10):
+        check_ranks_that_pause_and_reuse(tmp_path / str(seed), seed, engine, 40)
+
+
+OF_ALL = {"num_blocks": 100, "max_num_tokens": 4 * 64}
+BALANCED = {**OF_ALL, "balances_ranks": True, "chunk_unit": None, "max_input_len": 60}
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -100,7 +149,7 @@ def test_prompts_that_wait_for_other_parts_are_recorded(tmp_path: Path):
     # All four of the first prompts run at once; the next one arrives alone, and waits while all parts generate.
     rows = [TraceRequest(index, 0.0 if index < 4 else 1e-4, 10, 20, 20) for index in range(5)]
     rules = BALANCED | {"attention_dp_time_out_iters": 8, "attention_dp_batching_wait_iters": 0}
-    config = config_of(attention_dp_size=PARTS, max_batch_size=8, num_blocks=200, **rules)
+    config = config_of(attention_dp_size=PARTS, max_batch_size=8, **rules | {"num_blocks": 200})
     with mock.patch.dict(COST_MODELS, {1: COST}):
         run(Trace("one more", rows, "0" * 64, "test"), config, tmp_path, True)
     lines = [json.loads(line) for line in (tmp_path / "iterations.jsonl").read_text().splitlines()]
@@ -141,94 +190,28 @@ def test_prompts_run_as_pyexecutor_lets_them(seed: int):
     draw = np.random.default_rng(seed)
     time_out, batching = int(draw.integers(0, 9)), int(draw.integers(0, 4))
     limits = {"attention_dp_time_out_iters": time_out, "attention_dp_batching_wait_iters": batching}
-    balance = PartsBalance(config_of(attention_dp_size=PARTS, max_batch_size=12, **BALANCED | limits))
+    balance = RanksBalance(config_of(attention_dp_size=PARTS, max_batch_size=12, **BALANCED | limits).of_rank(0))
     oracle = PyExecutorBalance(3, time_out, batching)
-    table, requests = RequestTable(12), [Request(row, 1, 1) for row in range(12)]
-    for request in requests:
-        request.enter(table, request.request_id)
-    requests.sort(key=lambda request: request.slot)
     for _ in range(200):
-        generation = np.flatnonzero(draw.random(12) < draw.choice([0.3, 0.8]))
-        free = np.setdiff1d(np.arange(12), generation)
-        rows = free[draw.random(len(free)) < draw.choice([0.0, 0.3, 0.9])].tolist()
-        counts = [
-            [int((np.array(slots) % PARTS == part).sum()) for part in range(PARTS)] for slots in (rows, generation)
-        ]
-        context = [requests[row] for row in rows]
+        generation = draw.integers(0, 4, PARTS) * (draw.random(PARTS) < draw.choice([0.3, 0.8, 1.0]))
+        context = draw.integers(1, 3, PARTS) * (draw.random(PARTS) < draw.choice([0.0, 0.3, 0.9]))
+        counts = context.tolist(), generation.tolist()
         expected = oracle.runs(*counts)
-        assert balance.lets_run(context, generation) == expected
+        assert balance.lets_run(*counts) == expected
         # As long as the same prompts are held back, or there are none, iterations are skipped.
-        more = min(int(draw.integers(0, 5)), balance.certain - 1) if not (context and expected) else 0
-        assert all(oracle.runs(*counts) == expected or not context for _ in range(more))
+        more = min(int(draw.integers(0, 5)), balance.certain - 1) if not (context.any() and expected) else 0
+        assert all(oracle.runs(*counts) == expected or not context.any() for _ in range(more))
         balance.skip(more)
 
 
 def test_each_part_has_its_share_of_the_tokens():
     # Two prompts of 40 tokens do not fit in the 64 of a part, but each part runs one.
     trace = Trace("equal", [TraceRequest(index, 0.0, 40, 4, 4) for index in range(8)], "0" * 64, "test")
-    config = config_of(attention_dp_size=PARTS, max_batch_size=8, num_blocks=200, **BALANCED)
+    config = config_of(attention_dp_size=PARTS, max_batch_size=8, **BALANCED | {"num_blocks": 200})
     with TemporaryDirectory() as directory, mock.patch.dict(COST_MODELS, {1: COST}):
         run(trace, config, Path(directory), True)
         lines = [json.loads(line) for line in (Path(directory) / "iterations.jsonl").read_text().splitlines()]
     assert [line["Context Requests"] for line in lines if line["Context Requests"]] == [4, 4]
-
-
-def parts_of_requests(engine: str, prompts: list[int], table: RequestTable | None = None) -> list[int]:
-    """The part of each of these requests, which enter one after the other."""
-    table = table or RequestTable(12)
-    if table.choose_row is None:
-        parts = Parts(table, PARTS, engine)
-        table.choose_row, table.left_row = parts.take, parts.leave
-    found = []
-    for index, prompt_len in enumerate(prompts):
-        request = Request(index, prompt_len, 4)
-        request.enter(table, index)
-        found.append(request.slot % PARTS)
-    return found
-
-
-def test_vllm_gives_a_request_to_the_part_with_the_fewest() -> None:
-    table = RequestTable(12)
-    assert parts_of_requests("vllm", [9, 1, 1, 1, 5, 1], table) == [0, 1, 2, 3, 0, 1]
-    table.requests[2].leave()
-    table.requests[1].leave()
-    # Part 2 has none, then parts 1, 2 and 3 have one each.
-    assert parts_of_requests("vllm", [1, 1], table) == [2, 1]
-
-
-def test_what_is_only_sent_counts_in_no_part() -> None:
-    table = RequestTable(12)
-    assert parts_of_requests("trtllm", [9, 8, 7, 6], table) == [0, 1, 2, 3]
-    table.leave_part(0)
-    assert parts_of_requests("trtllm", [5], table) == [0]
-    table.requests[0].leave()  # its keys and values have been sent
-    assert parts_of_requests("trtllm", [4, 3], table) == [0, 3]
-
-
-def test_sglang_gives_requests_to_parts_in_turn() -> None:
-    assert parts_of_requests("sglang", [9, 1, 1, 1, 5, 1]) == [0, 1, 2, 3, 0, 1]
-    table = RequestTable(6)  # parts 2 and 3 have one row each
-    assert parts_of_requests("sglang", [1] * 6, table) == [0, 1, 2, 3, 0, 1]
-    with pytest.raises(IndexError):
-        parts_of_requests("sglang", [1], table)
-
-
-def test_tensorrt_llm_gives_a_request_to_the_fewest_tokens_among_parts_with_room() -> None:
-    # The second round begins when all parts have one request; then the shortest prompts get company first.
-    table = RequestTable(16)
-    assert parts_of_requests("trtllm", [50, 20, 90, 10, 5, 5, 5, 5], table) == [0, 1, 2, 3, 3, 1, 0, 2]
-    # Tokens of a request that left count no more: parts 0 and 2 have one request each, with 5 and 90 tokens.
-    for row in (0, 6):
-        table.requests[row].leave()
-    assert parts_of_requests("trtllm", [1, 1], table) == [0, 2]
-
-
-@pytest.mark.parametrize(
-    ("engine", "rules"), [("trtllm", {}), ("vllm", {"vllm": VllmRules()}), ("sglang", {"sglang": SglangRules()})]
-)
-def test_every_scheduler_divides_its_rows(engine: str, rules: dict[str, Any]) -> None:
-    scheduler = make_scheduler(config_of(engine=engine, attention_dp_size=PARTS, **rules), mock.Mock())
-    assert scheduler.table.choose_row is not None
 
 
 def parts_of(batch: Batch, num_parts: int) -> Iterator[Batch]:

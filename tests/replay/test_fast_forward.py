@@ -120,7 +120,8 @@ def run(
     while not client.done:
         if not manager.step():
             client.wait()
-        manager.scheduler.kv_cache.check_consistency()  # type: ignore[attr-defined]
+        for scheduler in getattr(manager.scheduler, "ranks", [manager.scheduler]):
+            scheduler.kv_cache.check_consistency()
     recorder.close(partial=False)
     if config.lora is not None and (adapters := scheduler_of(manager).adapters) is not None:
         (directory / "adapters").write_text(str(adapters.figures()))

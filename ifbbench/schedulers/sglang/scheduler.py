@@ -97,10 +97,14 @@ class SglangScheduler(QueueingScheduler):
     def _enqueue(self, request: Request) -> None:
         arrived = self.state.arrived
         self._is_side = self._is_side or request.remote_len > 0 or request.is_sent_on
-        if len(self._by_id) == 1:  # the engine was idle
-            self.state.ratio.reset()
-            arrived.prefilled()
+        if len(self._by_id) == 1 and self.limits.rank is None:  # the engine was idle
+            self.begin()
         arrived.requests.append(request)
+
+    def begin(self) -> None:
+        """A request has arrived while there was none, in no rank either."""
+        self.state.ratio.reset()
+        self.state.arrived.prefilled()
 
     def remove(self, request: Request) -> None:
         state = self.state
@@ -154,6 +158,10 @@ class SglangScheduler(QueueingScheduler):
     def schedule(
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
+        return self.decide_others(self.decide_prompts(in_flight))
+
+    def decide_prompts(self, in_flight: Sequence[InFlightIteration]) -> Decision:
+        """The first part of `schedule`: a prefill batch, if one can be made."""
         state, decision = self.state, Decision(in_flight)
         for request in state.arrived.received():
             if request.remote_len:
@@ -163,12 +171,23 @@ class SglangScheduler(QueueingScheduler):
         if state.storage is not None:
             state.storage.check()
         self._join()
-        self._decide(decision)
+        self._decide_prompts(decision)
+        return decision
+
+    def decide_others(self, decision: Decision, decodes: bool = True) -> Plan:
+        """The second part: a decode batch, if there is no prefill batch, and if it `decodes`: another rank may not let
+        it."""
+        state = self.state
+        decision.is_held = not decodes
+        if not decision.is_prefill and decodes:
+            decide_decode(state, decision)
         while (aborted := decision.aborted) is not None:
             decision.aborted = None
             self._abort(aborted)
             if self.remote.is_used:  # others may join now
-                self._decide(decision)
+                self._decide_prompts(decision)
+                if not decision.is_prefill:
+                    decide_decode(state, decision)
         self._num_decided = 1
         plan = self._plan(decision)
         if plan.does_nothing:
@@ -177,11 +196,10 @@ class SglangScheduler(QueueingScheduler):
             self._joined = []
         return plan
 
-    def _decide(self, decision: Decision) -> None:
+    def _decide_prompts(self, decision: Decision) -> None:
         if self.remote.is_used:
             self.remote.decide(decision)
-        if not decide_prefill(self.state, decision):
-            decide_decode(self.state, decision)
+        decision.is_prefill = decide_prefill(self.state, decision)
 
     def _join(self) -> None:
         """The requests of the latest prefill batch decode from now on (The loop)."""
@@ -213,7 +231,7 @@ class SglangScheduler(QueueingScheduler):
         if state.chunked is not None:
             blocked.append(cut := LeftOut(state.chunked, Limit.NUM_TOKENS))
         # A prompt that is sent on makes no token here but the one in flight: it does not stand aside.
-        held = [one for one in state.running.requests if not one.is_sent_on] if chosen else []
+        held = [one for one in state.running.requests if not one.is_sent_on] if chosen or decision.is_held else []
         if held:
             blocked.append(LeftOut(held[0], Limit.PREFILL))
         if state.queue and state.limit_of_head is not None:

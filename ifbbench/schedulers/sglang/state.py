@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ifbbench.engine.arrays import NO_ROWS, Rows
 from ifbbench.engine.plan import Limit, Pause
 from ifbbench.engine.records import InFlightIteration
-from ifbbench.engine.request import Request, RequestTable
+from ifbbench.engine.request import Request
 from ifbbench.schedulers.generation import JointGeneration
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.queueing import part
@@ -43,7 +43,7 @@ class SglangState:
 
     def __init__(self, limits: BatchingConfig, rules: SglangRules) -> None:
         self.limits, self.rules = limits, rules
-        self.table = RequestTable(limits.num_slots)
+        self.table = limits.make_table()
         host = None
         if limits.num_host_blocks:
             policy, size = rules.write_policy, limits.tokens_per_block
@@ -184,6 +184,8 @@ class Decision:
     awaits: whether requests wait for storage while those behind them are tried.
     has_lost: whether a request matches less than before, and is tried in the next iteration.
     aborted: the only running request, if it does not fit.
+    is_prefill: whether it is a prefill batch.
+    is_held: whether no request decodes because another rank has a prefill batch.
     """
 
     def __init__(self, in_flight: Sequence[InFlightIteration]) -> None:
@@ -198,3 +200,4 @@ class Decision:
         self.has_lost = False
         self.aborted: Request | None = None
         self.num_ending = 0
+        self.is_prefill = self.is_held = False

@@ -29,7 +29,7 @@ class Admission:
         """Fetch requests, and add to `active` what the limits allow; returns the newly active requests."""
         admitted: list[Request] = []
         if self._max_queue_size is None:
-            self._fetch(source, max(0, self._max_active - len(active)) + LOOK_AHEAD)
+            self._fetch(source, max(0, self._max_active - self._num_active(active)) + LOOK_AHEAD)
             self._activate(active, admitted)
         else:
             while self._fetch_all(source, self._max_queue_size, active, admitted):
@@ -50,6 +50,9 @@ class Admission:
         self._in_use.pop(request.request_id, None)
         if self._limits.adapters is not None:
             self._limits.adapters.release(request)
+
+    def _num_active(self, active: ActiveRequests) -> int:
+        return len(active)
 
     def _activate(self, active: ActiveRequests, admitted: list[Request]) -> None:
         while self.waiting and self._may_enter(self.waiting[0], active):
@@ -112,7 +115,11 @@ class Admission:
             return False
         if len(active) < self._max_active:
             return len(active.table.free_rows) > 0  # those of requests that are being sent are taken
-        # Beyond the limit, a request enters only before the last active one, and while there are sequence slots.
+        return self._goes_before_last(request, active)
+
+    def _goes_before_last(self, request: Request, active: ActiveRequests) -> bool:
+        """Beyond the limit, a request enters only before the last active one, and while there are sequence slots."""
+        last = _last(active)
         return last is not None and request.priority > last.priority and len(active.table.free_rows) > 0
 
 

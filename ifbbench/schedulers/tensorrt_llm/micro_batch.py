@@ -7,7 +7,6 @@ from operator import attrgetter
 from ifbbench.engine.plan import LeftOut, Limit
 from ifbbench.engine.request import Request
 from ifbbench.kv.attention_window import UNLIMITED, ceil_div
-from ifbbench.schedulers.parts import sums_of_parts
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits, fit_chunks
 from ifbbench.schedulers.tensorrt_llm.policies.policy import CapacityDecision
@@ -22,7 +21,6 @@ class MicroBatchScheduler:
     token_budget: maximum number of tokens of an iteration.
     chunking_policy: how the budget is divided among chunks; None for no chunked context.
     num_micro_batches: with several, each has at most its share of the active requests, so that all are equally full.
-    num_parts: parts of the devices, each of which has its share of the token budget; without chunked context.
     """
 
     def __init__(
@@ -32,9 +30,7 @@ class MicroBatchScheduler:
         chunking_policy: str | None = None,
         chunk_limits: ChunkLimits | None = None,
         num_micro_batches: int = 1,
-        num_parts: int = 1,
     ) -> None:
-        self.num_parts = num_parts
         self.max_batch_size = max_batch_size
         self.num_micro_batches = num_micro_batches
         self.token_budget = token_budget
@@ -48,7 +44,7 @@ class MicroBatchScheduler:
         if active.table.any_in_flight:
             generation = active.ready(generation)
             admitted = [request for request in admitted if not active.table.in_other_micro_batch(request.slot)]
-        tokens, max_requests, of_generation = active.step_tokens(generation), self.max_batch_size, list[int]()
+        tokens, max_requests = active.step_tokens(generation), self.max_batch_size
         if self.num_micro_batches > 1:
             max_requests = min(max_requests, ceil_div(len(active), self.num_micro_batches))
         takes_all = not (fitting.held or fitting.paused or active.mixed_beam_widths)
@@ -60,19 +56,11 @@ class MicroBatchScheduler:
                 if not self.chunking_policy:
                     needed += sum(request.prompt_len + request.num_draft_tokens for request in admitted)
             takes_all = count <= max_requests and needed <= self.token_budget
-            if takes_all and self.num_parts > 1:
-                of_generation = sums_of_parts(generation, self.num_parts, active.table.step_tokens)
-                of_parts = of_generation.copy()
-                for request in admitted:
-                    of_parts[request.slot % self.num_parts] += request.prompt_len + request.num_draft_tokens
-                takes_all = max(of_parts) <= self.share
         if takes_all and not admitted:
             return self._nothing
         selection = MicroBatch(self, max_requests)
         if takes_all:
             selection.count, selection.tokens = len(generation), tokens
-            if self.num_parts > 1:
-                selection.tokens_of_parts = of_generation
             selection.add_contexts(admitted)
         else:
             removed = {request.slot for request in fitting.held}
@@ -81,11 +69,6 @@ class MicroBatchScheduler:
             requests = chain([active.by_slot[row] for row in rows], admitted)
             selection.add(requests if fitting.generation_first else sorted(requests, key=attrgetter("order")))
         return selection.finish()
-
-    @property
-    def share(self) -> int:
-        """The token budget of each part."""
-        return self.token_budget // self.num_parts
 
 
 class MicroBatch:
@@ -104,7 +87,6 @@ class MicroBatch:
         self.held: list[Request] = []
         self.left_out: LeftOut | None = None
         self.count = self.tokens = 0
-        self.tokens_of_parts = [0] * scheduler.num_parts
         self.beam_width: int | None = None
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -115,10 +97,7 @@ class MicroBatch:
             if limit is None:
                 continue
             self._leave_out(request, limit)
-            if limit is Limit.NUM_TOKENS and self.scheduler.num_parts > 1:
-                # This part is full, so that requests behind this one in it are left out, too.
-                self.tokens_of_parts[request.slot % self.scheduler.num_parts] = self.scheduler.share
-            elif limit in (Limit.BATCH_SIZE, Limit.NUM_TOKENS):
+            if limit in (Limit.BATCH_SIZE, Limit.NUM_TOKENS):
                 break
         self.held.extend(request for request in rest if not request.in_context)
 
@@ -142,9 +121,6 @@ class MicroBatch:
         cost = request.prompt_len + request.num_draft_tokens if request.in_context else request.step_tokens
         if self.tokens + cost > self.scheduler.token_budget:
             return Limit.NUM_TOKENS
-        part, parts = request.slot % self.scheduler.num_parts, self.tokens_of_parts
-        if self.scheduler.num_parts > 1 and parts[part] + cost > self.scheduler.share:
-            return Limit.NUM_TOKENS
         if request.in_context:
             request.set_chunk(request.remaining_context)
             self.context.append(request)
@@ -153,7 +129,6 @@ class MicroBatch:
         else:
             return Limit.BEAM_WIDTH
         self.tokens += cost
-        parts[part] += cost
         self.count += 1
         return None
 

@@ -23,7 +23,6 @@ from ifbbench.kv.paged import PagedCache
 from ifbbench.schedulers.ends import NEVER, End, Ends
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
-from ifbbench.schedulers.tensorrt_llm.balance import PartsBalance
 from ifbbench.schedulers.tensorrt_llm.dynamic_limits import DynamicLimits
 from ifbbench.schedulers.tensorrt_llm.policies import CapacityPolicy, make_policy
 from ifbbench.schedulers.tensorrt_llm.scheduler import TensorRtLlmScheduler
@@ -53,15 +52,12 @@ class Repetition:
         kv_cache: KvCache,
         pauses: bool,
         dynamic_limits: DynamicLimits | None = None,
-        balance: PartsBalance | None = None,
     ) -> None:
         """pauses: whether the policy may pause requests.
         dynamic_limits: limits of batch size and tokens, where they are tuned.
-        balance: balance of the parts of the devices.
         """
         self._active, self._kv_cache = active, kv_cache
         self._config, self._pauses, self._dynamic_limits = config, pauses, dynamic_limits
-        self._balance = balance
         self._windows = [window for window in kv_cache.of_windows() if isinstance(window, PagedCache)]
         self._reuses_blocks = config.reuse.enabled
         # Context has a pass of its own, or is padded.
@@ -129,9 +125,7 @@ class Repetition:
         if limits is not None and not limits.is_settled and (active.context or len(plan.rows) > limits.least):
             return 1
         if not plan.context:
-            if self._balance is None or not self._balance.holds:
-                return UNLIMITED
-            return 1 if self._pauses else self._balance.certain
+            return UNLIMITED
         request, size = plan.context[0], plan.context[0].chunk
         # The first chunk may begin after tokens to reuse.
         may_differ = self._reuses_blocks and request.is_first_chunk
@@ -248,8 +242,6 @@ class Repetition:
         active, windows = self._active, self._windows
         if self._dynamic_limits is not None:
             self._dynamic_limits.skip(active, count - 1)
-        if self._balance is not None:
-            self._balance.skip(count - 1)
         self._ends.scheduled += count
         if self._num_turns > 1:
             self._run_turns(plan, count)
@@ -509,9 +501,7 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         self, config: BatchingConfig, clock: Clock, policy: CapacityPolicy, adapters: AdapterCache | None
     ) -> None:
         super().__init__(config, clock, policy, adapters, False)
-        self._repetition = Repetition(
-            config, self.active, self.kv_cache, self._may_pause, self._dynamic_limits, self._balance
-        )
+        self._repetition = Repetition(config, self.active, self.kv_cache, self.may_pause, self._dynamic_limits)
         self._in_flight: Sequence[InFlightIteration] = ()
         # Whether iterations were collected during the latest decision: what they completed left batch slots, which the
         # next iteration may give to requests that wait.
@@ -534,11 +524,11 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         if self._loads is None:
             self._repetition.joined(requests, before)
 
-    def schedule(
+    def decide(
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
         num_before = len(in_flight)
-        plan = super().schedule(iteration, now_s, in_flight, collect)
+        plan = super().decide(iteration, now_s, in_flight, collect)
         self._in_flight, self._has_collected = in_flight, len(in_flight) < num_before
         return plan
 

@@ -18,7 +18,7 @@ from ifbbench.engine.interfaces import RequestSource, SchedulerStalled
 from ifbbench.engine.passes import confirm
 from ifbbench.engine.plan import ContextChunk, LeftOut, Limit, Plan
 from ifbbench.engine.records import CacheState, InFlightIteration
-from ifbbench.engine.request import NO_MICRO_BATCH, Request, RequestTable
+from ifbbench.engine.request import NO_MICRO_BATCH, Request
 from ifbbench.engine.retention import NO_RETENTION
 from ifbbench.kv.adapters import AdapterCache, OutOfAdapterPages, distinct_tasks
 from ifbbench.kv.blocks import OutOfBlocks
@@ -28,7 +28,6 @@ from ifbbench.schedulers.refusals import AdmissionLimits
 from ifbbench.schedulers.single_iterations import SingleIterations
 from ifbbench.schedulers.tensorrt_llm.active import ActiveRequests
 from ifbbench.schedulers.tensorrt_llm.admission import Admission
-from ifbbench.schedulers.tensorrt_llm.balance import PartsBalance
 from ifbbench.schedulers.tensorrt_llm.chunks import ChunkLimits
 from ifbbench.schedulers.tensorrt_llm.decision_log import log, log_decisions
 from ifbbench.schedulers.tensorrt_llm.drafts import Drafts
@@ -61,7 +60,7 @@ class TensorRtLlmScheduler(SingleIterations):
         self.config = config
         self.name = f"policy {config.policy}"
         self.max_in_flight, self.num_micro_batches = config.max_in_flight, config.num_micro_batches
-        self.table = RequestTable(config.num_slots)
+        self.table = config.make_table()
         self.active = ActiveRequests(self.table)
         self.adapters, self._clock = adapters, clock
         self.kv_cache = cache = config.make_cache(has_ids=has_ids)
@@ -74,8 +73,8 @@ class TensorRtLlmScheduler(SingleIterations):
         )
         limits = AdmissionLimits(config, policy, self.adapters)
         self._admission = Admission(limits, config.max_active, config.max_queue_size)
-        self._policy = policy
-        self._may_pause = getattr(policy, "may_pause", True)
+        self.policy = policy
+        self.may_pause = getattr(policy, "may_pause", True)
         is_chunked = config.chunk_unit is not None
         self._micro_batch = MicroBatchScheduler(
             config.micro_batch_size,
@@ -83,11 +82,9 @@ class TensorRtLlmScheduler(SingleIterations):
             config.chunking_policy if is_chunked else None,
             ChunkLimits(config.chunk_unit or 1, config.token_budget),
             config.num_micro_batches,
-            config.attention_dp_size if config.balances_parts else 1,
         )
-        self._balance = PartsBalance(config) if config.balances_parts else None
         self._dynamic_limits = DynamicLimits(config, self._micro_batch) if config.has_dynamic_limits else None
-        self._drafts = Drafts(config.drafts, self.active, cache)
+        self.drafts = Drafts(config.drafts, self.active, cache)
         self._reuses_blocks = config.reuse.enabled
         self._is_async = config.is_async
         self._v1_batch = V1Batch(self.active, cache) if config.batching_type is BatchingType.V1 else None
@@ -153,19 +150,35 @@ class TensorRtLlmScheduler(SingleIterations):
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
     ) -> Plan:
         """Raises PolicyFailed if a user's policy raises."""
+        return self.start(self.decide(iteration, now_s, in_flight, collect), now_s)
+
+    def decide(
+        self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]
+    ) -> Plan:
+        """The first part of `schedule`, which takes no blocks."""
         self._iteration, self._now_s = iteration, now_s
         if self._dynamic_limits is not None and self._dynamic_limits.update(self.active):
             self._latest = None
         if self.num_micro_batches > 1:
             self.table.begin_turn(iteration % self.num_micro_batches)
         if self.config.drafts.max_len:
-            self._drafts.propose()
+            self.drafts.propose()
         plan = self._decide()
         while plan.paused and is_pause_in_flight(plan, in_flight, self.table, self._is_async):
             # The token in flight of a request to pause will join its prompt: collect it, then decide again.
             while is_pause_in_flight(plan, in_flight, self.table, self._is_async):
                 collect()
             plan = self._decide()
+        return plan
+
+    def hold_prompts(self, plan: Plan) -> None:
+        """The prompts of `plan`, which was just decided, do not run: those of all ranks are held back."""
+        if plan.context:
+            plan.blocked = (LeftOut(plan.context[0], Limit.ATTENTION_DP), *plan.blocked)
+            plan.context, self._latest = [], None
+
+    def start(self, plan: Plan, now_s: float) -> Plan:
+        """The second part of `schedule`: pauses what `plan` pauses, and takes the blocks of the prompts that start."""
         for pause in plan.paused:
             self._pause(pause.victim)
         self._start_prompts(plan, now_s)
@@ -184,16 +197,13 @@ class TensorRtLlmScheduler(SingleIterations):
             return self._v1_batch.next_step()
         if (plan := self._repeated_plan()) is not None:
             return plan
-        fitting = self._policy.schedule(self.active, self.kv_cache)
+        fitting = self.policy.schedule(self.active, self.kv_cache)
         receiving = self._transfers.parted(fitting) if self.active.has_remote else []
         selected = self._micro_batch.schedule(self.active, fitting)
         self._admits = len(fitting.admitted) > 0
         held, paused = fitting.held + selected.held, [pause.victim for pause in fitting.paused]
         blocked = [LeftOut(pause.victim, pause.limit) for pause in fitting.paused]
         context, generation = selected.context, self._rows_without(held + paused)
-        if self._balance is not None and not self._balance.lets_run(context, generation) and context:
-            blocked.append(LeftOut(context[0], Limit.ATTENTION_DP))
-            context = []
         if fitting.left_out is not None:
             blocked.append(fitting.left_out)
         if selected.left_out is not None:
@@ -214,7 +224,7 @@ class TensorRtLlmScheduler(SingleIterations):
         )
         self._latest = (plan, self.active.num_changes, self.kv_cache.num_reuse_changes if self._reuses_blocks else 0)
         if self._is_logged:
-            log_decisions(plan, self.active, self.kv_cache, self.config.effective_policy, self._may_pause)
+            log_decisions(plan, self.active, self.kv_cache, self.config.effective_policy, self.may_pause)
         return plan
 
     def _repeated_plan(self) -> Plan | None:
@@ -225,16 +235,12 @@ class TensorRtLlmScheduler(SingleIterations):
         if not self._may_repeat or self._latest is None or self._latest[1] != active.num_changes:
             return None
         plan = self._latest[0]
-        if self._balance is not None and self._balance.holds:
-            return None
         if plan.context or plan.held or plan.paused or plan.receiving or plan.continued or self.table.any_wide_steps:
             return None
-        if active.context and (self._may_pause or self._latest[2] != cache.num_reuse_changes):
+        if active.context and (self.may_pause or self._latest[2] != cache.num_reuse_changes):
             return None
-        if self._may_pause and not cache.has_blocks_for(len(plan.rows)):
+        if self.may_pause and not cache.has_blocks_for(len(plan.rows)):
             return None
-        if self._balance is not None:
-            self._balance.skip(1)
         return plan
 
     def _rows_without(self, held: list[Request]) -> Rows:
@@ -280,7 +286,7 @@ class TensorRtLlmScheduler(SingleIterations):
         try:
             positions = cache.add_tokens(rows)
             if self.table.max_draft_tokens:
-                drafts = self._drafts.take([chunk.request for chunk in plan.chunks if chunk.is_last], rows)
+                drafts = self.drafts.take([chunk.request for chunk in plan.chunks if chunk.is_last], rows)
             if not plan.chunks and not len(rows):
                 return StepInputs(rows)
             if len(idle):
@@ -331,7 +337,7 @@ class TensorRtLlmScheduler(SingleIterations):
         self.kv_cache.end_generation(row)
 
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
-        done = confirm(iteration, outputs, self.table, self._drafts)
+        done = confirm(iteration, outputs, self.table, self.drafts)
         if self._loads is not None:
             self._loads.collected()
         return done if self._v1_batch is None else self._v1_batch.add_complete(done)

@@ -36,7 +36,6 @@ class Transfers:
         active.num_sending += 1
         table.micro_batch[request.slot] = NO_MICRO_BATCH
         table.num_transferring += 1
-        table.leave_part(request.slot)
         self.sending[request] = None
         request.complete()
 

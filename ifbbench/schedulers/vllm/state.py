@@ -1,7 +1,7 @@
 """What the parts of vLLM's scheduler share: its requests, and what they hold."""
 
 from ifbbench.engine.arrays import Rows
-from ifbbench.engine.request import Request, RequestTable
+from ifbbench.engine.request import Request
 from ifbbench.kv.tiers import KvTiers
 from ifbbench.schedulers.generation import JointGeneration
 from ifbbench.schedulers.limits import BatchingConfig
@@ -27,7 +27,7 @@ class VllmState:
 
     def __init__(self, limits: BatchingConfig, rules: VllmRules, is_predicted: bool) -> None:
         self.limits, self.rules = limits, rules
-        self.table = RequestTable(limits.num_slots)
+        self.table = limits.make_table()
         self.kv_cache = VllmCache(
             rules,
             limits.num_blocks,

@@ -102,7 +102,8 @@ class ExecutionSettings:
     attention_dp_size: int = _execution(
         1,
         "Parts of the GPUs of --tp_size that each have requests and a KV cache of their own (attention data "
-        "parallelism); they run each iteration together. Limits of requests and tokens are those of all parts.",
+        "parallelism); each has a scheduler, and they run each iteration together. Limits of requests and tokens are "
+        "those of all parts, of which each has its share.",
         minimum=1,
         maximum=MAX_GPUS,
         unit="parts",
@@ -110,8 +111,7 @@ class ExecutionSettings:
     )
     attention_dp_enable_balance: bool = _scheduling(
         False,
-        "With --attention_dp_size: prompts wait until each part has one to run, and each part has its share of "
-        "--max_num_tokens.",
+        "With --attention_dp_size: prompts wait until each part has one to run.",
         elsewhere="attention_dp_config enable_balance",
     )
     attention_dp_time_out_iters: int = _scheduling(
