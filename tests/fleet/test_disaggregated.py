@@ -645,7 +645,8 @@ def test_a_prefill_replica_has_room_for_prompts_in_transfer_beside_a_full_batch(
 def test_each_part_of_a_prefill_replica_gets_one_prompt_while_others_are_sent(tmp_path: Path) -> None:
     """Parts wait for the one with most tokens: equal prompts, one for each part, take one time."""
     rows = [{"request_id": number, "arrival_s": 0.001, "prompt_len": 1000, "output_len": 2} for number in range(20)]
-    rows[0] |= {"arrival_s": 0.0, "prompt_len": 3000}  # it runs alone, and is still sent when the others come
+    # It runs alone, within the budget of a rank, and is still sent when the others come.
+    rows[0] |= {"arrival_s": 0.0, "prompt_len": 2000}
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     of_prefill = "tp_size=4,attention_dp_size=4,max_batch_size=4"
