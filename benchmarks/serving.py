@@ -141,10 +141,11 @@ def report(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _print_coverage(part: str, found: Mapping[str, Any]) -> None:
-    """Print how many rows are in the stated range that is made without their curve."""
-    groups = {**found["all"], **found["by_figure"], **found["by_regime"]}
-    width = max(map(len, [*groups, f"{part} rows, in a range without their curve"]))
-    print(f"\n{part + ' rows, in a range without their curve':<{width}}    rows  curves  inside  each curve once")
+    """Print how many rows of each regime are in the stated range that is made without their curve."""
+    title = f"{part} rows, in a range without their curve"
+    groups = {**found["by_regime"], **found["by_figure"]}
+    width = max(map(len, [*groups, title]))
+    print(f"\n{title:<{width}}    rows  curves  inside  each curve once")
     for name, one in groups.items():
         print(f"{name:<{width}}  {one['rows']:6} {one['curves']:7} {one['inside']:7.1%} {one['inside_by_curve']:16.1%}")
 

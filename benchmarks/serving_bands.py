@@ -6,19 +6,20 @@ any other, whatever the number of its rows, and a band is tried on a curve that 
 
 - The score of a row is the absolute logarithm of measured over predicted. A band is symmetric in it: the figure times
   and over the same factor.
-- A regime (figure, engine, GPU and load) of few curves says little of a further one. Where it has fewer than CURVES,
-  all curves of its GPU stand together for as many as are missing, then those of its engine, then those of all engines.
-- A further curve lies further out than those that a band is made of, as likely as not. So the quantile is taken at
-  COVERAGE (1 + FURTHER / curves). With these rules bands of simulated curves cover 79 to 84 % of the rows of a further
-  one, whether a regime has one curve or eight (tests/simulated/test_serving_rows.py). No measured row was
-  fitted; that several such rules cover judged rows about as well was known.
-- `held_out` says how many rows are in the band that is made without their curve, by engine, GPU and load.
+- A regime is an engine, a GPU and a load. One with fewer than CURVES curves has no band of its own: it has that of the
+  engine on this GPU under any load, else on GPUs of this generation, else on all GPUs, else that of all engines:
+  whichever is the first with so many. Numbers of curves decide, never their errors.
+- The score of a further curve is as likely to lie in any of the n + 1 gaps between n known ones. So the band ends at
+  the COVERAGE (n + 1)-th score in order, between two of them in proportion (each row counts as its part of a curve).
+  Bands of simulated curves cover 77 to 82 % of the rows of a further one, whether a curve's rows err together or not
+  (tests/simulated/test_serving_rows.py). No measured row was used to choose this rule.
+- `held_out` says how many rows of each regime with a band are in the band that is made without their curve.
 """
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,12 +27,21 @@ import numpy as np
 
 from benchmarks.fit_rows import JUDGED, part_of
 from benchmarks.serving_rows import Comparison, Row, clients_of, degree_of, engine_name
-from ifbbench.simulated.expected_error import BANDS, COVERAGE, LOADS, NO_ENGINE, limit_of
+from ifbbench.simulated.expected_error import (
+    BANDS,
+    COVERAGE,
+    LOADS,
+    NO_DRAFTS,
+    NO_ENGINE,
+    limit_of,
+    regime_in_words,
+)
+from ifbbench.simulated.hardware import load_hardware
 
-# With fewer curves of a regime, others stand for those that are missing.
+# A regime with fewer curves has the band of a larger one.
 CURVES = 8
-# The part of a further curve that is taken to lie outside those that are known.
-FURTHER = 0.5
+# Parts of what benchmarks.published prints that no constant was fitted to.
+NOT_FITTED = ("held_out", "case_study")
 # With fewer rows of an engine and GPU, nothing is said of it.
 MIN_ROWS = 10
 FIGURES = {"ttft": "ttft_s", "itl": "itl_s", "tpot": "itl_s", "throughput": "output_throughput_tokens_per_s"}
@@ -42,16 +52,17 @@ LENGTHS = ("lengths_of", "lengths", "input", "output")
 ROUNDING = 1e-9
 ABOUT = (
     "Measured over predicted, less 1: the low and high end of the part that `coverage` of rows of a further curve are "
-    "expected in, by engine overhead, GPU and number of requests at a time. No constant was fitted to these rows. Made "
-    "by python -m benchmarks.serving FILE --bands."
+    "expected in, by engine overhead, GPU and number of requests at a time. `of`: whose rows a band is of; where a "
+    "setup has too few curves, those of a larger regime. No constant was fitted to these rows. Made by "
+    "python -m benchmarks.serving FILE --bands."
 )
 Setup = dict[str, Any]
 # The curve of a row, and the absolute logarithm of measured over predicted.
 Score = tuple[str, float]
 # A score, and the curves that it counts as.
 Weighted = tuple[float, float]
-# Figure, engine, GPU and load.
-Cell = tuple[str, ...]
+# Engine, GPU and load, or the first of them; a generation of GPUs stands for its GPUs.
+Regime = tuple[str, ...]
 
 
 def curve_of(row: Row) -> str:
@@ -60,22 +71,24 @@ def curve_of(row: Row) -> str:
     return json.dumps([[row.get(name) for name in CURVE], lengths])
 
 
-def weighted(scores: Iterable[Score], curves: float | None = None) -> list[Weighted]:
-    """The scores of curves that count as `curves` together, each as much as any other; as many as they are without."""
+def weighted(scores: Iterable[Score]) -> list[Weighted]:
+    """The scores of curves that count as one together each."""
     by_curve: defaultdict[str, list[float]] = defaultdict(list)
     for curve, score in scores:
         by_curve[curve].append(score)
-    each = 1.0 if curves is None else curves / len(by_curve)
-    return [(score, each / len(values)) for values in by_curve.values() for score in values]
+    return [(score, 1 / len(values)) for values in by_curve.values() for score in values]
 
 
 def limit(scores: Sequence[Weighted]) -> float:
-    """The score that COVERAGE of the rows of a further curve are expected below."""
+    """The score that COVERAGE of the rows of a further curve are expected below; infinite with too few curves."""
     ordered = sorted(scores)
-    passed = np.cumsum([weight for _, weight in ordered])
-    curves = float(passed[-1])
-    share = min(1.0, COVERAGE * (1 + FURTHER / curves))
-    return ordered[min(int(np.searchsorted(passed, share * curves - ROUNDING)), len(ordered) - 1)][0]
+    weights = np.array([weight for _, weight in ordered])
+    curves = float(weights.sum())
+    if COVERAGE * (curves + 1) > curves + ROUNDING:
+        return math.inf
+    # One row of each curve has the places 1, 2, 3, …; a row that is a part of a curve is in the middle of its part.
+    places = np.cumsum(weights) - weights / 2 + 0.5
+    return float(np.interp(COVERAGE * (curves + 1), places, [score for score, _ in ordered]))
 
 
 def band(scores: Sequence[Weighted]) -> tuple[float, float]:
@@ -84,85 +97,96 @@ def band(scores: Sequence[Weighted]) -> tuple[float, float]:
     return round(1 / factor - 1, 3), round(factor - 1, 3)
 
 
+def regimes_of(cell: Regime) -> list[Regime]:
+    """Those that a server may have its band from, the nearest first. cell: engine, GPU and load, or without a load."""
+    engine, gpu, *_ = cell
+    found = [cell, (engine, gpu), (engine, f"{load_hardware(gpu).architecture} GPUs"), (engine,), ()]
+    return list(dict.fromkeys(found))
+
+
 class Known:
-    """Scores by figure, engine, GPU and load, each with its curve."""
+    """Scores by figure and regime, each with its curve."""
 
-    def __init__(self, scores: Iterable[tuple[Cell, Score]]) -> None:
+    def __init__(self, scores: Iterable[tuple[str, Regime, Score]]) -> None:
         self.listed = list(scores)
-        self._of: defaultdict[Cell, list[Score]] = defaultdict(list)
-        for cell, score in self.listed:
-            for length in range(1, len(cell) + 1):
-                self._of[cell[:length]].append(score)
+        self._of: defaultdict[Regime, defaultdict[str, list[Score]]] = defaultdict(lambda: defaultdict(list))
+        for figure, cell, score in self.listed:
+            for regime in regimes_of(cell):
+                self._of[regime][figure].append(score)
 
-    def of_cell(self, cell: Cell, without: str | None = None) -> list[Weighted]:
-        """The scores that a band for `cell` is made of; of a whole GPU without a load. without: a curve that is left
-        out. Empty if there are no others of this figure."""
-        found, curves = list[Weighted](), 0.0
-        for length in range(len(cell), 0, -1):
-            scores = [score for score in self._of.get(cell[:length], ()) if score[0] != without]
-            number = len({curve for curve, _ in scores})
-            missing = number if length == len(cell) else min(CURVES - curves, number)
-            if missing > 0:
-                found += weighted(scores, missing)
-                curves += missing
-        return found
+    def curves(self, regime: Regime) -> int:
+        return len({curve for scores in self._of[regime].values() for curve, _ in scores})
 
-    def held_out(self) -> list[tuple[Cell, str, bool]]:
-        """Cell and curve of each score, and whether it is in the band that is made without its curve."""
-        limits: dict[tuple[Cell, str], float | None] = {}
-        found = list[tuple[Cell, str, bool]]()
-        for cell, (curve, score) in self.listed:
-            if (cell, curve) not in limits:
-                others = self.of_cell(cell, curve)
-                limits[cell, curve] = limit(others) if others else None
-            if (most := limits[cell, curve]) is not None:
-                found.append((cell, curve, score <= most))
-        return found
+    def regime_of(self, cell: Regime) -> Regime:
+        """The regime that the band of `cell` is of: the nearest one with CURVES curves, else that of all."""
+        return next((one for one in regimes_of(cell) if self.curves(one) >= CURVES), ())
+
+    def scores(self, regime: Regime, figure: str) -> list[Score]:
+        return self._of[regime][figure]
+
+    def bands(self, regime: Regime, figures: Iterable[str]) -> dict[str, tuple[float, float]]:
+        """The bands of those of `figures` that CURVES curves of the regime have."""
+        found = {figure: self.scores(regime, figure) for figure in figures}
+        return {
+            figure: band(weighted(scores))
+            for figure, scores in found.items()
+            if len({curve for curve, _ in scores}) >= CURVES
+        }
+
+    def held_out(self, regime: Regime, figure: str) -> list[tuple[str, bool]]:
+        """The curve of each score of a regime, and whether it is in the band that is made without this curve."""
+        scores = self.scores(regime, figure)
+        curves = {curve for curve, _ in scores}
+        if len(curves) < CURVES:
+            return []
+        limits = {curve: limit(weighted(score for score in scores if score[0] != curve)) for curve in curves}
+        return [(curve, score <= limits[curve]) for curve, score in scores]
 
 
-def scores_of(comparisons: Iterable[Comparison]) -> list[tuple[Cell, Score]]:
-    """The scores of comparisons of servers, each with its cell."""
-    found = list[tuple[Cell, Score]]()
+def scores_of(comparisons: Iterable[Comparison]) -> list[tuple[str, Regime, Score]]:
+    """The scores of comparisons of servers, each with its figure, and its engine, GPU and load. Those with prefill and
+    decode apart are no such servers."""
+    found = list[tuple[str, Regime, Score]]()
     for one in comparisons:
         engine, figure = engine_name(one.row), FIGURES.get(one.metric)
-        if engine is not None and figure is not None:
+        if engine is not None and figure is not None and not one.row.get("disaggregated"):
             score = abs(math.log(one.measured / one.predicted))
-            found.append(((figure, engine, one.row["gpu"], str(load(one))), (curve_of(one.row), score)))
+            found.append((figure, (engine, one.row["gpu"], str(load(one))), (curve_of(one.row), score)))
     return found
 
 
-def _share(found: Sequence[tuple[Cell, str, bool]]) -> float:
+def _share(found: Sequence[tuple[str, str, bool]]) -> float:
     """The share of rows inside, each curve of a figure counted once."""
     by_curve: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
-    for cell, curve, is_inside in found:
-        by_curve[cell[0], curve].append(is_inside)
+    for figure, curve, is_inside in found:
+        by_curve[figure, curve].append(is_inside)
     return float(np.mean([np.mean(values) for values in by_curve.values()])) if by_curve else 1.0
 
 
-def held_out(comparisons: Sequence[Comparison], part: str = JUDGED) -> dict[str, Any]:
-    """How many rows of a part are in the band that is made of its other curves: of all, by figure, and by engine, GPU
-    and load."""
-    found = Known(scores_of(one for one in comparisons if part_of(one.row) == part)).held_out()
-
-    def by(key: Callable[[Cell], str]) -> dict[str, dict[str, Any]]:
-        groups: defaultdict[str, list[tuple[Cell, str, bool]]] = defaultdict(list)
-        for one in found:
-            groups[key(one[0])].append(one)
-        return {
-            name: {
-                "rows": len(group),
-                "curves": len({curve for _, curve, _ in group}),
-                "inside": round(float(np.mean([is_inside for *_, is_inside in group])), 4),
-                "inside_by_curve": round(_share(group), 4),
-            }
-            for name, group in sorted(groups.items())
-        }
-
+def _coverage(found: Sequence[tuple[str, str, bool]]) -> dict[str, Any]:
+    """found: figure and curve of each row, and whether it is inside."""
     return {
-        "all": by(lambda _: "all"),
-        "by_figure": by(lambda cell: cell[0]),
-        "by_regime": by(lambda cell: " ".join([*cell[1:3], "over 128" if cell[3] == "None" else f"up to {cell[3]}"])),
+        "rows": len(found),
+        "curves": len({curve for _, curve, _ in found}),
+        "inside": round(float(np.mean([is_inside for *_, is_inside in found])), 4),
+        "inside_by_curve": round(_share(found), 4),
     }
+
+
+def held_out(comparisons: Sequence[Comparison], part: str = JUDGED) -> dict[str, dict[str, Any]]:
+    """How many rows of each regime that a server of a part has its band from are in the band that is made of its other
+    curves: by regime, and by regime and figure."""
+    known = Known(scores_of(one for one in comparisons if part_of(one.row) == part))
+    found: dict[str, dict[str, Any]] = {"by_regime": {}, "by_figure": {}}
+    for regime in sorted({known.regime_of(cell) for _, cell, _ in known.listed}):
+        figures = dict.fromkeys(FIGURES.values())
+        rows = {figure: [(figure, *one) for one in known.held_out(regime, figure)] for figure in figures}
+        if not any(rows.values()):
+            continue
+        name = regime_in_words(*regime)
+        found["by_regime"][name] = _coverage([one for own in rows.values() for one in own])
+        found["by_figure"] |= {f"{name}: {figure}": _coverage(own) for figure, own in rows.items() if own}
+    return found
 
 
 def bands(comparisons: Sequence[Comparison]) -> list[Setup]:
@@ -170,7 +194,7 @@ def bands(comparisons: Sequence[Comparison]) -> list[Setup]:
     known = Known(scores_of(comparisons))
     setups: defaultdict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for one in comparisons:
-        if (engine := engine_name(one.row)) is not None:
+        if (engine := engine_name(one.row)) is not None and not one.row.get("disaggregated"):
             setups[engine, one.row["gpu"]].append(one)
     return [
         _setup(engine, gpu, group, known)
@@ -181,14 +205,11 @@ def bands(comparisons: Sequence[Comparison]) -> list[Setup]:
 
 def _setup(engine: str, gpu: str, group: Sequence[Comparison], known: Known) -> Setup:
     rows = [one.row for one in group]
-
-    def entry(part: Sequence[Comparison], *cell: str) -> dict[str, Any]:
-        figures = dict.fromkeys(FIGURES[one.metric] for one in part if one.metric in FIGURES)
-        found = {figure: band(known.of_cell((figure, *cell))) for figure in figures}
-        return {"rows": _count(part), "curves": len({curve_of(one.row) for one in part}), "bands": found}
-
-    by_load = {limit: [one for one in group if load(one) == limit] for limit in LOADS}
-    loads = [{"up_to": limit, **entry(part, engine, gpu, str(limit))} for limit, part in by_load.items() if part]
+    figures = list(dict.fromkeys(FIGURES[one.metric] for one in group if one.metric in FIGURES))
+    known_loads = {load(one) for one in group}
+    loads = [
+        {"up_to": limit} | _entry((engine, gpu, str(limit)), figures, known) for limit in LOADS if limit in known_loads
+    ]
     return {
         "engine": engine,
         "hardware": gpu,
@@ -197,8 +218,21 @@ def _setup(engine: str, gpu: str, group: Sequence[Comparison], known: Known) -> 
         "dtypes": sorted({row["dtype"] for row in rows}),
         "tp_sizes": sorted({degree_of(row) for row in rows}),
         "pp_sizes": [1],
+        "drafts": sorted({row.get("drafts") or NO_DRAFTS for row in rows}),
         "loads": loads,
-        "all_loads": entry(group, engine, gpu),
+        "all_loads": _entry((engine, gpu), figures, known),
+    }
+
+
+def _entry(cell: Regime, figures: Iterable[str], known: Known) -> dict[str, Any]:
+    """What expected_errors.json says of a regime: whose band it has, and of how many rows and curves."""
+    regime = known.regime_of(cell)
+    rows = Counter(figure for figure in figures for _ in known.scores(regime, figure))
+    return {
+        "of": regime_in_words(*regime),
+        "rows": max(rows.values(), default=0),
+        "curves": known.curves(regime),
+        "bands": known.bands(regime, figures),
     }
 
 
@@ -231,33 +265,31 @@ def write_bands(setups: Sequence[Setup], published: Mapping[str, Any] | None) ->
 
 
 def _published(result: Mapping[str, Any]) -> list[Setup]:
-    """Entries without an engine overhead, from held-out throughput tables: all requests at once, so one load."""
+    """Entries without an engine overhead, from throughput tables that nothing was fitted to. All requests are there at
+    once, so that there is one load."""
     figure = FIGURES["throughput"]
     groups: defaultdict[str, list[str]] = defaultdict(list)
-    scores = list[tuple[Cell, Score]]()
-    for name, table in result["held_out"]["tables"].items():
+    scores = list[tuple[str, Regime, Score]]()
+    tables = {name: table for role in NOT_FITTED for name, table in result[role]["tables"].items()}
+    for name, table in tables.items():
         gpu = name.split()[1]
-        groups[gpu] += [name for _ in table["results"]]
-        scores += [((figure, gpu), (name, abs(math.log1p(row["error"])))) for row in table["results"]]
+        groups[gpu].append(name)
+        scores += [(figure, (NO_ENGINE, gpu), (name, abs(math.log1p(row["error"])))) for row in table["results"]]
     found, known = [], Known(scores)
-    for gpu, rows in sorted(groups.items()):
-        names = sorted(set(rows))
-        parts = [name.split() for name in names]
+    for gpu, names in sorted(groups.items()):
+        parts = [name.split() for name in sorted(names)]
         found.append(
             {
                 "engine": NO_ENGINE,
                 "hardware": gpu,
-                "sources": [f"TensorRT-LLM {name}" for name in names],
+                "sources": [f"TensorRT-LLM {name}" for name in sorted(names)],
                 "models": sorted({part[2] for part in parts}),
                 "dtypes": sorted({part[3] for part in parts}),
                 "tp_sizes": sorted({int(part[4][2:]) for part in parts}),
                 "pp_sizes": [1],
+                "drafts": [NO_DRAFTS],
                 "loads": [],
-                "all_loads": {
-                    "rows": len(rows),
-                    "curves": len(names),
-                    "bands": {figure: band(known.of_cell((figure, gpu)))},
-                },
+                "all_loads": _entry((NO_ENGINE, gpu), [figure], known),
             }
         )
     return found

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ifbbench
-from benchmarks.serving_rows import NotReplayable, Row, predict, requests_of
+from benchmarks.serving_rows import NotReplayable, Row, clients_of, predict, requests_of
 
 PACKAGE = Path(ifbbench.__file__).parent
 SOURCES = [path for suffix in ("py", "toml", "json") for path in sorted(PACKAGE.rglob(f"*.{suffix}"))]
@@ -29,8 +29,9 @@ POWER = "power_w_per_gpu"
 NOT_RUN = "not run: the time given by --minutes was over"
 # A line of progress at most so often, in seconds.
 PROGRESS_S = 10.0
-# Iterations with draft tokens run one by one, and with attention data parallelism cost more: relative to a request.
-DRAFT_WORK, PARTS_WORK = 20.0, 3.0
+# About how long a row takes, in seconds of a core (compiled, 2026-11-28): for each request; with draft tokens, where
+# iterations run one by one, also for each iteration of a replica, and for each token.
+REQUEST_S, ITERATION_S, TOKEN_S = 2e-3, 3e-4, 3e-6
 
 
 def predictions(
@@ -87,10 +88,15 @@ def _read(cache: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def _work(row: Row) -> float:
-    """About how long a row takes, relative to others."""
+    """About how long a row takes, in seconds. With draft tokens a replica has an iteration for each token of a client,
+    at most."""
     requests = len(requests_of(row))
-    parts_work = PARTS_WORK if row.get("dp_attention") else 1.0
-    return requests * parts_work * (DRAFT_WORK if row.get("num_drafts") or row.get("drafts") else 1.0)
+    seconds = requests * REQUEST_S
+    if row.get("num_drafts") or row.get("drafts"):
+        replicas = row["sides"]["decode"]["workers"] if row.get("sides") else 1
+        rounds = requests / (clients_of(row) or requests)
+        seconds += row["output"] * (rounds * replicas * ITERATION_S + requests * TOKEN_S)
+    return seconds
 
 
 def _run(

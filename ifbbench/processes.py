@@ -149,7 +149,7 @@ def run_within(task: Callable[[], Any], seconds: float) -> Any:
 class _Worker:
     """A process that runs one task after another.
 
-    steps: of its task, how much is done.
+    steps: how much of its task is done.
     """
 
     def __init__(self, run_task: RunTask) -> None:

@@ -50,6 +50,8 @@ PRIVATE_WORDS = re.compile(
 
 # What begins without the subject of a sentence.
 TELEGRAMS = re.compile(r'("""|^\s*# )(Of |That of |Those (of|that) |The same (of|as|for) )')
+# A description of an attribute, in a class or a function, without a noun.
+NO_NOUN = re.compile(r'^\s+(""")?[a-z_]\w*(, [a-z_]\w*)*: (\[[^]]*\], )?of ')
 
 # One or several attributes or parameters described in a docstring, `name: what it is`, with the end of the text before.
 NAME = r"`?[a-z_][A-Za-z0-9_]*(?:\([^)\n]*\))?`?"
@@ -167,6 +169,7 @@ def test_prose_has_no_private_words() -> None:
 
 def test_docstrings_and_comments_are_sentences() -> None:
     assert offending(FILES, TELEGRAMS) == []
+    assert offending(FILES, NO_NOUN) == []
 
 
 def run_on_descriptions(docstring: str) -> list[str]:

@@ -129,7 +129,7 @@ class Bounds:
             raise InputError(f"{run.data.path}: no request's spans are recorded")
         simulated, self._windows = _simulated(run)
         self.work: RunWork = read_work(run, self._windows)
-        # Of a real device, what iterations cost is fitted to their times.
+        # On a real device, the cost of iterations is fitted to their times.
         weights = simulated.times_s(self.work.computed) if simulated else np.ones(len(self.work.computed.outputs))
         self._timeline = _Timeline(run, weights)
         self._device: Device = simulated or MeasuredDevice.fitted(self.work.computed, self._timeline.device_s)

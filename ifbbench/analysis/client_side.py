@@ -84,8 +84,8 @@ class ClientFindings:
         if self.stalls["count"]:
             unit, scale = time_unit([self.stalls["longest_s"]])
             found.append(
-                f"{self.stalls['count']:,} gaps between tokens exceed {STALL_RATIO:g} times the median, the longest is "
-                f"{significant(self.stalls['longest_s'], scale)} {unit}; they are "
+                f"{self.stalls['count']:,} gaps between tokens exceed {STALL_RATIO:g} times the median of those "
+                f"above 0, the longest is {significant(self.stalls['longest_s'], scale)} {unit}; they are "
                 f"{percent(self.stalls['share_of_time'])} of the time of generation."
             )
         found.append(f"Unknown, because the server is not ours: {', '.join(UNKNOWN)}.")

@@ -59,7 +59,7 @@ class Divergence:
 class Change:
     """How much longer a request took in run b.
 
-    cause: of the run in which it took longer, why, by the part of its time that differs most.
+    cause: why the run in which it took longer was slower, by the part of its time that differs most.
     """
 
     request_id: Id

@@ -29,7 +29,7 @@ SLOWEST_SHARE = 0.1
 class GenerationTime:
     """The parts of the time between the first and the last token of each request.
 
-    bounds: of `run`.
+    bounds: bounds of `run`.
     """
 
     def __init__(self, run: RecordedRun, bounds: Bounds) -> None:

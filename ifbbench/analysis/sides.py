@@ -27,7 +27,7 @@ class SideTimes:
     """Seconds of all completed requests together: until an iteration of a prefill replica ran them, in transfers,
     waiting for blocks of decode replicas, in all, and until their first tokens.
 
-    load_s: in loads from stores, which neither the queues nor the transfers include.
+    load_s: time in loads from stores, which neither the queues nor the transfers include.
     """
 
     prefill_queue_s: float

@@ -353,7 +353,7 @@ def _engine_without_model(
         clock = simulated_clock = make_clock()
         shard = Shard.of_config(model, resolved)
         if overhead is not None:
-            hardware = overhead.applied_to(hardware, shard.kv_cache_dtype, shard.dtype)
+            hardware = overhead.applied_to(hardware, shard.kv_cache_dtype, shard.dtype, shard.expert_shape)
         two_batches, draft_mtp = resolved.enable_two_batch_overlap, resolved.draft_mtp or 0
         cost_model, draft_cost = _cost_model(shard, hardware, True, two_batches, draft_mtp), None
         if draft_mtp:

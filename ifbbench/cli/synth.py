@@ -36,7 +36,7 @@ class Group(click.Group):
 @click.option("--output", type=click.Path(path_type=Path), help="As --output of the command.")
 @click.option("--random-seed", type=NOT_NEGATIVE_INTEGER, metavar="K", help="As --random-seed of the command.")
 @click.option(
-    "--request-rate", type=FloatRange(), metavar="R", help="As --request-rate of the command; -1: all at once."
+    "--request-rate", type=FloatRange(min=-1), metavar="R", help="As --request-rate of the command; -1: all at once."
 )
 @click.option(
     "--time-delay-dist",
@@ -148,7 +148,7 @@ def check_output(output: Path, overwrite: bool) -> None:
 def write(trace: "Trace | Sample", output: Path, overwrite: bool, seed: int, to: str | None, vocab_size: int) -> None:
     """Write `trace` in the format `to`, by default that of the suffix, and say so; to standard output if `output` is -.
 
-    seed, vocab_size: of the token ids that are drawn where the trace records none and the format needs them.
+    seed, vocab_size: what token ids are drawn with, where the trace records none and the format needs them.
     """
     from ifbbench.cli.console import progress_line
     from ifbbench.workload.convert import FORMATS as OUTPUT_FORMATS

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ifbbench.analysis.words import Words
     from ifbbench.settings.config import RunConfig
     from ifbbench.studies.deployments import Deployment
-    from ifbbench.studies.tune import Tuning
     from ifbbench.studies.tune_candidates import Candidate, Goal
+    from ifbbench.studies.tune_search import Tuning
 
 
 class Prices(click.ParamType):  # type: ignore[type-arg]  # generic in some versions of click only
@@ -198,7 +198,7 @@ class Search:
     def compare(self, choices: dict[str, list[Any]], progress: Progress) -> "tuple[Tuning, Path, list[Deployment]]":
         """The cheapest deployment, the directory of the answer, and all deployments."""
         from ifbbench.studies.deployments import compare_deployments, price_of
-        from ifbbench.studies.tune import COST_GPUS
+        from ifbbench.studies.tune_load import COST_GPUS
 
         directory = self._directory(Path(self.trace or "default").stem)
         devices = choices.get("device", [self.config.device])

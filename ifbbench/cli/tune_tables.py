@@ -10,10 +10,10 @@ from ifbbench.analysis.number_texts import count, percent, significant
 from ifbbench.analysis.words import Words, words_of
 from ifbbench.report import plain_table, print_fitting
 from ifbbench.settings.config import RunConfig
-from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import EQUAL_SHARE
 from ifbbench.studies.tune_certainty import loss_text
 from ifbbench.studies.tune_files import BURST_S, busiest, rate_interval_of
+from ifbbench.studies.tune_search import Tuning
 
 OF_DTYPES = " A data type may change answers; that is not measured here."
 OF_SIDES = " With a +: prefill replicas, and decode replicas that get keys and values from them."

@@ -57,6 +57,13 @@ class _Choice(Struct):
     logprobs: _LogProbs | None = None
     finish_reason: str | None = None
 
+    @property
+    def output(self) -> str:
+        """The text of a completion, or of a message and its reasoning."""
+        if self.delta is None:
+            return self.text or ""
+        return self.delta.content or self.delta.reasoning_content or self.delta.reasoning or ""
+
 
 class _Details(Struct):
     cached_tokens: Count | None = None
@@ -91,34 +98,43 @@ def read_openai(data: bytes, answer: Answer, now_s: float) -> None:
     if chunk.error is not None or chunk.object == "error":
         problem = data if chunk.error is None else encode(chunk.error)
         raise RequestFailed("server_error", message_of(problem.decode(errors="replace")))
-    usage, known = chunk.usage, UNKNOWN
-    if usage is not None:
-        if usage.prompt_tokens is not None:
-            answer.prompt_tokens = usage.prompt_tokens
-        if usage.completion_tokens is not None:
-            answer.output_tokens = usage.completion_tokens
-            known = usage.completion_tokens - answer.num_counted
-        if usage.prompt_tokens_details is not None:
-            answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    known = UNKNOWN if chunk.usage is None else _take_usage(chunk.usage, answer)
     for choice in chunk.choices:
-        text, delta, tokens = choice.text or "", choice.delta, UNKNOWN
-        if delta is not None:
-            text = delta.content or delta.reasoning_content or delta.reasoning or ""
         if choice.finish_reason is not None:
             answer.is_ended = True
         if choice.token_ids is not None:
-            tokens = len(choice.token_ids)
             answer.ids += choice.token_ids
-        elif known >= 0 and not answer.has_unknown:
-            tokens = known
-        elif choice.logprobs is not None:
-            tokens = len(choice.logprobs.tokens or choice.logprobs.content or ())
-        elif not text:
-            if delta is not None and delta.role is not None:  # the first chunk of a chat
-                continue
-            tokens = PERHAPS if choice.finish_reason is None else PERHAPS_END
-        if tokens:
-            answer.add(now_s, tokens, text)
+        if tokens := _tokens_of(choice, UNKNOWN if answer.has_unknown else known):
+            answer.add(now_s, tokens, choice.output)
+
+
+def _take_usage(usage: _Usage, answer: Answer) -> int:
+    """Take in what a chunk says of all tokens so far. Returns how many of the output are not counted yet, UNKNOWN if
+    it does not say."""
+    if usage.prompt_tokens is not None:
+        answer.prompt_tokens = usage.prompt_tokens
+    if usage.prompt_tokens_details is not None:
+        answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
+    if usage.completion_tokens is None:
+        return UNKNOWN
+    answer.output_tokens = usage.completion_tokens
+    return usage.completion_tokens - answer.num_counted
+
+
+def _tokens_of(choice: _Choice, known: int) -> int:
+    """How many tokens a chunk has of `choice`: UNKNOWN, PERHAPS or PERHAPS_END if it does not say. known: by the usage
+    in the chunk, negative if it does not say."""
+    if choice.token_ids is not None:
+        return len(choice.token_ids)
+    if known >= 0:
+        return known
+    if choice.logprobs is not None:
+        return len(choice.logprobs.tokens or choice.logprobs.content or ())
+    if choice.output:
+        return UNKNOWN
+    if choice.delta is not None and choice.delta.role is not None:  # the first chunk of a chat
+        return 0
+    return PERHAPS if choice.finish_reason is None else PERHAPS_END
 
 
 # Triton.

@@ -86,7 +86,7 @@ class Batch(NamedTuple):
     positions: [generation requests], position of each one's newest token (the number of tokens cached before it).
     block_tables: [slots, beams, blocks per sequence], a live view of the block ids of every slot; to be read before
         `submit` returns. Entries beyond a sequence's length are meaningless.
-    beam_width: of all requests of the batch. `beams` is None if that is 1 or there is no generation request.
+    beam_width: beam width of all requests of the batch. `beams` is None if that is 1 or there is no generation request.
     num_candidates: with beams, how many continuations of each request the search needs.
     padded: every prompt runs as long as the longest of the batch (static batching).
     copies: block copies to make before the batch runs, in this order.

@@ -20,7 +20,7 @@ class Response:
     tokens: the output of each beam, best first, without the prompt; empty from executors without a model.
     log_probs, generation_logits: log-probabilities and logits of the same tokens, if asked for; [output tokens] and
         [output tokens, vocabulary].
-    cumulative_log_probs: [beams], of all output tokens so far, if log-probabilities were asked for.
+    cumulative_log_probs: [beams], log-probability of all output tokens so far, if log-probabilities were asked for.
     context_logits: [prompt length, vocabulary], in the final response, if asked for.
     """
 

@@ -34,7 +34,7 @@ class SamplingParams:
     bad_words: sequences of token ids that the output never contains. As in `transformers`, a word may begin in the
         prompt, and a word that is one end token is ignored.
     embedding_bias: [vocabulary], is added to the logits.
-    length_penalty, early_stopping: of beam search. The score of a complete beam is its log-probability divided by
+    length_penalty, early_stopping: rules of beam search. The score of a complete beam is its log-probability divided by
         length ** length_penalty. Beam search takes the most likely tokens: it has no top_k and top_p, and its
         temperature divides the logits; 0 is 1.
     """

@@ -11,8 +11,9 @@ from ifbbench.engine.predicted_loop import MAX_ITERATIONS_AT_ONCE, RanTogether
 from ifbbench.engine.transferring_loop import TransferringLoop
 from ifbbench.virtual_clock import tick
 
-# After an interruption so many iterations run together, at least, and twice as many in each step without another one.
-FEWEST_TOGETHER = 8
+# After an interruption so many iterations run together, at least, and twice as many once all of them have run: those
+# that are undone have cost time, and so does another step.
+FEWEST_TOGETHER = 32
 
 
 class SteppedLoop(TransferringLoop):
@@ -30,6 +31,7 @@ class SteppedLoop(TransferringLoop):
     _known_refused: int = 0
     _device_before: Any = None  # before the latest iterations that ran together
     _max_together: int = 1024  # as MAX_ITERATIONS_AT_ONCE
+    _ran_all: bool = False  # the latest iterations were so many
     may_be_interrupted: bool = False
 
     def step(self) -> bool:
@@ -85,9 +87,9 @@ class SteppedLoop(TransferringLoop):
         else:
             self._held = self._held_together = None
             self._complete_together(ran)
-            self._max_together = 1
+            self._ran_all, self._max_together = False, 1
             self.step()
-        self._max_together = max(2 * count, FEWEST_TOGETHER)
+        self._expect_more(count)
 
     def shorten(self, time_ns: int) -> None:
         """A request comes at `time_ns`, which the next step looks for: iterations of the latest step that start then or
@@ -96,7 +98,7 @@ class SteppedLoop(TransferringLoop):
         ran = self._held_together
         if ran is not None and (count := _num_begun(ran, time_ns)) < len(ran.times.start_ns):
             self._take_together(self._run_again(ran, count))
-            self._max_together = max(2 * count, FEWEST_TOGETHER)
+            self._expect_more(count)
 
     def used_blocks_at(self, time_ns: int) -> int:
         """Blocks of the KV cache in use at `time_ns`, which is not before the latest step began: those of a loop that
@@ -117,6 +119,10 @@ class SteppedLoop(TransferringLoop):
         device.restore(self._device_before)
         self._device_before = device.state()
         return ran._replace(times=super()._run_device(device, ran.works[:count], count, ran.number))
+
+    def _expect_more(self, count: int) -> None:
+        """After so many iterations something came: it may come as soon again."""
+        self._ran_all, self._max_together = False, max(2 * count, FEWEST_TOGETHER)
 
     def lose_engine(self, time_s: float) -> None:
         """The engine is lost at `time_s`: iterations that have not ended by then never do. The loop is of no use
@@ -165,6 +171,8 @@ class SteppedLoop(TransferringLoop):
         self._held = complete
 
     def _num_together(self, plan: Plan) -> int:
+        if self._ran_all:
+            self._ran_all, self._max_together = False, min(2 * self._max_together, MAX_ITERATIONS_AT_ONCE)
         return min(super()._num_together(plan), self._max_together)
 
     def _run_device(
@@ -177,8 +185,9 @@ class SteppedLoop(TransferringLoop):
     ) -> PredictedTimes:
         if self.may_be_interrupted and count > 1:
             self._device_before = device.state()
-            self._max_together = min(2 * self._max_together, MAX_ITERATIONS_AT_ONCE)
-        return super()._run_device(device, works, count, number, change_ns)
+        times = super()._run_device(device, works, count, number, change_ns)
+        self._ran_all = len(times.start_ns) == self._max_together
+        return times
 
     def _take_together(self, ran: RanTogether) -> None:
         self._held, self._held_together = lambda: self._complete_together(ran), ran

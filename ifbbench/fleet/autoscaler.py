@@ -21,8 +21,11 @@ class Autoscaler:
         self._wanted = deque[tuple[float, int]]()
 
     def replicas(self, time_s: float, current: int, measured: float | None) -> int:
-        """The number of replicas from `time_s` on. current: that so far. measured: the sum over all replicas, the mean
-        of TTFT; None if nothing was measured, which changes nothing."""
+        """The number of replicas from `time_s` on.
+
+        current: the number so far.
+        measured: the sum over all replicas, for TTFT the mean; None if nothing was measured, which changes nothing.
+        """
         rule, wanted = self.rule, current
         if measured is None:
             return min(max(current, rule.minimum), rule.maximum)

@@ -16,8 +16,11 @@ AT, LIKE = "at", "like"
 
 
 class ReplicaEvent(NamedTuple):
-    """What happens at a time. value: the number of the replica that fails or drains; how many start; how many the fleet
-    has. like: new replicas have the settings of this one."""
+    """What happens at a time.
+
+    value: number of the replica that fails or drains; how many replicas start; or how many the fleet has then.
+    like: number of the replica whose settings new ones have.
+    """
 
     at_s: float
     kind: str
@@ -26,9 +29,14 @@ class ReplicaEvent(NamedTuple):
 
 
 def read_events(path: Path, replicas: int, can_grow: bool, has_sides: bool = False) -> list[ReplicaEvent]:
-    """The events of a file in order of time. replicas: how many there are at first. can_grow: whether others than
-    those of the file start too. has_sides: of a fleet with prefill and decode apart, where none can start. InputError
-    for an entry that cannot be, such as the failure of a replica that is never there."""
+    """The events of a file in order of time.
+
+    replicas: number of replicas at first.
+    can_grow: whether replicas start that are not in the file.
+    has_sides: whether prefill and decode are apart, so that none can start.
+
+    InputError for an entry that cannot be, such as the failure of a replica that is never there.
+    """
     found = list[ReplicaEvent]()
     for position, entry in enumerate(read_tables(path, "--replica_events"), start=1):
         with located(f"--replica_events {path}: entry {position}"):

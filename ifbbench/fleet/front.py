@@ -9,8 +9,11 @@ from ifbbench.fleet.router import PREFILLS, PREFIXES, REQUESTS, STATE, Replica, 
 
 
 class Sent(NamedTuple):
-    """A request that was sent to a replica. seen: what the router saw, by name a value for each replica, -1 of those
-    that take no requests. prefill_tokens: of its prompt, those that the replica is not expected to hold."""
+    """A request that was sent to a replica.
+
+    seen: what the router saw: by name a value for each replica, -1 for those that take no requests.
+    prefill_tokens: tokens of its prompt that the replica is not expected to hold.
+    """
 
     replica: Replica
     prompt_len: int
@@ -19,9 +22,12 @@ class Sent(NamedTuple):
 
 
 class Front:
-    """A router with the counts that it keeps of replicas. routed: how many requests it has sent.
+    """A router with the counts that it keeps of replicas.
 
-    names: of what it sees, which `requests.jsonl` has as `offers`."""
+    routed: number of requests that it has sent.
+
+    names: names of what it sees, which `requests.jsonl` has as `offers`.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -34,8 +40,11 @@ class Front:
         self.routed = 0
 
     def route(self, request: RoutedRequest, views: Sequence[Replica], count: int) -> Sent:
-        """Choose the replica of a request, and count it there. views: the replicas that take requests. count: of all
-        replicas."""
+        """Choose the replica of a request, and count it there.
+
+        views: the replicas that take requests.
+        count: number of all replicas.
+        """
         seen = self._seen(request, views, count)
         chosen = self._router.choose(request, views)
         chosen.requests += 1

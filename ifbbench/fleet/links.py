@@ -9,8 +9,11 @@ from ifbbench.virtual_clock import tick, to_seconds
 
 
 class _Flow:
-    """A transfer. tokens: what was left of it at `since_s`. end_s: when its last token has left, unless another one
-    begins or ends before."""
+    """A transfer.
+
+    tokens: tokens that were left of it at `since_s`.
+    end_s: when its last token has left, unless another one begins or ends before.
+    """
 
     def __init__(self, key: int, source: int, target: int, tokens: float, since_s: float) -> None:
         self.key, self.source, self.target, self.tokens, self.since_s = key, source, target, tokens, since_s
@@ -96,7 +99,9 @@ class MeasuredLinks:
     """`Links` of replicas that compute: keys and values are copied when a transfer begins, and arrive after the time
     that this took. As each was copied alone, one follows another through the link of a replica.
 
-    move(key): copies them, and returns the seconds. num_out, num_in: how many replicas send, and receive."""
+    num_out, num_in: number of replicas that send, and that receive.
+    move(key): copies keys and values, and returns the seconds.
+    """
 
     def __init__(self, num_out: int, num_in: int, move: Callable[[int], float]) -> None:
         self._out_s, self._in_s, self._move = [0.0] * num_out, [0.0] * num_in, move

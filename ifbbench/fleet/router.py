@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from ifbbench.errors import InputError
+from ifbbench.errors import IfbbenchError, InputError
 from ifbbench.fleet.prefix_index import Pieces, PrefixIndex
-from ifbbench.schedulers.plugins import check_parameters, find_plugin
+from ifbbench.schedulers.plugins import check_parameters, describe_failure, find_plugin
+from ifbbench.settings.fields import shown
 from ifbbench.settings.groups.fleet import ROUTERS, WEIGHTED_ROUTERS
 
 ENTRY_POINT_GROUP = "ifbbench.routers"
@@ -17,11 +18,17 @@ REQUESTS, STATE, PREFIXES, PREFILLS = "requests", "state", "prefixes", "prefills
 EVERYTHING = frozenset((REQUESTS, STATE, PREFIXES, PREFILLS))
 
 
+class RouterFailed(IfbbenchError):
+    """A user's router raised, or chose no replica."""
+
+
 class RoutedRequest(NamedTuple):
     """What a router knows of a request.
 
-    number: of requests routed before it. session: the number of its session, in the order in which sessions start;
-    `number` where the trace has none. pieces: see `Pieces`; empty where the router looks at no prefixes."""
+    number: number of requests routed before it.
+    session: number of its session, in the order in which sessions start; `number` where the trace has none.
+    pieces: see `Pieces`; empty where the router looks at no prefixes.
+    """
 
     number: int
     request_id: int
@@ -46,9 +53,11 @@ IDLE = ReplicaState()
 class Replica:
     """A replica as the router sees it.
 
+    prefixes: prompts that were sent there.
     requests, tokens: those sent there and not answered yet, and the tokens of their prompts: the router's own counts.
-    prefill_tokens: of those without a first token, the prompt tokens that the replica was not expected to hold. state:
-    the latest report, at most `--router_state_age` old. prefixes: prompts that were sent there."""
+    state: the latest report, at most `--router_state_age` old.
+    prefill_tokens: tokens of the prompts without a first token that the replica was not expected to hold.
+    """
 
     number: int
     prefixes: PrefixIndex
@@ -222,10 +231,37 @@ def make_router(name: str, num_replicas: int, seed: int) -> Router:
             "ifbbench.fleet.router.Router. Name the class."
         )
     check_parameters("router", name, target, "a number of replicas and a seed", "num_replicas", "seed")
-    router: Router = target(num_replicas, seed)
-    unknown = set(getattr(router, "looks_at", EVERYTHING)) - EVERYTHING
-    if unknown:
+    try:
+        router: Router = target(num_replicas, seed)
+        looks_at = frozenset(getattr(router, "looks_at", EVERYTHING))
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        raise InputError(
+            f"--router: {name!r} cannot be made: {describe_failure(error)}. Correct its __init__, or looks_at."
+        ) from error
+    if unknown := looks_at - EVERYTHING:
         raise InputError(
             f"--router: {name!r} looks at {sorted(unknown)[0]!r}; expected some of {', '.join(sorted(EVERYTHING))}."
         )
-    return router
+    return _CheckedRouter(name, router, looks_at)
+
+
+class _CheckedRouter(Router):
+    """A user's router. RouterFailed if it raises, with file and line, or chooses what is no replica that takes
+    requests."""
+
+    def __init__(self, name: str, router: Router, looks_at: frozenset[str]) -> None:
+        self._name, self._router, self.looks_at = name, router, looks_at
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[Replica]) -> Replica:
+        try:
+            chosen = self._router.choose(request, replicas)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # it may raise anything, such as SystemExit
+            raise RouterFailed(f"router {self._name} failed in choose: {describe_failure(error)}") from error
+        if not any(chosen is one for one in replicas):
+            raise RouterFailed(
+                f"router {self._name}: choose() returned {shown(chosen)}; expected one of the {len(replicas)} replicas "
+                "that it was given."
+            )
+        return chosen

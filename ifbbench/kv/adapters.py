@@ -20,7 +20,7 @@ from ifbbench.errors import InputError
 class LoraLimits:
     """Adapter pages on the device.
 
-    pages: of the tasks that take another number than `pages_per_task`.
+    pages: pages of the tasks that take another number than `pages_per_task`.
     """
 
     pages_per_task: int = 0

@@ -13,7 +13,7 @@ from ifbbench.kv.store import KvStore, Transfer
 class _Loading:
     """A request that waits for blocks.
 
-    keys: by store, those that it reads from there.
+    keys: the blocks that it reads from each store.
     """
 
     def __init__(self, request: Request, begin_s: float, keys: Sequence[Sequence[Hashable]]) -> None:

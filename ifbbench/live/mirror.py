@@ -103,7 +103,7 @@ class Mirror:
     """The engine's requests by name, and the records of its iterations.
 
     requests: requests in the order in which they entered the queue.
-    running: those that run, in the order of starting.
+    running: requests that run, in the order of starting.
     """
 
     def __init__(self, limits: EngineLimits) -> None:

@@ -77,7 +77,7 @@ class _Notes(Notes):
         (self.ended if self._is_updating else self.changes).append(ended)
 
     def was_preempted(self, request: Request, caller: FrameType) -> None:
-        """caller: of vLLM's method. The request that needs the blocks is not passed to it, but is a variable of
+        """caller: what calls vLLM's method. The request that needs the blocks is not passed to it, but is a variable of
         `schedule`. To follow each allocation instead would cost as much as all other notes of an iteration."""
         beneficiary = getattr(caller.f_locals.get("request"), "request_id", request.request_id)
         self.preempted.append(Preempted(request.request_id, beneficiary))

@@ -27,6 +27,7 @@ from ifbbench.replay.fleet import (
     check_computing,
     check_settings,
     closed,
+    outcome_of,
     price_of,
 )
 from ifbbench.replay.fleet_changes import Changes
@@ -91,7 +92,7 @@ NOT_SENT = ("return_log_probs", "return_context_logits", "return_generation_logi
 class _Ran:
     """What is left of the replicas once they have ended.
 
-    ended: of each, those of prefill first.
+    ended: each replica, those of prefill first.
     """
 
     fleet: SteppedSides
@@ -118,13 +119,17 @@ def run_disaggregated(
         directory = stack.enter_context(
             fleet_recording(trace, config, description, progress, on_recording, on_recorded)
         )
-        with _running(trace, config, routers, own, engines, directory, progress) as ran:
+
+        def write(ran: _Ran) -> RunResult:
+            write_lines(directory, config.recording_format, ran.fleet.lines)
+            summary, _ = _summary(trace, config, ran)
+            return write_fleet_end(directory, description, summary)
+
+        with _running(trace, config, routers, own, engines, directory, progress, write) as ran:
             ran.fleet.run()
         if config.responses_json:
             write_responses(Path(config.responses_json), trace, ran.fleet.outputs)
-        write_lines(directory, config.recording_format, ran.fleet.lines)
-        summary, _ = _summary(trace, config, ran)
-        return write_fleet_end(directory, description, summary)
+        return write(ran)
 
 
 def summarise_disaggregated(
@@ -164,10 +169,12 @@ def _checked(config: RunConfig) -> tuple[tuple[Router, Router], tuple[RunConfig,
         make_router(router, config.prefill_replicas, config.seed),
         make_router(config.decode_router or router, config.decode_replicas, config.seed),
     )
-    if any(PREFILLS in one.looks_at for one in routers):
-        raise InputError(
-            "--router dynamo: is not built with --prefill_replicas and --decode_replicas; give another one."
-        )
+    for chosen, name in zip(routers, (router, config.decode_router or router), strict=True):
+        if PREFILLS in chosen.looks_at:
+            raise InputError(
+                f"--router {name}: looks at {PREFILLS!r}, which is not built with --prefill_replicas and "
+                "--decode_replicas; give another one, or leave that out of looks_at of your own."
+            )
     if config.router_state_age and not any(STATE in one.looks_at for one in routers):
         raise InputError("--router_state_age: no router reads states of replicas; leave it out.")
     own = config.of_one_replica(concurrency=None, duration=None, output=None, **NO_SIDE_OUTPUTS)
@@ -337,8 +344,10 @@ def _running(
     engines: list[Engine],
     directory: Path | None,
     progress: Progress,
+    write: Callable[[_Ran], object] = lambda ran: None,
 ) -> Iterator[_Ran]:
-    """Replicas that are ready; their recordings end with the block."""
+    """Replicas that are ready; their recordings end with the block. write: takes what was done by a fleet whose run
+    ends early."""
     descriptions: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:
 
@@ -387,16 +396,17 @@ def _running(
         try:
             yield ran
         except KeyboardInterrupt as interrupt:
-            kept = "nothing was recorded" if directory is None else f"results are kept in {directory}"
-            interrupt.add_note(f"{fleet.front.answered} of {len(trace)} requests were done; {kept}.")
+            interrupt.add_note(f"{outcome_of(fleet.front, trace, directory)}.")
             raise
         except Exception as error:
-            done = f"{fleet.front.answered} of {len(trace)} requests were done"
+            done = outcome_of(fleet.front, trace, directory)
             raise RunFailed(f"the fleet's run ended early: {error}", done) from error
         finally:
             gc.unfreeze()
             for number, one in enumerate(replicas):
                 ran.ended.append(closed(one, not fleet.front.done, descriptions.get(number), directory))
+            if not fleet.front.done:
+                write(ran)
 
 
 def _summary(trace: Trace, config: RunConfig, ran: _Ran) -> tuple[dict[str, Any], SummaryRecorder]:
@@ -405,7 +415,8 @@ def _summary(trace: Trace, config: RunConfig, ran: _Ran) -> tuple[dict[str, Any]
     settings = ran.engines[-1].config.as_dict() | {"concurrency": config.concurrency}
     class_of = columns_of(trace.requests).class_at
     whole = SummaryRecorder(settings, 0, lambda request: 0.0, class_of=class_of)
-    metrics = RequestMetrics(len(ran.fleet.lines), class_of, settings, BOUND_BY)
+    total = len(ran.fleet.lines) if ran.fleet.front.done else len(trace)
+    metrics = RequestMetrics(total, class_of, settings, BOUND_BY)
     for line in ran.fleet.lines:
         metrics.add_line(line)
     for _, parts in ran.ended:

@@ -158,13 +158,17 @@ def run_fleet(
     with _first_engine(trace, plan, progress) as (engine, others):
         description = describe_fleet(trace, engine, config, plan.configs)
         with fleet_recording(trace, config, description, progress, on_recording, on_recorded) as directory:
-            run = _run(trace, config, plan, directory, progress, others)
+
+            def write(run: FleetRun) -> RunResult:
+                summary, whole = fleet_summary(trace, config, engine, run)
+                _write_requests(directory, config, run, whole.lost)
+                return write_fleet_end(directory, description, summary)
+
+            run = _run(trace, config, plan, directory, progress, others, write)
             if config.responses_json:
                 write_responses(Path(config.responses_json), trace, run.outputs)
             progress.stage("writing requests")
-            summary, whole = fleet_summary(trace, config, engine, run)
-            _write_requests(directory, config, run, whole.lost)
-            return write_fleet_end(directory, description, summary)
+            return write(run)
 
 
 def summarise_fleet(
@@ -281,11 +285,13 @@ def _run(
     directory: Path | None,
     progress: Progress,
     engines: ReplicaEngines | None,
+    write: Callable[[FleetRun], object] = lambda run: None,
 ) -> FleetRun:
-    """Run all replicas, into their directories in that of the fleet, or without files."""
+    """Run all replicas, into their directories in that of the fleet, or without files. write: takes what was done by a
+    fleet whose run ends early."""
     shares = _known_shares(trace, config, plan)
     if shares is None:
-        return _run_stepped(trace, config, plan, directory, progress, engines)
+        return _run_stepped(trace, config, plan, directory, progress, engines, write)
     return FleetRun(_run_independent(trace, config, plan.configs, shares, directory, progress), shares, plan.configs)
 
 
@@ -378,8 +384,13 @@ def _run_stepped(
     directory: Path | None,
     progress: Progress,
     engines: ReplicaEngines | None,
+    write: Callable[[FleetRun], object],
 ) -> FleetRun:
-    """Run all replicas together, in steps from one arrival to the next. engines: of replicas that compute."""
+    """Run all replicas together, in steps from one arrival to the next.
+
+    engines: engines of replicas that compute.
+    write: see `_run`.
+    """
     configs = [one.with_values(**OF_FLEET) for one in plan.configs]
     descriptions: dict[int, dict[str, Any]] = {}
     with ExitStack() as stack:
@@ -433,21 +444,29 @@ def _run_stepped(
         progress.stage(REPLAYING)
         gc.freeze()
         ended: list[Ended] = []
+        run = FleetRun(ended, (), of_replicas, fleet)
         try:
             fleet.run()
         except KeyboardInterrupt as interrupt:
-            kept = "nothing was recorded" if directory is None else f"results are kept in {directory}"
-            interrupt.add_note(f"{fleet.front.answered} of {len(trace)} requests were done; {kept}.")
+            interrupt.add_note(f"{outcome_of(fleet.front, trace, directory)}.")
             raise
         except Exception as error:
-            done = f"{fleet.front.answered} of {len(trace)} requests were done"
+            done = outcome_of(fleet.front, trace, directory)
             raise RunFailed(f"the fleet's run ended early: {error}", done) from error
         finally:
             gc.unfreeze()
             for number, one in enumerate(replicas):
                 ended.append(closed(one, not fleet.front.done, descriptions.get(number), directory))
+            if not fleet.front.done:
+                write(replace(run, members=[one.members for one in replicas]))
     outputs = {name: tokens for one in replicas for name, tokens in one.client.outputs.items()}
-    return FleetRun(ended, [one.members for one in replicas], of_replicas, fleet, outputs)
+    return replace(run, members=[one.members for one in replicas], outputs=outputs)
+
+
+def outcome_of(front: ReplayClient, trace: Trace, directory: Path | None) -> str:
+    """What was done of a fleet's run that ends early, and where it is."""
+    kept = "nothing was recorded" if directory is None else f"results are kept in {directory}"
+    return f"{front.answered} of {len(trace)} requests were done; {kept}"
 
 
 def closed(one: SteppedReplica, is_partial: bool, description: dict[str, Any] | None, directory: Path | None) -> Ended:

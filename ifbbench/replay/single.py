@@ -33,11 +33,12 @@ from ifbbench.rundir import run_directory
 from ifbbench.rundir.lines import is_thinned_out
 from ifbbench.rundir.printing import PrintingRecorder
 from ifbbench.rundir.recorder import Recorder, SummaryRecorder
+from ifbbench.schedulers.engines import check_scheduler
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.groups.replay import BY_ITERATION
 from ifbbench.simulated.energy import energy_figures
 from ifbbench.simulated.executor import SimulatedExecutor
-from ifbbench.simulated.expected_error import NO_ENGINE, Compared, expected_error
+from ifbbench.simulated.expected_error import NO_DRAFTS, NO_ENGINE, Compared, expected_error
 from ifbbench.simulated.serving_process import ServingProcess
 from ifbbench.workload.formats import write_trace
 from ifbbench.workload.prompts import check_vocabulary
@@ -173,6 +174,7 @@ def engine_for(
     with leading(config, beam_width) if config.num_ranks > 1 else nullcontext() as communicator:
         engine = build_engine(config, beam_width, owns_process=owns_process, communicator=communicator, sends=sends)
         with closing(engine.executor):
+            check_scheduler(engine.limits, engine.clock)
             warn_of_refusals(trace, engine)
             if engine.makes_tokens:
                 check_vocabulary(trace, engine.model.vocab_size)
@@ -426,7 +428,8 @@ def more_figures(
     name = NO_ENGINE if engine.overhead is None else engine.overhead.name
     hardware = Path(config.hardware or "").name.lower().replace("_", "-")
     model = built_in_shape(config.model) or config.model
-    run = Compared(name, config.engine, hardware, model, config.weight_dtype, config.tp_size, config.pp_size)
+    draft = ("mtp" if config.draft_mtp else "drafts") if config.has_drafts else NO_DRAFTS
+    run = Compared(name, config.engine, hardware, model, config.weight_dtype, config.tp_size, config.pp_size, draft)
     # By Little's law.
     requests = summary["request_throughput_per_s"] * (summary["e2e_s"]["mean"] or 0.0)
     return figures | {"expected_error": expected_error(run, round(requests))}

@@ -8,7 +8,11 @@ FORMATS = ("png", "svg")
 
 @dataclass(frozen=True)
 class Output:
-    """How charts are written. directory: None for `charts` in the run directory. title: in place of the chart's own."""
+    """How charts are written.
+
+    directory: the directory, None for `charts` in the run directory.
+    title: title in place of the chart's own.
+    """
 
     directory: Path | None = None
     formats: tuple[str, ...] = FORMATS

@@ -58,7 +58,7 @@ def _draw_boxes(
     axes: Axes, run: RunData, running: pd.DataFrame, times_s: tuple[Floats, Floats], lanes: Integers, count: int
 ) -> list[Artist]:
     """A box for each of the spans `running`, from one time to the other, in the colour of its request; returns the key.
-    count: of lanes."""
+    count: number of lanes."""
     bins, (left, right) = TimeBins.of(run), times_s
     row_of = {request: row for row, request in enumerate(request_order(run))}
     rows = running["request_id"].map(row_of).to_numpy(dtype=int) % len(REQUEST_COLOURS)

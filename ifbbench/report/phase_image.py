@@ -11,7 +11,7 @@ from ifbbench.rundir.reader import Floats
 
 Integers = NDArray[np.int64]
 
-# Several of more rows are in one row of cells.
+# With more rows, several are in one row of cells.
 MAX_ROWS = 500
 WHITE = 255.0
 
@@ -28,8 +28,10 @@ def draw_phase_image(
     """Fill `axes` with cells in which the colours of phases are mixed by how much of it each covers, and white by how
     much none does.
 
-    rows, left, right: where each stretch of `phases` is. extent: the ends of the axis of time, and the number of rows.
-    columns: of cells."""
+    rows, left, right: where each stretch of `phases` is.
+    extent: the ends of the axis of time, and the number of rows.
+    columns: number of columns of cells.
+    """
     first, last, count = extent
     shape = (min(MAX_ROWS, max(count, 1)), columns)
     rows_of_cells = rows * shape[0] // max(count, 1)

@@ -22,8 +22,11 @@ THROUGHPUTS = {
 
 
 def print_repeats(name: str, known: Mapping[str, Any], words: Words, console: Console) -> None:
-    """Print throughput and latencies of repeats called `name`, as mean ± half of the 95 % confidence interval. known:
-    their summary. words: of their engine."""
+    """Print throughput and latencies of repeats called `name`, as mean ± half of the 95 % confidence interval.
+
+    known: their summary.
+    words: words of their engine.
+    """
     intervals = known["confidence_interval_95"]
     completed, total = (known["repeats"][name] for name in ("completed", "total"))
     console.print()

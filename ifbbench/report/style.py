@@ -243,7 +243,9 @@ def in_percent(share: float) -> str:
 class RoundTicks(Locator):
     """Ticks at 1, 2 and 5 times powers of ten, or at multiples of these, as many as have room for their texts.
 
-    most: so many at most. whole: at whole numbers only. text: of a tick. For linear and logarithmic axes.
+    most: maximum number of ticks.
+    whole: whether they are at whole numbers only.
+    text: text of a tick.
     """
 
     def __init__(self, axis: Axis, most: int, whole: bool, text: Callable[[float], str]) -> None:
@@ -295,7 +297,10 @@ class RoundTicks(Locator):
 
 
 class ChosenTicks(RoundTicks):
-    """Ticks at given values, without those that have no room for their texts. values: ascending."""
+    """Ticks at given values, without those that have no room for their texts.
+
+    values: values in ascending order.
+    """
 
     def __init__(self, axis: Axis, values: Sequence[float], text: Callable[[float], str]) -> None:
         super().__init__(axis, len(values), False, text)

@@ -26,8 +26,12 @@ MIN_KNEE_POINTS, MIN_KNEE_HEIGHT = 4, 0.15
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of the points. keys: column of the table to its name in a legend, empty for the only one. unit: of its
-    axis, None for seconds. colours: of each key."""
+    """A figure of the points.
+
+    keys: column of the table to its name in a legend, empty for the only one.
+    unit: unit of its axis, None for seconds.
+    colours: colour of each key.
+    """
 
     label: str
     keys: dict[str, str]

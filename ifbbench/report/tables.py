@@ -224,13 +224,19 @@ def energy_sentence(energy: dict[str, Any]) -> str:
 def expected_error_sentence(expected: dict[str, Any]) -> str:
     """How far the figures of a simulated run may be from a real server's. expected: of a run that was compared."""
     bands = [
-        f"{100 * low:+.0f} to {100 * high:+.0f} % of the predicted {label}"
+        f"{label} is within {100 * low:+.0f} to {100 * high:+.0f} %"
         for key, label in EXPECTED_ERRORS.items()
         if key in expected
         for low, high in [expected[key]]
     ]
-    of = f"{count(expected['rows'])} published measurements with {expected['load']} requests at a time"
-    return f"Expected error, from {of}: {percent(expected['coverage'])} of them are within {', '.join(bands)}."
+    times, of = round(10 * expected["coverage"]), f"{count(expected['rows'])} published measurements"
+    text = f"Expected error: in {times} of 10 servers like this {', '.join(bands)} of the prediction ({of}"
+    if "curves" in expected:  # not in runs of earlier versions
+        text += f" of {count(expected['curves'])} deployments, {expected['of']}"
+    text += ")."
+    if "too_few" in expected:
+        text += f" There are too few measurements of {expected['too_few']}: the range is that of {expected['of']}."
+    return text
 
 
 def _limit_in_words(name: str, known: dict[str, Any], config: dict[str, Any]) -> str:
@@ -260,7 +266,7 @@ def peak_blocks(known: dict[str, Any]) -> tuple[int | None, int | None, str]:
 
 
 def _throughput_table(known: dict[str, Any], config: dict[str, Any], pairs: int = 2) -> Table:
-    """pairs: of a name and a figure in each row."""
+    """pairs: a name and a figure of each row."""
     requests, (peak, pool, of_window) = known["requests"], peak_blocks(known)
     words = words_of(config)
     are_known = known["request_throughput_per_s"] is not None  # else they are not in the log that was imported

@@ -12,7 +12,10 @@ from ifbbench.settings.command_line import option_words
 
 
 class Figure(NamedTuple):
-    """A figure as it is shown. scale: from the unit of summary.json."""
+    """A figure as it is shown.
+
+    scale: factor from the unit of summary.json.
+    """
 
     name: str
     unit: str = ""
@@ -47,7 +50,11 @@ REMARKS = {
 
 
 class Cell(NamedTuple):
-    """A figure under other settings. change: against the run, in percent. effect: better, worse, or empty for none."""
+    """A figure under other settings.
+
+    change: change against the run, in percent.
+    effect: better, worse, or empty for none.
+    """
 
     text: str
     change: str = ""
@@ -63,8 +70,12 @@ class Row(NamedTuple):
 
 
 class Best(NamedTuple):
-    """A change that is named below the table. effect: on the goal. better, worse: on other figures. commands: that
-    which runs it; of a run on a real device before it that which measures it."""
+    """A change that is named below the table.
+
+    effect: effect on the goal.
+    better, worse: effects on other figures.
+    commands: the command that runs it; for a run on a real device, before it the one that measures it.
+    """
 
     title: str
     options: str
@@ -81,9 +92,14 @@ class Best(NamedTuple):
 
 
 class WhatIfTable(NamedTuple):
-    """What was tried, as it is shown. window: what was replayed, if not all. own: rows of the run itself. without: the
-    changes without an effect, in a sentence. to_run: stands above the command to which a row's options are added.
-    best: the recommended change and the best second one; without any, `nothing` says why."""
+    """What was tried, as it is shown.
+
+    window: what was replayed, if not all.
+    own: rows of the run itself.
+    without: the changes without an effect, in a sentence.
+    to_run: text above the command to which a row's options are added.
+    best: the recommended change and the best second one; without any, `nothing` says why.
+    """
 
     title: str
     window: str

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert, defstruct
 from msgspec.json import Decoder
@@ -110,7 +110,7 @@ class ExactLines:
             (kind, optional) for kind in FILES.get(name, ()) for optional in ((True,) if without else (False, True))
         ]
         self._decoders = [
-            Decoder(_as_read(kind, exact=True, optional=optional, without=without)) for kind, optional in kinds
+            Decoder(_as_read(kind, _Form(exact=True, optional=optional, without=without))) for kind, optional in kinds
         ]
         self._checks_times = RequestLine in FILES.get(name, ())
 
@@ -213,9 +213,9 @@ def _leaf(kind: Any, path: tuple[str, ...]) -> type | None:
 @cache
 def _of_repeats() -> type[Struct]:
     """The type of the summary of repeats: means in place of numbers, and intervals under the same names."""
-    intervals = _as_read(Summary, figure=tuple[Amount, Amount])
+    intervals = _as_read(Summary, _Form(figure=tuple[Amount, Amount]))
     members: list[Any] = [("repeats", _as_read(RepeatCounts)), ("confidence_interval_95", intervals)]
-    return defstruct("Repeats", members, bases=(_as_read(Summary, figure=Amount),), kw_only=True)
+    return defstruct("Repeats", members, bases=(_as_read(Summary, _Form(figure=Amount)),), kw_only=True)
 
 
 def _check_config(config: Any) -> None:
@@ -229,16 +229,8 @@ def _check_config(config: Any) -> None:
                 raise ValueError(f"config.{error}") from None
 
 
-@cache
-def _as_read(
-    kind: Any,
-    name: str = "",
-    figure: Any = None,
-    exact: bool = False,
-    optional: bool = True,
-    without: frozenset[str] = frozenset(),
-) -> Any:
-    """The type that a value of `kind`, of the field `name`, may have when it is read.
+class _Form(NamedTuple):
+    """How values are read.
 
     figure: what may be in the place of each number, which may also be None; nothing is required then.
     exact: whether all fields that are not optional are required and no others are allowed, so that nothing is lost;
@@ -246,38 +238,58 @@ def _as_read(
     optional: whether there may be optional fields.
     without: names of fields that are left out, of any value.
     """
+
+    figure: Any = None
+    exact: bool = False
+    optional: bool = True
+    without: frozenset[str] = frozenset()
+
+
+_AS_WRITTEN = _Form()
+
+
+@cache
+def _as_read(kind: Any, form: _Form = _AS_WRITTEN, name: str = "") -> Any:
+    """The type that a value of `kind`, of the field `name`, may have when it is read."""
     if inspect.isclass(kind) and issubclass(kind, Struct):
-        required = REQUIRED if issubclass(kind, HAVE_REQUIRED) and figure is None else frozenset()
-        if exact:
-            required = frozenset(item.name for item in fields(kind))
-        parts = [
-            (item.name, item.encode_name, _as_read(item.type, item.name, figure, exact, optional, without))
-            for item in fields(kind)
-            if (optional or UnsetType not in get_args(item.type)) and item.name not in without
-        ]
-        if figure is not None:
-            parts = [(one, encoded, of | None) for one, encoded, of in parts]
-        members: list[Any] = [
-            (one, of) if one in required and UnsetType not in get_args(of) else (one, of | UnsetType, UNSET)
-            for one, _, of in parts
-        ]
-        names = {one: encoded for one, encoded, _ in parts}
-        # Without references back there is nothing to collect, and the collector need not look at millions of them.
-        is_whole = exact and not without
-        return defstruct(
-            kind.__name__, members, rename=names, kw_only=True, forbid_unknown_fields=is_whole, gc=not exact
-        )
-    if figure is not None and kind in (int, float):
-        return figure | None
+        return _struct_as_read(kind, form)
+    if form.figure is not None and kind in (int, float):
+        return form.figure | None
     if kind is int:
         return KINDS.get(name, Count)
     if kind is float:
-        return Amount | Whole if exact else Amount
+        return Amount | Whole if form.exact else Amount
     origin, arguments = get_origin(kind), get_args(kind)
     if not arguments or origin is Annotated:
         return kind
-    inner = tuple(_as_read(argument, name, figure, exact, optional, without) for argument in arguments)
-    if exact and origin is list and inspect.isclass(arguments[0]) and issubclass(arguments[0], Struct):
+    inner = tuple(_as_read(argument, form, name) for argument in arguments)
+    if form.exact and origin is list and inspect.isclass(arguments[0]) and issubclass(arguments[0], Struct):
         sequence: Any = tuple
         return sequence[inner[0], ...]  # all empty tuples are one object, which the garbage collector leaves alone
     return Union[inner] if origin in (Union, UnionType) else origin[inner]  # noqa: UP007
+
+
+def _struct_as_read(kind: type[Struct], form: _Form) -> Any:
+    """`_as_read` of a struct: one with the fields of `kind` that are read."""
+    if form.exact:
+        required = frozenset(item.name for item in fields(kind))
+    else:
+        required = REQUIRED if issubclass(kind, HAVE_REQUIRED) and form.figure is None else frozenset()
+    members, names = list[Any](), dict[str, str]()
+    for item in fields(kind):
+        is_optional = UnsetType in get_args(item.type)
+        if item.name in form.without or (is_optional and not form.optional):
+            continue
+        names[item.name], of = item.encode_name, _as_read(item.type, form, item.name)
+        if form.figure is not None:
+            of |= None
+        is_required = item.name in required and UnsetType not in get_args(of)
+        members.append((item.name, of) if is_required else (item.name, of | UnsetType, UNSET))
+    return defstruct(
+        kind.__name__,
+        members,
+        rename=names,
+        kw_only=True,
+        forbid_unknown_fields=form.exact and not form.without,
+        gc=not form.exact,  # without references back there is nothing to collect, in millions of structs
+    )

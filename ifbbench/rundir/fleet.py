@@ -29,7 +29,7 @@ OffersOf = Callable[[int], Offers | None]
 class _EndedRequest(Struct):
     """What a line of `requests.jsonl` is ordered by.
 
-    index: in the trace of its replica.
+    index: index in the trace of its replica.
     """
 
     index: int

@@ -49,10 +49,12 @@ def shares_of_limits(limits: Sequence[str], numbers: ArrayLike, seconds: Floats)
 def own_seconds(starts: ArrayLike, ends: ArrayLike, num_micro_batches: int) -> Floats:
     """How long each iteration took, without the time for which the one before it (of its micro batch) still ran, as it
     does where iterations are decided one ahead. Iterations of several servers may follow each other."""
-    begins, ends, every = np.array(starts, np.float64), np.asarray(ends, np.float64), num_micro_batches
-    follows = begins[every:] >= begins[:-every]
-    begins[every:] = np.where(follows, np.clip(ends[:-every], begins[every:], ends[every:]), begins[every:])
-    seconds: Floats = ends - begins
+    begins, ends, every = np.asarray(starts, np.float64), np.asarray(ends, np.float64), num_micro_batches
+    # In place, as the iterations of a fleet are many.
+    seconds: Floats = begins.copy()
+    np.clip(ends[:-every], begins[every:], ends[every:], out=seconds[every:])
+    np.copyto(seconds[every:], begins[every:], where=begins[every:] < begins[:-every])
+    np.subtract(ends, seconds, out=seconds)
     return seconds
 
 
@@ -132,14 +134,14 @@ def distribution(values: Sequence[float] | Floats) -> dict[str, float | None]:
 
 
 def counted_distribution(values: Floats, counts: Integers) -> dict[str, float | None]:
-    """`distribution` of `values`, the i-th of them `counts[i]` times (at least once), without repeating them."""
+    """`distribution` of `values`, which ascend, the i-th of them `counts[i]` times (at least once), without repeating
+    them."""
     if values.size == 0:
         return dict.fromkeys(STATISTICS)
-    order = values.argsort(kind="stable")
-    values, counts = values[order], counts[order]
+    sum_of_all = (values * counts).sum()
     ends = counts.cumsum()  # the number of values up to and including the i-th
     total = int(ends[-1])
-    mean = (values * counts).sum() / total
+    mean = sum_of_all / total
     return _statistics(mean, values, total, lambda places: ends.searchsorted(places, side="right"))
 
 
@@ -231,7 +233,7 @@ class TokenGaps:
         self._first[1].extend([number + offset for number in other._first[1]])
 
     def counted(self, ends: Sequence[float] | Floats, window: Window | None = None) -> tuple[Floats, Integers]:
-        """Gaps in seconds and the number of times that each occurs; both of shape [different gaps], in no order.
+        """Gaps in seconds, ascending, and the number of times that each occurs; both of shape [gaps].
 
         ends: end of each iteration, in seconds.
         window: counts only the gaps that end in it.
@@ -239,18 +241,29 @@ class TokenGaps:
         seconds = np.asarray(ends, np.float64)
         begin, last = (np.asarray(column) for column in self._steps)
         every, size = self.every, (len(seconds) // self.every + 2) * self.every
-        changes = np.bincount(begin, minlength=size) - np.bincount(last + every, minlength=size)
-        counts = changes.reshape(-1, every).cumsum(axis=0).ravel()[: len(seconds)]
+        # In place, as the iterations of a fleet are many.
+        counts = np.bincount(begin, minlength=size)
+        counts -= np.bincount(last + every, minlength=size)
+        by_turn = counts.reshape(-1, every)
+        by_turn.cumsum(axis=0, out=by_turn)
+        counts = counts[: len(seconds)]
         before, after = (np.asarray(column) for column in self._long)
         firsts, first_ends = (np.asarray(column) for column in self._first)
         if window is not None:
             counts, is_in = counts * window.holds(seconds), window.holds(seconds[after])
             before, after = before[is_in], after[is_in]
             firsts = firsts[window.holds(seconds[first_ends])]
-        (iterations,) = counts.nonzero()
-        steps = seconds[iterations] - seconds[iterations - every]
+        is_end = counts[every:] != 0  # none ends with the first iterations
+        steps = seconds[every:] - seconds[:-every]
+        steps = steps[is_end]
+        times = counts[every:][is_end]
+        del counts, by_turn
         gaps = np.concatenate([steps, seconds[after] - seconds[before], firsts])
-        return gaps, np.concatenate([counts[iterations], np.ones(len(after) + len(firsts), np.int64)])
+        del steps
+        times = np.concatenate([times, np.ones(len(after) + len(firsts), np.int64)])
+        order = gaps.argsort(kind="stable")
+        gaps = gaps[order]
+        return gaps, times[order]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from ifbbench.rundir.drafts import DraftTotals
 from ifbbench.rundir.recorder import IterationTotals, SummaryRecorder
 
@@ -23,12 +25,14 @@ def parts_of(recorder: SummaryRecorder) -> tuple[Any, ...]:
 
 
 def add_server(recorder: SummaryRecorder, parts: tuple[Any, ...]) -> None:
-    """Take in the run of another server that shared the requests, its `parts_of`."""
+    """Take in the run of another server that shared the requests, its `parts_of`. Times and limits of its iterations
+    move, as they are many: its own columns of them are empty then."""
     metrics, totals, starts, ends = parts
     recorder.metrics.add_server(metrics, recorder.totals.iterations)
     _add_totals(recorder.totals, totals)
-    recorder.starts_s.extend(starts)
-    recorder.ends_s.extend(ends)
+    for column, others in ((recorder.starts_s, starts), (recorder.ends_s, ends)):
+        column.extend(others)
+        del others[:]
 
 
 def _add_totals(totals: IterationTotals, parts: dict[str, Any]) -> None:
@@ -42,8 +46,9 @@ def _add_totals(totals: IterationTotals, parts: dict[str, Any]) -> None:
     for size, blocks in parts["windows"].items():
         mine = totals.windows.setdefault(size, dict(blocks))
         mine["peak_used"] = max(mine["peak_used"], blocks["peak_used"])
-    numbers = [totals.limits[name] for name in parts["limits"]]
-    totals.limit_of.extend([numbers[number] for number in parts["limit_of"]])
+    numbers = np.array([totals.limits[name] for name in parts["limits"]], np.intc)
+    totals.limit_of.frombytes(numbers[np.asarray(parts["limit_of"])].tobytes())
+    del parts["limit_of"][:]
     if parts["drafts"] is not None:
         totals.drafts = totals.drafts or DraftTotals()
         totals.drafts.add_totals(parts["drafts"])

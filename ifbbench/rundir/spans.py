@@ -173,9 +173,10 @@ class RequestTimeline:
     def attribution(self, starts: Sequence[float], ends: Sequence[float]) -> dict[str, float]:
         """Seconds by what the request did or waited for; they add up to its end-to-end latency.
 
-        starts, ends: of each iteration, in seconds. A span lasts until the next one begins. An iteration that begins
-        while the one before still runs counts from the end of that, so that a prompt lasts until its first token and
-        not only until the next iteration is decided.
+        starts, ends: begin and end of each iteration, in seconds.
+
+        A span lasts until the next one begins. An iteration that begins while the one before still runs counts from the
+        end of that, so that a prompt lasts until its first token and not only until the next iteration is decided.
 
         Before the first span, the request waits for an iteration to begin. In the queue and behind the head of the
         line, it waits for the limit that holds the head; if none does, it came while an iteration was decided, and

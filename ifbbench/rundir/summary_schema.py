@@ -133,14 +133,19 @@ class ExpectedError(Struct):
     """How far figures of a simulated run may be from a real server's: [low, high], relative, of each.
 
     reason: why nothing is known, if `compared` is false.
-    coverage: share of the `rows` measurements that are within.
+    coverage: share of servers that are expected to be within.
+    of: the engine, GPU and load whose `rows` measurements of `curves` deployments the range is of.
+    too_few: those of the run, if there are too few measurements of them.
     """
 
     compared: bool
     reason: str | UnsetType
     rows: int | UnsetType
+    curves: int | UnsetType
     coverage: float | UnsetType
     load: str | UnsetType
+    of: str | UnsetType
+    too_few: str | UnsetType
     ttft_s: list[float] | UnsetType
     itl_s: list[float] | UnsetType
     output_throughput_tokens_per_s: list[float] | UnsetType

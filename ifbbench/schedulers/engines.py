@@ -10,10 +10,12 @@ from ifbbench.engine.interfaces import Executor, Scheduler
 from ifbbench.engine.loop import NextChange, TokenGenerationLoop
 from ifbbench.engine.predicted_loop import PredictedLoop, is_predicted
 from ifbbench.errors import IfbbenchError, InputError
+from ifbbench.schedulers.answers import Answers, SchedulerFailed
 from ifbbench.schedulers.limits import BatchingConfig
 from ifbbench.schedulers.parts import Parts
 from ifbbench.schedulers.plugins import check_parameters, describe_failure, find_plugin
 from ifbbench.settings.engines import ENGINES, SGLANG, TRTLLM, VLLM
+from ifbbench.settings.fields import shown
 
 ENTRY_POINT_GROUP = "ifbbench.engines"
 
@@ -40,10 +42,6 @@ def _sglang() -> Callable[..., Scheduler]:
 BUILT_IN: dict[str, Callable[[], Callable[..., Scheduler]]] = {TRTLLM: _tensorrt_llm, VLLM: _vllm, SGLANG: _sglang}
 
 
-class SchedulerFailed(IfbbenchError):
-    """A user's scheduler raised while it was asked something."""
-
-
 def make_loop(
     limits: BatchingConfig,
     executor: Executor,
@@ -63,8 +61,11 @@ def make_loop(
 def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = False) -> Scheduler:
     """The scheduler of the engine that `limits` names.
 
-    clock: that of the run. is_predicted: whether the loop knows in advance how long iterations take. InputError if a
-    user's class cannot be made."""
+    clock: the clock of the run.
+    is_predicted: whether the loop knows in advance how long iterations take.
+
+    InputError if a user's class cannot be made.
+    """
     factory = find_scheduler(limits.engine)
     if limits.engine in BUILT_IN:
         scheduler = factory(limits, clock, is_predicted)
@@ -73,6 +74,12 @@ def make_scheduler(limits: BatchingConfig, clock: Clock, is_predicted: bool = Fa
             scheduler.table.choose_row, scheduler.table.left_row = parts.take, parts.leave
         return scheduler
     return _make(limits.engine, factory, limits, clock)
+
+
+def check_scheduler(limits: BatchingConfig, clock: Clock) -> None:
+    """InputError if the class of a user's engine cannot be made. A run asks before it begins a directory."""
+    if limits.engine not in BUILT_IN:
+        make_scheduler(limits, clock)
 
 
 def find_scheduler(name: str) -> Callable[..., Scheduler]:
@@ -115,29 +122,36 @@ def _make(name: str, target: Callable[..., Scheduler], limits: BatchingConfig, c
             f"--engine: {name!r} has no attribute {attributes[0]!r} after its __init__; expected those of "
             "ifbbench.engine.interfaces.Scheduler. Set it there."
         )
+    for one in ("max_in_flight", "num_micro_batches"):
+        if not isinstance(value := getattr(scheduler, one), int) or value < 1:
+            raise InputError(f"--engine: {name!r} has {one} {shown(value)}; expected an integer of at least 1.")
     return cast(Scheduler, _CheckedScheduler(name, scheduler))
 
 
 class _CheckedScheduler:
-    """A user's scheduler, with the same methods. SchedulerFailed, with file and line, if one of them raises."""
+    """A user's scheduler, with the same methods. SchedulerFailed if one of them raises, with file and line, or returns
+    what cannot be."""
 
     def __init__(self, name: str, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        answers = Answers(name, scheduler)
         for method in _methods():
-            setattr(self, method, _checked(name, getattr(scheduler, method)))
+            setattr(self, method, _checked(name, getattr(scheduler, method), method, answers))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
 
 
-def _checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(engine: str, method: Callable[..., Any], name: str, answers: Answers) -> Callable[..., Any]:
     @wraps(method)
     def call(*arguments: Any) -> Any:
         try:
-            return method(*arguments)
+            answer = method(*arguments)
         except (KeyboardInterrupt, IfbbenchError):
             raise
         except BaseException as error:  # it may raise anything, such as SystemExit
-            raise SchedulerFailed(f"engine {name} failed in {method.__name__}: {describe_failure(error)}") from error
+            raise SchedulerFailed(f"engine {engine} failed in {name}: {describe_failure(error)}") from error
+        answers.check(name, answer, arguments)
+        return answer
 
     return call

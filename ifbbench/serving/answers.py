@@ -42,7 +42,7 @@ class Part:
 class Choice:
     """One answer to a prompt, as the tokens of its generation come.
 
-    max_new_tokens: of which it can have no more; with 0, the token that the engine makes is dropped.
+    max_new_tokens: maximum number of its tokens; with 0, the token that the engine makes is dropped.
     """
 
     def __init__(

@@ -330,7 +330,7 @@ class Endpoints:
 class ReadBody(Generic[Body, Result]):
     """A body that was received at `received_s`, and what was made of it.
 
-    is_long: it takes long to work on.
+    is_long: whether it takes long to work on.
     """
 
     received_s: float

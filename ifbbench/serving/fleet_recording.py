@@ -85,7 +85,7 @@ def _lateness(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class _Attempts:
     """Which requests of replicas are attempts of the same one.
 
-    last: of each request, in order of arrival, the id of its last attempt.
+    last: id of the last attempt of each request, in order of arrival.
     """
 
     def __init__(self, service: FleetService) -> None:

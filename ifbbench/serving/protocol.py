@@ -234,7 +234,7 @@ class Message(Struct, omit_defaults=True):
     """A message of a conversation.
 
     content: a text, or several.
-    name: of the participant, for the chat template.
+    name: name of the participant, for the chat template.
     """
 
     role: Annotated[str, Meta(min_length=1)]

@@ -33,7 +33,7 @@ class ByteTokenizer:
     An id above 255, which a text does not have, is decoded as a letter, so that the text of random weights has a
     character for each token.
 
-    vocab_size: of the model.
+    vocab_size: vocabulary of the model.
     """
 
     def __init__(self, vocab_size: int) -> None:

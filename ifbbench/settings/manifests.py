@@ -64,7 +64,9 @@ def _service(services: Mapping[str, Any], name: str, seen: tuple[str, ...] = ())
     """A service of Docker Compose, on top of the one of the same file that it extends: its own values win, and
     variables are put together."""
     service = services.get(name)
-    extended = service.get(EXTENDS) if isinstance(service, dict) else None
+    if not isinstance(service, dict):
+        return service
+    extended = service.get(EXTENDS)
     base = extended.get("service") if isinstance(extended, dict) and "file" not in extended else extended
     if not isinstance(service, dict) or not isinstance(base, str):
         return service

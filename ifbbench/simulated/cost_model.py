@@ -94,7 +94,9 @@ class CostModel:
         two_batches: bool = False,
         draft_len: int = 0,
     ) -> None:
-        """two_batches: with two-batch overlap. draft_len: draft tokens of each generation request."""
+        """two_batches: whether iterations run as two overlapping batches.
+        draft_len: number of draft tokens of each generation request.
+        """
         hardware.check_dtype(shard.dtype)
         self.shard = shard
         self.hardware = hardware
@@ -239,7 +241,9 @@ class CostModel:
     def generation_ns(self, generation_tokens: int, kv_tokens: Sequence[int]) -> list[int]:
         """`device_ns` of many iterations without context, [iterations].
 
-        generation_tokens: of each iteration. kv_tokens: [iterations], their `generation_kv_tokens`."""
+        generation_tokens: number of tokens of each iteration.
+        kv_tokens: [iterations], `generation_kv_tokens` of each.
+        """
         busy = self._tokens_ns[generation_tokens] + self._outputs_ns[generation_tokens]
         if self._state_bytes:
             busy += self._states_ns(StepWork(generation_tokens=generation_tokens))

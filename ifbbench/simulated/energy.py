@@ -33,7 +33,11 @@ def energy_of_replicas(
 ) -> dict[str, Any]:
     """The `energy` of several servers with the summaries `parts`, which are idle while none of their requests is there.
 
-    hardware: the profile of each. up_s: how long each is there. Nothing if the energy of one is not known."""
+    hardware: profile of each replica.
+    up_s: how long each is there.
+
+    Nothing is returned if the energy of one is not known.
+    """
     if not all("energy" in part for part in parts):
         return {}
     joules, gpus, gpu_s = 0.0, 0, 0.0

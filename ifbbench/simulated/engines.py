@@ -11,7 +11,7 @@ from typing import Any
 from ifbbench.errors import InputError
 from ifbbench.settings.devices import ENGINE_OVERHEADS
 from ifbbench.settings.dtypes import DTYPES
-from ifbbench.settings.fields import choice, did_you_mean, located, number, table, text
+from ifbbench.settings.fields import choice, did_you_mean, located, number, table, text, unexpected
 from ifbbench.simulated.hardware import CONSTANTS, HardwareProfile, checked_numbers
 
 SUFFIX = ".toml"
@@ -29,6 +29,16 @@ TIMES = (
 # Times that a file need not have.
 OPTIONAL_TIMES = {"context_s": 0.0}
 KV_SHARES_OF = ("free", "total")
+# Keys of a file: tuned kernels of a data type, and their shapes.
+TUNED, SHAPES = "tuned", "shapes"
+
+
+@dataclass(frozen=True, slots=True)
+class TunedExperts:
+    """Kernels of experts that are tuned for some shapes: experts of a device, and their intermediate size there."""
+
+    shapes: frozenset[tuple[int, int]]
+    constants: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +52,15 @@ class EngineOverhead:
         `ServingProcess`.
     context_s: time of the device in an iteration with context besides its operations: the host prepares new prompts and
         launches kernels without a CUDA graph.
-    factors: by which constants of an architecture are multiplied, because this engine's kernels differ.
+    factors: factors of constants of an architecture, because this engine's kernels differ.
     generation_attention: the share of memory bandwidth that attention in generation reaches, by architecture and data
         type of the KV cache, where it is not that of the architecture.
-    constants: by architecture, constants in place of its own, where this engine was measured on it.
+    constants: constants in place of those of an architecture, by architecture, where this engine was measured on it.
     constants_of_dtype: the same by architecture and data type of the weights.
+    tuned_experts: by these, shapes of experts that the engine has tuned kernels for, and their constants.
     kv_share_of: what `kv_cache_free_gpu_mem_fraction` is a share of: memory that is `free` once the model is loaded, or
         the `total`, weights included.
-    settings: those of `ifbbench run` that come closest to the engine's defaults.
+    settings: settings of `ifbbench run` that come closest to the engine's defaults.
     """
 
     name: str
@@ -66,12 +77,22 @@ class EngineOverhead:
     generation_attention: Mapping[str, Mapping[str, float]]
     constants: Mapping[str, Mapping[str, float]]
     constants_of_dtype: Mapping[str, Mapping[str, Mapping[str, float]]]
+    tuned_experts: Mapping[str, Mapping[str, TunedExperts]]
     kv_share_of: str
     settings: Mapping[str, Any]
 
-    def applied_to(self, hardware: HardwareProfile, kv_cache_dtype: str, dtype: str = "") -> HardwareProfile:
+    def applied_to(
+        self,
+        hardware: HardwareProfile,
+        kv_cache_dtype: str,
+        dtype: str = "",
+        experts: tuple[int, int] | None = None,
+    ) -> HardwareProfile:
         """`hardware` as this engine uses it, with weights in `dtype`. A profile that was calibrated has the constants
-        of the engine that was measured, and host times of its own where these could be determined."""
+        of the engine that was measured, and host times of its own where these could be determined.
+
+        experts: number of experts of a device, and their intermediate size there; None without experts.
+        """
         base, measured = hardware.constants, hardware.calibration
         determined = measured.get("determined", ("host_iteration_s", "host_request_s")) if measured else ()
         changed: dict[str, float] = {}
@@ -84,6 +105,9 @@ class EngineOverhead:
                 changed["generation_attention"] = attention[kv_cache_dtype]
             changed |= self.constants.get(hardware.architecture, {})
             changed |= self.constants_of_dtype.get(hardware.architecture, {}).get(dtype, {})
+            tuned = self.tuned_experts.get(hardware.architecture, {}).get(dtype)
+            if tuned is not None and experts in tuned.shapes:
+                changed |= tuned.constants
         return dataclasses.replace(
             hardware,
             host_iteration_s=hardware.host_iteration_s if "host_iteration_s" in determined else self.iteration_s,
@@ -128,10 +152,16 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
             for architecture, given in table(values.get("generation_attention", {}), "generation_attention").items()
         }
         constants, of_dtype = dict[str, dict[str, float]](), dict[str, dict[str, dict[str, float]]]()
+        tuned = dict[str, dict[str, TunedExperts]]()
         for architecture, given in table(values.get("constants", {}), "constants").items():
             prefix = f"constants.{architecture}"
             tables = {name: value for name, value in table(given, prefix).items() if name in DTYPES}
             constants[architecture] = _constants({name: given[name] for name in given if name not in tables}, prefix)
+            tuned[architecture] = {
+                name: _tuned(each.pop(TUNED), f"{prefix}.{name}.{TUNED}")
+                for name, each in tables.items()
+                if isinstance(each, dict) and TUNED in each
+            }
             of_dtype[architecture] = {name: _constants(each, f"{prefix}.{name}") for name, each in tables.items()}
         return EngineOverhead(
             name=path.stem,
@@ -141,10 +171,24 @@ def load_overhead(name_or_path: str) -> EngineOverhead:
             generation_attention=shares,
             constants=constants,
             constants_of_dtype=of_dtype,
+            tuned_experts=tuned,
             kv_share_of=choice(values.get("kv_share_of"), "kv_share_of", KV_SHARES_OF),
             settings=table(values.get("settings", {}), "settings"),
             **{name: number(values.get(name, OPTIONAL_TIMES.get(name)), name, 0.0) for name in TIMES},
         )
+
+
+def _tuned(given: Any, title: str) -> TunedExperts:
+    """Constants of kernels that are tuned for `shapes`, checked."""
+    values = table(given, title, (*CONSTANTS, SHAPES), (SHAPES,))
+    shapes = values.pop(SHAPES)
+    if not isinstance(shapes, list) or not all(_is_shape(one) for one in shapes):
+        raise unexpected(f"{title}.{SHAPES}", shapes, "a list of [experts of a device, their intermediate size there]")
+    return TunedExperts(frozenset((experts, size) for experts, size in shapes), _constants(values, title))
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(one) is int and one > 0 for one in value)
 
 
 def _constants(given: Any, title: str) -> dict[str, float]:

@@ -49,10 +49,13 @@ class SimulatedExecutor:
         draft_mtp: int = 0,
         hides_host: bool = False,
     ) -> None:
-        """windows: see `StepWork.of_windows`. lora: the time of adapters. draft_model: of draft tokens. draft_mtp: the
-        number of these in a step if `draft_model` is a layer for multi-token prediction, else 0. hides_host: whether
-        the host prepares an iteration with draft tokens while the one before runs, although its schedule depends on how
-        many of them are accepted: an engine fills that in on the device."""
+        """windows: see `StepWork.of_windows`.
+        lora: the time of adapters.
+        draft_model: the model that makes draft tokens.
+        draft_mtp: number of draft tokens in a step if `draft_model` is a layer for multi-token prediction, else 0.
+        hides_host: whether the host prepares an iteration with draft tokens while the one before runs, although its
+            schedule depends on how many of them are accepted: an engine fills that in on the device.
+        """
         self._lora = lora
         self.cost_model = cost_model
         self.windows = tuple(windows)
@@ -270,7 +273,11 @@ class SimulatedExecutor:
         self, window: int | None, of_part: Rows, cached: Rows, counts: list[int], steps: int
     ) -> list[list[float]]:
         """The keys that generation reads in each of the next `steps` iterations, [steps][parts], in a layer with this
-        window. of_part, cached: the part of each request, and its tokens in the cache. counts: requests by part."""
+        window.
+
+        of_part, cached: the part of each request, and its tokens in the cache.
+        counts: requests by part.
+        """
         if window is None:
             in_cache: list[float] = np.bincount(of_part, weights=cached, minlength=self._parts).tolist()
             by_part = list(zip(in_cache, counts, strict=True))
@@ -328,11 +335,17 @@ class SimulatedExecutor:
         tokens: list[int] | None = None,
         draft_model: CostModel | None = None,
     ) -> StepWork:
-        """`of_largest` of the parts. context: chunks by part. outputs: rows of generation that need logits, by part.
-        keys: that generation reads, by window and part; of `draft_model` without windows. tokens: of generation, if
-        they are not `outputs`.
+        """`of_largest` of the parts.
 
-        Of the parts without chunks, the one with the most keys stands for all."""
+        context: chunks by part.
+        outputs: rows of generation that need logits, by part.
+        keys: keys that generation reads, by window and part; those of `draft_model` without windows.
+        tokens: number of generation tokens by part, if they are not `outputs`.
+
+        Of the parts without chunks, the one with the most keys stands for all.
+
+        Of the parts without chunks, the one with the most keys stands for all.
+        """
         alone, max_keys, max_tokens, max_outputs = -1, -1, 0, 0
         listed = list[tuple[int, StepWork]]()
         windows = self.windows if draft_model is None else ((None, 1.0),)

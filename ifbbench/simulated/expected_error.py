@@ -14,7 +14,7 @@ from ifbbench.settings.engines import ENGINES, TRTLLM
 BANDS = Path(__file__).parent / "expected_errors.json"
 # Upper limits of the number of requests at a time that a band is for; None for all above the last.
 LOADS = (8, 32, 128, None)
-NO_ENGINE = "none"
+NO_ENGINE, NO_DRAFTS = "none", "none"
 # In COVERAGE of the pairs of measurements that differ in the degree of tensor parallelism only, the ratio of the two is
 # predicted with at most this error (docs/measured/simulation-accuracy.md, "Ratios").
 COVERAGE = 0.8
@@ -32,8 +32,12 @@ ERROR_OF = {
 class Compared(NamedTuple):
     """What decides which measurements a run can be compared with.
 
-    engine: name of its engine overhead, NO_ENGINE without one. scheduler: its --engine. hardware: name of its profile.
-    model: name of its shape."""
+    engine: name of its engine overhead, NO_ENGINE without one.
+    scheduler: its --engine.
+    hardware: name of its profile.
+    model: name of its shape.
+    draft: what proposes draft tokens, NO_DRAFTS without them.
+    """
 
     engine: str
     scheduler: str
@@ -42,6 +46,7 @@ class Compared(NamedTuple):
     dtype: str
     tp_size: int
     pp_size: int
+    draft: str = NO_DRAFTS
 
 
 def limit_of(requests: float) -> int | None:
@@ -52,7 +57,8 @@ def limit_of(requests: float) -> int | None:
 @cache
 def expected_error(run: Compared, requests: int) -> dict[str, Any]:
     """The `expected_error` of summary.json: for each figure, [low, high] so that the measured value was between
-    (1 + low) and (1 + high) times the predicted one in `coverage` of the measurements that are most like `run`.
+    (1 + low) and (1 + high) times the predicted one in `coverage` of the servers that are most like `run`: those `of`
+    an engine, a GPU and a load, or where there are too few of them (`too_few`), of a larger regime.
 
     requests: mean number at a time. `compared` is false, with the reason, if nothing like it was ever compared."""
     known = json.loads(BANDS.read_text(encoding="utf-8"))
@@ -65,20 +71,36 @@ def expected_error(run: Compared, requests: int) -> dict[str, Any]:
         return _never(f"no measurement with {who} and --engine {run.scheduler}, only {scheduler}")
     if setup is None:
         return _never(f"no measurement of {run.hardware} with {who}")
-    for name in ("models", "dtypes", "tp_sizes", "pp_sizes"):
+    for name in ("models", "dtypes", "tp_sizes", "pp_sizes", "drafts"):
         value = getattr(run, name[:-1])
         if value not in setup[name]:
             others = ", ".join(map(str, setup[name]))
             return _never(f"no measurement of {run.hardware} with {who} and {name[:-1]} {value}, only {others}")
     load = limit_of(requests)
     part = next((one for one in setup["loads"] if one["up_to"] == load), setup["all_loads"])
+    own = regime_in_words(run.engine, run.hardware, *([str(load)] if setup["loads"] else []))
+    is_of_load = part["of"] == own and setup["loads"]
     return {
         "compared": True,
         "rows": part["rows"],
+        "curves": part["curves"],
         "coverage": known["coverage"],
-        "load": "any" if part is setup["all_loads"] else load_in_words(load),
+        "load": load_in_words(load) if is_of_load else "any",
+        "of": part["of"],
+        **({} if part["of"] == own else {"too_few": own}),
         **part["bands"],
     }
+
+
+def regime_in_words(engine: str = "", gpus: str = "", load: str = "") -> str:
+    """An engine, a GPU or a generation of them, and an entry of LOADS; without a load those under any, and so on."""
+    if not engine:
+        return "all engines"
+    words = "TensorRT-LLM's throughput tables" if engine == NO_ENGINE else engine
+    words += f" on {gpus or 'all GPUs'}"
+    if load:
+        words += f" with {load_in_words(None if load == str(None) else int(load))} requests at a time"
+    return words
 
 
 def difference_errors(expected: Mapping[str, Any], paths: Iterable[str]) -> dict[str, float]:

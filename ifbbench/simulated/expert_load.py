@@ -22,9 +22,11 @@ SUFFIX = ".json"
 class ExpertLoad:
     """The experts of a layer and their shares of the tokens.
 
-    num_experts: to choose from. chosen: by each token. parts: of the devices, each with as many experts. redundant:
-    further copies of experts; the tokens of an expert are divided among its copies. shares: of the tokens that each
-    expert gets, in any unit; empty if all get as many.
+    num_experts: number of experts to choose from.
+    chosen: number of experts that each token chooses.
+    parts: number of parts of the devices, each with as many experts.
+    redundant: number of further copies of experts; the tokens of an expert are divided among its copies.
+    shares: share of the tokens that each expert gets, in any unit; empty if all get as many.
 
     Copies are those of the experts with the largest load, one after the other, and are packed into parts by load, the
     largest first, as DeepSeek's EPLB does within a node (`replicate_experts` and `balanced_packing`; only read).

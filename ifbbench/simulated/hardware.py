@@ -68,23 +68,25 @@ TITLES = {
 class Constants:
     """What kernels reach on an architecture: shares of the data sheet's figures (0 to 1), and fixed times in seconds.
 
-    matmul, matmul_fp8: of peak FLOP/s, in large matrix products of 16 (or 32) bits and of 8.
+    matmul, matmul_fp8: shares of peak FLOP/s, in large matrix products of 16 (or 32) bits and of 8.
     matmul_fp8_block, matmul_fp4: the same of 8 bits with a scale for each block, and of 4 bits in floating point.
     quantize_s: time to quantize one value of activations before a product with a scale for each block, where kernels do
         so more slowly than they read and write memory.
-    experts: of what large matrix products reach, in the grouped ones of experts.
+    experts: share of what large matrix products reach, in the grouped ones of experts.
     expert_row_s: time to copy one value of a hidden state to an expert, and to add the expert's output to the others of
-        its token. listed_row_s: the same for each expert of a token, on whichever device the expert is.
-    experts_memory: of memory bandwidth, for the weights of experts.
-    context_attention: of peak 16-bit FLOP/s, in context attention.
-    latent_attention: of peak FLOP/s, in generation with latent attention in its absorbed form.
-    memory: of memory bandwidth, for weights and activations.
-    generation_attention: of memory bandwidth, for the keys and values that generation reads.
-    network: of interconnect bandwidth, in large all-reduces.
+        its token.
+    listed_row_s: the same for each expert of a token, on whichever device the expert is.
+    experts_memory: share of memory bandwidth, for the weights of experts.
+    context_attention: share of peak 16-bit FLOP/s, in context attention.
+    latent_attention: share of peak FLOP/s, in generation with latent attention in its absorbed form.
+    memory: share of memory bandwidth, for weights and activations.
+    generation_attention: share of memory bandwidth, for the keys and values that generation reads.
+    network: share of interconnect bandwidth, in large all-reduces.
     all_reduce_s: time of the smallest all-reduce of a ring, for each doubling of the number of GPUs.
-    one_shot: of interconnect bandwidth, in all-reduces in which each GPU reads the whole message of all others.
+    one_shot: share of interconnect bandwidth, in all-reduces in which each GPU reads the whole message of all others.
     one_shot_s, one_shot_gpu_s: time of the smallest such all-reduce, and what each GPU adds to it.
-    all_to_all: of link bandwidth, in the exchange of tokens between experts. all_to_all_s: time of the smallest one.
+    all_to_all: share of link bandwidth, in the exchange of tokens between experts.
+    all_to_all_s: time of the smallest exchange.
     kernel_s: time on the device from the end of one kernel to the full speed of the next.
     expert_kernel_s: the same in layers with experts.
     launch_s: time of the host to launch one kernel without a CUDA graph.
@@ -139,8 +141,10 @@ CONSTANTS = tuple(field.name for field in dataclasses.fields(Constants))
 class Links(NamedTuple):
     """What connects the devices that share a model.
 
-    per_node: devices in one node. within, between: bytes per second in each direction, from each device to others in
-    its node, and to those of other nodes. between_s: further seconds of a message to another node.
+    per_node: number of devices in one node.
+    within, between: bytes per second in each direction, from each device to others in its node, and to those of other
+        nodes.
+    between_s: further seconds of a message to another node.
     """
 
     per_node: int
@@ -153,16 +157,22 @@ class Links(NamedTuple):
 class HardwareProfile:
     """One device as the cost model needs it.
 
-    title: the vendor's name of it. architecture: names the file that the constants come from.
-    peak_flops: FLOP/s by data type, dense (without sparsity). memory_bytes: as CUDA reports it.
-    memory_bandwidth: bytes per second. cache_bytes: of the last-level cache. link_bandwidth: bytes per second in each
-    direction to the other devices of a domain, which has `link_domain` of them: a server, or a rack. network_bandwidth,
-    network_latency_s: bytes per second of a device in each direction to devices of other domains, and seconds of the
-    smallest message. watts: None if unknown. host_iteration_s, host_request_s: seconds of the host to schedule an
-    iteration, and for each request in it. calibration: how well a calibrated profile fits; empty for others.
+    title: the vendor's name of the device.
+    architecture: names the file that the constants come from.
+    peak_flops: FLOP/s by data type, dense (without sparsity).
+    memory_bytes: memory as CUDA reports it.
+    memory_bandwidth: bytes per second.
+    cache_bytes: size of the last-level cache.
+    link_bandwidth: bytes per second in each direction to the other devices of a domain, which has `link_domain` of
+        them: a server, or a rack.
+    host_iteration_s, host_request_s: seconds of the host to schedule an iteration, and for each request in it.
+    calibration: how well a calibrated profile fits; empty for others.
+    host_prompt_token_s: seconds of the host for each token of context chunks; see EngineOverhead.
+    host_link_bandwidth: bytes per second from host memory to the device, by the data sheet.
     price_per_hour: USD for one GPU, rented on demand; None if unknown.
-    host_prompt_token_s: the same for each token of context chunks; see EngineOverhead. host_link_bandwidth: bytes per
-    second from host memory to the device, by the data sheet.
+    network_bandwidth, network_latency_s: bytes per second of a device in each direction to devices of other domains,
+        and seconds of the smallest message.
+    watts: power, None if unknown.
     """
 
     name: str

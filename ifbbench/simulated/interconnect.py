@@ -16,8 +16,12 @@ NETWORK_SHARE = 0.95
 
 
 class Transfer(NamedTuple):
-    """What one collective costs each device. latency_s: of the smallest message; flow_s: of its bytes; bytes: that it
-    sends."""
+    """What one collective costs each device.
+
+    latency_s: time of the smallest message.
+    flow_s: time of its bytes.
+    bytes: number of bytes that it sends.
+    """
 
     latency_s: float
     flow_s: float

@@ -39,11 +39,13 @@ _log = logging.getLogger("ifbbench")
 class Shard:
     """The share of each of `tp_size` devices in one of `pp_size` pipeline stages.
 
-    dtype: of the weights of the layers: float32, bf16, fp16, fp8 and fp8_block (activations too), int4, mxfp4 or nvfp4.
-    Embeddings and output layer stay in 16 bits beside those of fewer, as in quantised checkpoints.
-    ep_size: parts of the devices that share the experts. attention_dp_size: parts that have requests of their own; then
-    all weights but those of experts are divided within a part only. redundant_experts, expert_load: as in `ExpertLoad`,
-    with the text of the setting.
+    dtype: data type of the weights of the layers: float32, bf16, fp16, fp8 and fp8_block (activations too), int4, mxfp4
+        or nvfp4. Embeddings and output layer stay in 16 bits beside those of fewer, as in quantised checkpoints.
+    ep_size: number of parts of the devices that share the experts.
+    attention_dp_size: number of parts that have requests of their own; then all weights but those of experts are
+        divided within a part only.
+    redundant_experts, expert_load: as in `ExpertLoad`, with the text of the setting.
+
     InputError if the model cannot be divided into that many parts.
     """
 
@@ -163,6 +165,11 @@ class Shard:
         return self.model.size_of_expert // (self.tp_size // self.ep_size)
 
     @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """Experts of each device, redundant ones left out, and their intermediate size there; None without experts."""
+        return (self.model.num_experts // self.ep_size, self.expert_size) if self.model.num_experts else None
+
+    @property
     def vocab_size(self) -> int:
         return -(-self.model.vocab_size // self.attention_tp_size)
 
@@ -280,7 +287,7 @@ class Shard:
     def activation_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Peak of an iteration: hidden states and the intermediate values of MLP or attention, or the logits.
 
-        num_tokens, num_requests: of all parts of `attention_dp_size`, of which each has its share."""
+        num_tokens, num_requests: numbers for all parts of `attention_dp_size`, of which each has its share."""
         model, parts = self.model, self.attention_dp_size
         hidden, latent = model.hidden_size, model.latent
         mlp = 3 * hidden + max(
@@ -310,9 +317,12 @@ def weight_bytes(dtype: str) -> float:
 class MemoryPlan:
     """The memory of one device, in bytes.
 
-    runtime: taken before the model is loaded. activations: of the largest iteration. kv_cache: the fraction of the rest
-    that keys and values get. adapters: the cache of LoRA adapters; beside_weights: what that is a share of. states: of
-    recurrent layers, for `max_states` requests, None without such layers.
+    runtime: what is taken before the model is loaded.
+    activations: activations of the largest iteration.
+    kv_cache: the fraction of the rest that keys and values get.
+    adapters: the cache of LoRA adapters.
+    beside_weights: what `kv_cache` is a share of.
+    states: states of recurrent layers, for `max_states` requests, None without such layers.
     """
 
     total: int

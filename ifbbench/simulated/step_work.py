@@ -17,8 +17,9 @@ from ifbbench.simulated.shard import Shard
 class OperationCost:
     """The cost of one operation in an iteration, on each device, summed over all layers.
 
-    flops: additions and multiplications. bytes: moved through memory, or the network for all-reduces and pipeline
-    transfers. limit: what takes most of the seconds: compute, memory, network, latency or launch.
+    flops: number of additions and multiplications.
+    bytes: bytes moved through memory, or the network for all-reduces and pipeline transfers.
+    limit: what takes most of the seconds: compute, memory, network, latency or launch.
     """
 
     name: str
@@ -31,7 +32,7 @@ class OperationCost:
 class StepWork(NamedTuple):
     """The work of one batch, summed over its requests. Its cost is linear or constant in each of these sums.
 
-    context_tokens, context_requests: of all context chunks.
+    context_tokens, context_requests: tokens and requests of all context chunks.
     attention_pairs: query-key pairs of context attention. A chunk of n tokens that starts at position s has
         n·s + n·(n + 1) / 2 of them: every token attends to all tokens before it and to itself.
     context_kv_tokens: keys that the chunks read, the sum of start plus length.
@@ -59,8 +60,9 @@ class StepWork(NamedTuple):
     ) -> "StepWork":
         """The work of chunks and generation requests given by their lengths in tokens.
 
-        context: start, length and whether it is the last of its prompt, for each chunk. kv_lengths: of each generation
-        request, its new token included. window: the attention window; None if a query attends to all tokens.
+        context: start, length and whether it is the last of its prompt, for each chunk.
+        kv_lengths: KV length of each generation request, its new token included.
+        window: the attention window; None if a query attends to all tokens.
         """
         lengths = [length if window is None else min(length, window) for length in kv_lengths]
         return cls.of_sums(context, len(lengths), sum(lengths), window)

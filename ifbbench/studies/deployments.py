@@ -17,9 +17,11 @@ from ifbbench.progress import NO_PROGRESS, Progress
 from ifbbench.rundir.disaggregated import DECODE, SIDES
 from ifbbench.settings.config import SIDE_SETTINGS, RunConfig
 from ifbbench.simulated.hardware import load_hardware
-from ifbbench.studies.tune import FAR_OFF, Tuner, Tuning
+from ifbbench.studies.tune import Tuner
 from ifbbench.studies.tune_candidates import TIE, Candidate, Goal, nearest_objective
+from ifbbench.studies.tune_load import FAR_OFF
 from ifbbench.studies.tune_runs import sides_of
+from ifbbench.studies.tune_search import Tuning
 from ifbbench.studies.tune_sides import SidesTuner, compared_text, time_to_first_token
 from ifbbench.workload.load import in_memory, read_source
 from ifbbench.workload.trace import Trace

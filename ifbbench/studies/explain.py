@@ -168,7 +168,7 @@ def explain(config: RunConfig, step: Step, cuda_graphs: bool = True) -> Explanat
     shard, overhead = Shard.of_config(model, config), None
     if config.engine_overhead is not None:
         overhead = load_overhead(config.engine_overhead)
-        hardware = overhead.applied_to(hardware, shard.kv_cache_dtype, shard.dtype)
+        hardware = overhead.applied_to(hardware, shard.kv_cache_dtype, shard.dtype, shard.expert_shape)
     two_batches, draft_mtp = config.enable_two_batch_overlap, config.draft_mtp or 0
     cost_model = CostModel(shard, hardware, cuda_graphs, two_batches, draft_mtp)
     config = as_states_allow(model, hardware, config)

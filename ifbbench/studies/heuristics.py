@@ -21,7 +21,7 @@ TUNERS = {"enable_batch_size_tuning": True, "enable_max_num_tokens_tuning": True
 def trtllm_bench_limits(config: RunConfig, prompt_len: float, output_len: float) -> dict[str, int]:
     """max_batch_size and max_num_tokens by trtllm-bench's rule, for requests of these average lengths.
 
-    config: with a simulated device. The rule takes all memory beside the weights as free.
+    config: settings with a simulated device. The rule takes all memory beside the weights as free.
     InputError if the weights do not fit, or the device is not simulated.
     """
     if config.hardware is None:

@@ -37,7 +37,7 @@ class LoggedIteration:
     contexts, context_tokens: requests and tokens of prompts.
     generating, generated: number of requests that generate, and of their tokens.
     active: requests that run or may run.
-    queued: those that wait.
+    queued: number of requests that wait.
     limit: what held the first of these.
     used_blocks: None if unknown.
     reused_blocks, missed_blocks: blocks of prompts that were found and not found, since the start.

@@ -111,7 +111,7 @@ class Log:
         """Say which lines of iterations are not complete.
 
         num_read: how many are.
-        num_lines: of the log, empty ones at its end left out.
+        num_lines: number of lines of the log, empty ones at its end left out.
 
         InputError with the message if most are not.
         """

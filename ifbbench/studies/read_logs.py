@@ -30,44 +30,46 @@ def read_logs(paths: Sequence[Path], given: Mapping[str, Any]) -> tuple[list[Log
 
     InputError for what is no log, and for one that is damaged or mixed.
     """
-    logs, tests = [], []
+    logs, tests = list[Log](), list[tuple[Path, LoadTest]]()
     for path in paths:
         log = Log(path.parent if path.is_file() and is_run(path) else path)
         logs.append(log)
         if is_run(log.path):
             log.format = RUN
-            read_run(
-                log, given.get("model") is not None
-            )  # first: it refuses a pipe, which a run directory does not have
+            read_run(log, given.get("model") is not None)  # first: it refuses a pipe, which a run directory has not
             log.sha256 = hashlib.sha256(Log(find_iterations(log.path)).content(FORMATS, "--from ")).hexdigest()
             continue
         content = log.content(FORMATS, "--from ")
         log.sha256 = hashlib.sha256(content).hexdigest()
-        text = text_of(content)
-        if not text.strip():
-            raise InputError(f"{path}: is empty; expected {FORMATS}.")
-        is_own = '"Iteration Counter"' in text[:20_000] or '"ifbbench"' in text[:20_000]
-        if is_tensorrt_llm(text) and not is_own:
-            log.format = "TensorRT-LLM iteration statistics"
-            read_tensorrt_llm(log, text, bool(given.get("overlap") or given.get("enable_trt_overlap")))
-        elif is_own:
-            log.format = "iterations of ifbbench"
-            read_iterations(log, _json_lines(log, text))
-        elif is_vllm(text):
-            log.format = "vLLM log"
-            cache_tokens = given.get("max_tokens_in_paged_kvcache")
-            read_vllm(log, text, None if cache_tokens is None else int(cache_tokens))
-        elif is_sglang(text):
-            log.format = "SGLang log"
-            read_sglang(log, text)
-        elif is_load_tests(text):
-            log.format = "load tests"
-            tests += [(path, test) for test in read_load_tests(log, text, int(given.get("tp_size") or 1))]
-        else:
-            raise InputError(f"{path}: no known log, it begins with {shown(text.strip())}; expected {FORMATS}.")
+        tests += [(path, test) for test in _read(log, text_of(content), given)]
         if not (log.samples or log.observations or tests):
             raise InputError(f"{path}: has no iteration that ran a request under constant load; give a longer log.")
     return logs, tests
+
+
+def _read(log: Log, text: str, given: Mapping[str, Any]) -> Sequence[LoadTest]:
+    """Read the content of a file into `log`. Returns its load tests, if it is a file of these."""
+    if not text.strip():
+        raise InputError(f"{log.path}: is empty; expected {FORMATS}.")
+    if '"Iteration Counter"' in text[:20_000] or '"ifbbench"' in text[:20_000]:
+        log.format = "iterations of ifbbench"
+        read_iterations(log, _json_lines(log, text))
+    elif is_tensorrt_llm(text):
+        log.format = "TensorRT-LLM iteration statistics"
+        read_tensorrt_llm(log, text, bool(given.get("overlap") or given.get("enable_trt_overlap")))
+    elif is_vllm(text):
+        log.format = "vLLM log"
+        cache_tokens = given.get("max_tokens_in_paged_kvcache")
+        read_vllm(log, text, None if cache_tokens is None else int(cache_tokens))
+    elif is_sglang(text):
+        log.format = "SGLang log"
+        read_sglang(log, text)
+    elif is_load_tests(text):
+        log.format = "load tests"
+        return read_load_tests(log, text, int(given.get("tp_size") or 1))
+    else:
+        raise InputError(f"{log.path}: no known log, it begins with {shown(text.strip())}; expected {FORMATS}.")
+    return ()
 
 
 def _json_lines(log: Log, text: str) -> list[dict[str, Any]]:

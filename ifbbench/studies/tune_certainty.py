@@ -10,8 +10,8 @@ from ifbbench.analysis.number_texts import percent
 from ifbbench.analysis.words import setting_of
 from ifbbench.settings.objectives import Objective
 from ifbbench.simulated.expected_error import ERROR_OF, THROUGHPUT
-from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import EQUAL_SHARE, TIE, Candidate, Goal, Summary, misses_text
+from ifbbench.studies.tune_search import Tuning
 
 
 def intervals(tuning: Tuning, sample: RunSample) -> dict[str, list[float]]:

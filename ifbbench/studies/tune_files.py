@@ -36,7 +36,6 @@ from ifbbench.settings.servers import SERVERS, line_remarks, write_line
 from ifbbench.settings.trtllm_serve import arguments_of, remarks_of_arguments
 from ifbbench.studies.points import SHARES
 from ifbbench.studies.sweep import check_free
-from ifbbench.studies.tune import Tuning
 from ifbbench.studies.tune_candidates import Candidate, Goal, misses_text
 from ifbbench.studies.tune_certainty import (
     at_risk,
@@ -49,6 +48,7 @@ from ifbbench.studies.tune_certainty import (
     tried_alone,
 )
 from ifbbench.studies.tune_runs import sides_of
+from ifbbench.studies.tune_search import Tuning
 from ifbbench.studies.tune_space import OF_ENGINES, PREFILL_CAP
 from ifbbench.workload.trace import columns_of
 

@@ -10,10 +10,12 @@ from ifbbench.fleet.sides import gpus_of_side
 from ifbbench.rundir.disaggregated import DECODE, PREFILL, SIDES
 from ifbbench.settings.bounds import MAX_REPLICAS
 from ifbbench.settings.engines import ENGINE_NAMES
-from ifbbench.studies.tune import MAX_ROUNDS, ROUND_WORK, WHOLE_STEPS, Tuner
+from ifbbench.studies.tune import Tuner
 from ifbbench.studies.tune_candidates import Candidate, Goal, misses_text, nearest_objective
+from ifbbench.studies.tune_load import MAX_ROUNDS, ROUND_WORK
 from ifbbench.studies.tune_rate import max_runs_for_replicas
 from ifbbench.studies.tune_runs import Case
+from ifbbench.studies.tune_search import WHOLE_STEPS
 from ifbbench.studies.tune_space import Settings
 
 # Ratios that are run with the GPUs of replicas that do both, at most.
@@ -35,7 +37,7 @@ class SidesTuner(Tuner):
     def without_search(self, max_gpus: int) -> Candidate | None:
         """As of Tuner. Every ratio of both sides counts."""
         best: Candidate | None = None
-        for point in self._starts(self.base.tp_size)[:2]:
+        for point in self.starts(self.base.tp_size)[:2]:
             best = self.judge.best_of([best, self.fewest(point, max_gpus)])
             max_gpus = max_gpus if best is None else best.gpus
         self._fewest = best
@@ -71,7 +73,7 @@ class SidesTuner(Tuner):
             if self._meets(settings, prefill, decode):
                 fewest = 1 + bisect_left(range(1, decode), True, key=partial(self._meets, settings, prefill))
                 case = Case(settings, replicas=prefill, decode_replicas=fewest)
-                best = self.judge.best_of([best, *self._evaluate([case])])
+                best = self.judge.best_of([best, *self.evaluate([case])])
         return best
 
     def nearest(self, max_gpus: int) -> Candidate | None:
@@ -84,12 +86,12 @@ class SidesTuner(Tuner):
         cases = [
             Case(point, replicas=number, decode_replicas=min((max_gpus - number * prefill) // decode, MAX_REPLICAS))
             for number in numbers
-            for point in self._starts(self.base.tp_size)[:2]
+            for point in self.starts(self.base.tp_size)[:2]
         ]
-        return self.judge.best_of(self._evaluate(cases))
+        return self.judge.best_of(self.evaluate(cases))
 
     def _meets(self, settings: Settings, prefill: int, decode: int) -> bool:
-        found = self._evaluate([Case(settings, replicas=prefill, decode_replicas=decode)])
+        found = self.evaluate([Case(settings, replicas=prefill, decode_replicas=decode)])
         return bool(found) and not self.goal.shortfalls(found[0].summary)
 
     def _maxima(self, max_gpus: int) -> tuple[int, int]:
@@ -101,15 +103,15 @@ class SidesTuner(Tuner):
     def _search(self) -> None:
         """The fewest GPUs; then settings are compared on fewer of them, as long as some meet the objectives there."""
         self._progress.stage("searching")
-        self.runs.on_work = self._update
+        self.runs.on_work = self.update
         of_ratios = 2 * max_runs_for_replicas(max(self._maxima(self.max_gpus))) * self.runs.total
         of_comparing = ROUND_WORK * self.allowed_work
-        self._stage("finding the fewest replicas", of_ratios, of_comparing + self._last_work)
+        self.stage("finding the fewest replicas", of_ratios, of_comparing + self._last_work)
         best = self._fewest or self.without_search(self.max_gpus)
         if best is None:
             raise InputError(f"no ratio of prefill and decode replicas meets the objectives with {self.max_gpus} GPUs.")
-        self._announce(best)
-        usual = self.fewest(self._starts(self.base.tp_size)[0], self.max_gpus)
+        self.announce(best)
+        usual = self.fewest(self.starts(self.base.tp_size)[0], self.max_gpus)
         if usual is not None:
             is_server = self.space.is_server
             name = f"{ENGINE_NAMES[self.base.engine]}'s defaults" if is_server else "trtllm-bench rule"
@@ -120,13 +122,14 @@ class SidesTuner(Tuner):
             cheaper = [replace(case, replicas=one, decode_replicas=other) for one, other in fewer if one and other]
             if not cheaper:
                 break
-            self._stage("comparing settings on fewer replicas", of_comparing, self._last_work)
-            found = self._descend(cheaper, WHOLE_STEPS, self.runs.work + of_comparing, announce=False)
+            self.stage("comparing settings on fewer replicas", of_comparing, self._last_work)
+            found = self.descend(cheaper, WHOLE_STEPS, self.runs.work + of_comparing, announce=False)
             if found is None or self.goal.shortfalls(found.summary):
                 break
             best = found
-            self._announce(best)
-        self._finish_load()
+            self.announce(best)
+        if self.load is not None:
+            self.load.finish()
 
 
 def ratio_text(case: Case) -> str:

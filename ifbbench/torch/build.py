@@ -98,8 +98,10 @@ def check_weights_fit(config: RunConfig, weight_bytes: int, device: torch.device
 def load_model(config: RunConfig, communicator: "Communicator | None" = None) -> LlamaModel:
     """The model that `config` names, on its device. A built-in shape gets random weights from `config.seed`.
 
-    communicator: of the ranks that share the model, of which this process loads its part. OutOfMemory if the weights do
-    not fit, InputError if the device does not support the data types, or the ranks cannot share the model.
+    communicator: connects the ranks that share the model, of which this process loads its part.
+
+    OutOfMemory if the weights do not fit, InputError if the device does not support the data types, or the ranks cannot
+    share the model.
     """
     device = choose_device(config) if communicator is None else communicator.device
     dtype = TORCH_DTYPES.get(config.weight_dtype, torch.bfloat16)

@@ -249,8 +249,8 @@ def rows_to_copy(batch: Batch, block_tables: IntArray, window: AttentionWindow) 
     They copy to every beam that continues another one the keys and values of that parent, at the positions that the two
     do not share and the batch sees. All must be read before any is written, because parents repeat and permute.
 
-    block_tables: [slots, beams, blocks per sequence], of the layers with `window`. `private_from` may be too early for
-    them: where parent and child have the same block, nothing is copied.
+    block_tables: [slots, beams, blocks per sequence], those of the layers with `window`. `private_from` may be too
+        early for them: where parent and child have the same block, nothing is copied.
     """
     beams = beam_inputs(batch)
     requests, children = np.nonzero(beams.parents != np.arange(batch.beam_width))

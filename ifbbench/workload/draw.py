@@ -49,37 +49,20 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
     turns = draw_turns(classes, seed, count)
     gaps_s = np.zeros(count)  # since the turn before; of a first turn, since 0
     gaps_s[turns.first_turns] = spec.arrival.draw(generator(seed, Stream.ARRIVAL), len(turns.first_turns))
-    prompt_len, reserved, output_len = (np.empty(count, dtype=np.int64) for _ in range(3))
-    origin = np.arange(count)
-    drawn, position = [], np.empty(count, dtype=np.int64)
     all_streams = [_Streams.of_class(seed, number, kind) for number, kind in enumerate(classes)]
-    first_id = 0
-    for number, (kind, streams) in enumerate(zip(classes, all_streams, strict=True)):
-        members = np.flatnonzero(turns.class_of == number)
-        part = draw_class(kind, streams, turns.session_of[members], first_id)
-        first_id = part.next_id
-        prompt_len[members], output_len[members] = part.prompt_len, part.output_len
-        reserved[members] = part.reserved
-        position[members] = np.arange(len(members))
-        if kind.sessions is not None:
-            times_s = kind.sessions.think_time.draw(streams.of(Stream.THINK_TIME), len(members))
-            is_later = turns.turn_of[members] > 0
-            gaps_s[members[is_later]] = times_s[is_later]
-        elif kind.name is None and kind.priority is None and kind.lora_task_id is None:
-            origin[members[part.pool_of == NO_POOL]] = NO_ORIGIN
-        drawn.append(part)
+    drawn = _draw_classes(classes, all_streams, turns, gaps_s)
     class_of = turns.class_of
     waits_for_answer = [kind.sessions is not None and kind.sessions.think_from == FROM_ANSWER for kind in classes]
     follows = np.array(waits_for_answer)[class_of] & (turns.turn_of > 0)
     think_s = np.round(np.where(follows, gaps_s, 0.0), ARRIVAL_DECIMALS)
 
     def recall(index: int) -> TraceRequest:
-        kind, part, at = classes[class_of[index]], drawn[class_of[index]], int(position[index])
+        kind, part, at = classes[class_of[index]], drawn.parts[class_of[index]], int(drawn.position[index])
         # The columns have the arrival and the other lengths.
         request = TraceRequest(
             index,
             0.0,
-            int(prompt_len[index]),
+            int(drawn.prompt_len[index]),
             1,
             1,
             priority=DEFAULT_PRIORITY if kind.priority is None else kind.priority,
@@ -96,10 +79,10 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
         names_loras=any(kind.lora_task_id is not None for kind in classes),
         request_id=identifiers(np.arange(count)),
         arrival_s=seconds(np.round(_arrivals(gaps_s, turns.first_turns), ARRIVAL_DECIMALS)),
-        prompt_len=integers(prompt_len),
-        max_new_tokens=integers(reserved),
-        output_len=integers(output_len),
-        origin=identifiers(origin),
+        prompt_len=integers(drawn.prompt_len),
+        max_new_tokens=integers(drawn.reserved),
+        output_len=integers(drawn.output_len),
+        origin=identifiers(drawn.origin),
         recall=recall,
         priority=seconds(priorities[class_of]) if (priorities != DEFAULT_PRIORITY).any() else None,
         class_of=None if spec.classes is None else integers(class_of),
@@ -110,13 +93,57 @@ def draw_trace(spec: WorkloadSpec, seed: int, source: str, max_num_samples: int 
     if follows.any() and any(map(sub_requests_of, classes)):
 
         def system_prompt(index: int) -> list[PrefixRun]:
-            runs: list[PrefixRun] = drawn[class_of[index]].system_prompt(int(position[index]))
+            runs: list[PrefixRun] = drawn.parts[class_of[index]].system_prompt(int(drawn.position[index]))
             return runs
 
         of_classes = [streams.of for streams in all_streams]
         requests = with_sub_requests(requests, class_of, turns.turn_of, classes, of_classes, system_prompt)
     sha256 = hashlib.sha256(spec.canonical_text(seed).encode()).hexdigest()
     return Trace(spec.name, requests.by_arrival(), sha256, source)
+
+
+class _Drawn(NamedTuple):
+    """The requests of all classes, in the order of their turns. Arrays are [requests].
+
+    origin: NO_ORIGIN where the columns describe the request completely, else its index.
+    position: index of the request in the part of its class.
+    parts: what was drawn for each class.
+    """
+
+    prompt_len: Indices
+    reserved: Indices
+    output_len: Indices
+    origin: Indices
+    position: Indices
+    parts: "list[DrawnClass]"
+
+
+def _draw_classes(
+    classes: Sequence[RequestClass], streams: "Sequence[_Streams]", turns: "Turns", gaps_s: NDArray[np.float64]
+) -> _Drawn:
+    """Draw the requests of each class.
+
+    gaps_s: [requests], seconds since the turn before, to be filled in for later turns.
+    """
+    count = len(gaps_s)
+    prompt_len, reserved, output_len, position = (np.empty(count, np.int64) for _ in range(4))
+    drawn = _Drawn(prompt_len, reserved, output_len, np.arange(count), position, [])
+    first_id = 0
+    for number, (kind, of_class) in enumerate(zip(classes, streams, strict=True)):
+        members = np.flatnonzero(turns.class_of == number)
+        part = draw_class(kind, of_class, turns.session_of[members], first_id)
+        first_id = part.next_id
+        drawn.prompt_len[members], drawn.output_len[members] = part.prompt_len, part.output_len
+        drawn.reserved[members] = part.reserved
+        drawn.position[members] = np.arange(len(members))
+        if kind.sessions is not None:
+            times_s = kind.sessions.think_time.draw(of_class.of(Stream.THINK_TIME), len(members))
+            is_later = turns.turn_of[members] > 0
+            gaps_s[members[is_later]] = times_s[is_later]
+        elif kind.name is None and kind.priority is None and kind.lora_task_id is None:
+            drawn.origin[members[part.pool_of == NO_POOL]] = NO_ORIGIN
+        drawn.parts.append(part)
+    return drawn
 
 
 class _Streams(NamedTuple):

@@ -99,7 +99,7 @@ class TaskIds(Limited):
 class RequestClass(Limited):
     """Requests of one kind.
 
-    prompt_len: of the whole prompt, but at least one token more than a shared prefix that it begins with; with
+    prompt_len: length of the whole prompt, but at least one token more than a shared prefix that it begins with; with
         `sessions`, of each turn's new message.
     reserve: sets `max_new_tokens` from the output length drawn; see Reserve.
     weight: the class's share of arrivals (requests, or conversations), relative to the other classes.
@@ -121,7 +121,7 @@ class RequestClass(Limited):
 class WorkloadSpec(Limited):
     """Requests to be drawn: those of `classes`, or of the one class that the other fields describe.
 
-    arrival: of requests; of conversations where a class has sessions.
+    arrival: arrivals of requests; of conversations where a class has sessions.
     """
 
     name: str

@@ -3,7 +3,9 @@
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,6 +188,44 @@ class TakesThree(LastComeFirstServed):
         pass
 
 
+class ReturnsNoPlan(LastComeFirstServed):
+    def schedule(self, *arguments: Any) -> Any:
+        return None
+
+
+class RunsNoOne(LastComeFirstServed):
+    def admit(self, source: RequestSource) -> Sequence[Request]:
+        self._waiting.extend(source.get(NO_LIMIT))
+        return []
+
+
+class RunsARowTwice(LastComeFirstServed):
+    def schedule(self, *arguments: Any) -> Plan:
+        plan = super().schedule(*arguments)
+        return replace(plan, rows=np.concatenate([plan.rows, plan.rows]))
+
+
+class CutsNothing(LastComeFirstServed):
+    def schedule(self, *arguments: Any) -> Plan:
+        plan = super().schedule(*arguments)
+        return replace(plan, chunks=tuple(ContextChunk(chunk.request, 0, 0) for chunk in plan.chunks))
+
+
+class LeavesOutChunks(LastComeFirstServed):
+    def schedule(self, *arguments: Any) -> Plan:
+        return replace(super().schedule(*arguments), chunks=())
+
+
+class CountsInWords(LastComeFirstServed):
+    def advance(self, plan: Plan, iteration: int) -> Any:
+        super().advance(plan, iteration)
+        return "none"
+
+
+class HasNoTurn(LastComeFirstServed):
+    max_in_flight = 0
+
+
 A_FUNCTION = max
 
 
@@ -203,6 +243,34 @@ def test_an_exception_of_a_users_scheduler_ends_the_run_with_its_line(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("ReturnsNoPlan", r"schedule\(\) returned None; expected a Plan"),
+        ("RunsNoOne", "runs nothing, in 10,001 decisions at 0.000 s, while 1 requests wait"),
+        ("RunsARowTwice", "row 0 in `rows`; expected rows of requests that generate, each once"),
+        ("CutsNothing", "a chunk of 0 tokens from 0 on of request 0; expected at least one, within its prompt of 8"),
+        ("LeavesOutChunks", r"allocate\(\) left no chunk of request 0, which is in `context`"),
+        ("CountsInWords", r"advance\(\) returned 'none'; expected a number of tokens"),
+    ],
+)
+def test_an_answer_of_a_users_scheduler_that_cannot_be_ends_the_run(name: str, words: str, tmp_path: Path) -> None:
+    row = {"request_id": 0, "arrival_s": 0, "prompt_len": 8, "output_len": 4, "max_new_tokens": 4}
+    (trace := tmp_path / "trace.jsonl").write_text(json.dumps(row))
+    config = RunConfig(engine=f"{HERE}:{name}", device="sim:h100-sxm", model="llama-3.1-8b")
+    config = config.with_values(output=str(tmp_path / "run"))
+    with pytest.raises(RunFailed, match=f"engine .*{name}.*{words}"):
+        run_trace(str(trace), config)
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_class_that_cannot_be_made_leaves_no_directory(tmp_path: Path) -> None:
+    config = RunConfig(engine=f"{HERE}:IsAbsent", device="sim:h100-sxm", model="llama-3.1-8b")
+    with pytest.raises(InputError, match="cannot be made"):
+        run_trace("documentation", config.with_values(output=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
         ("trtlm", "is not an engine; expected a built-in one (trtllm, vllm, sglang)"),
         (f"{HERE}:Absent", "has no 'Absent'"),
         (f"{HERE}:A_FUNCTION", "not a class"),
@@ -210,6 +278,7 @@ def test_an_exception_of_a_users_scheduler_ends_the_run_with_its_line(tmp_path: 
         (f"{HERE}:TakesThree", "expected __init__(self, limits, clock)"),
         (f"{HERE}:IsAbsent", "cannot be made: ValueError: not here"),
         (f"{HERE}:HasNoTable", "has no attribute 'table'"),
+        (f"{HERE}:HasNoTurn", "has max_in_flight 0; expected an integer of at least 1"),
     ],
 )
 def test_what_is_no_scheduler_is_refused(name: str, words: str) -> None:

@@ -1,6 +1,7 @@
 """Fleets: what each replica did is a run of its requests, to the last byte, and all requests are there once."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from ifbbench.build.engines import engine_defaults
-from ifbbench.errors import InputError
+from ifbbench.errors import InputError, RunFailed
 from ifbbench.fleet.router import Replica, RoutedRequest, Router
 from ifbbench.replay.run import run_trace, summarise_run
 from ifbbench.rundir.fleet import replica_directories
+from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.groups.fleet import PREFIX_AFFINITY, ROUTERS
 from ifbbench.settings.names import from_mapping
@@ -250,6 +252,74 @@ def test_a_router_of_a_user(tmp_path: Path) -> None:
     for row in rows:  # those that were there, and had not ended, when it arrived
         before = [one for one in rows if one["index"] < row["index"] and one["end_s"] >= row["arrival_s"]]
         assert row["offers"]["requests"] == [0, 0, len(before)]
+
+
+class FailsLate(LastReplica):
+    """Chooses the last replica of those that it is given for ten requests."""
+
+    looks_at = frozenset(("requests",))
+
+    def choose(self, request: RoutedRequest, replicas: Any) -> Replica:
+        if request.number >= 10:
+            raise ValueError("of its own")
+        return replicas[-1]
+
+
+class Leaves(FailsLate):
+    def choose(self, request: RoutedRequest, replicas: Any) -> Replica:
+        raise SystemExit(0)
+
+
+class ChoosesANumber(FailsLate):
+    def choose(self, request: RoutedRequest, replicas: Any) -> Any:
+        return 0
+
+
+class CannotBeMade(FailsLate):
+    def __init__(self, num_replicas: int, seed: int) -> None:
+        raise ValueError("not here")
+
+
+class IsInterrupted(FailsLate):
+    def choose(self, request: RoutedRequest, replicas: Any) -> Replica:
+        if request.number >= 10:
+            raise KeyboardInterrupt
+        return replicas[-1]
+
+
+SIDES_OF_ONE: dict[str, Any] = {"replicas": 1, "prefill_replicas": 1, "decode_replicas": 1}
+
+
+@pytest.mark.parametrize("fleet", [{"replicas": 2}, {"replicas": 2, "autoscale": "requests=2,max=3"}, SIDES_OF_ONE])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("FailsLate", r"router .*FailsLate failed in choose: ValueError: of its own \(.*test_fleet.py, line \d+\)"),
+        ("Leaves", "Leaves failed in choose: SystemExit: 0"),
+        ("ChoosesANumber", r"ChoosesANumber: choose\(\) returned 0; expected one of the \d replicas"),
+        ("IsInterrupted", ""),
+    ],
+)
+def test_what_was_done_is_kept_when_a_router_fails(
+    name: str, words: str, fleet: dict[str, Any], tmp_path: Path
+) -> None:
+    trace = write_rows(tmp_path / "trace.jsonl", Random(5), 20)
+    config = config_of(router=f"{__name__}:{name}", output=str(tmp_path / "fleet"), **fleet)
+    with pytest.raises((RunFailed, KeyboardInterrupt)) as failure:
+        run_trace(str(trace), config)
+    assert re.search(words, str(failure.value))
+    run = load_run(tmp_path / "fleet")
+    assert run.summary is not None
+    assert (run.partial, run.summary["requests"]["total"]) == (True, 20)
+    done = len(run.requests)
+    assert run.summary["requests"]["completed"] == done
+    assert (done > 0) == (name in ("FailsLate", "IsInterrupted"))
+
+
+def test_a_router_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    config = config_of(replicas=2, router=f"{__name__}:CannotBeMade", output=str(tmp_path / "fleet"))
+    with pytest.raises(InputError, match="CannotBeMade' cannot be made: ValueError: not here"):
+        run_trace("documentation", config)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,17 @@ def draw_running_ahead(draw: Random, path: Path) -> dict[str, Any]:
     """Settings of a fleet whose replicas run past arrivals: nothing lets a request arrive, and none has a store."""
     asked = draw_fleet(draw, path)
     stores = [name for name in asked if name.startswith(("kv_disk", "kv_remote", "kv_tier"))]
-    return {name: value for name, value in asked.items() if name not in (*stores, "concurrency")}
+    asked = {name: value for name, value in asked.items() if name not in (*stores, "concurrency")}
+    if asked["engine"] == "trtllm" and draw.random() < 0.6:  # micro batches in turn, or several windows
+        return asked | draw.choice(
+            (
+                {"pp_size": 2, "overlap": None},
+                {"max_attention_window": "1024,4096", "enable_kv_cache_reuse": False, "kv_host_cache_bytes": 0},
+            )
+        )
+    if asked["engine"] == "sglang":
+        return asked | {"tokens_per_block": draw.choice((1, 16))}
+    return asked
 
 
 def files_of(path: Path, trace: Path, asked: dict[str, Any]) -> dict[str, bytes]:

@@ -37,10 +37,12 @@ def test_every_gap_is_counted(requests, durations):
     values, counts = gaps.counted(ends)
     assert sorted(np.repeat(values, counts).tolist()) == sorted(written_out)
     assert (counts > 0).all()
+    assert (np.diff(values) >= 0).all()
 
 
 @given(counted=st.lists(st.tuples(SECONDS, st.integers(1, 50)), min_size=1, max_size=30))
 def test_figures_are_those_of_the_values_written_out(counted):
+    counted.sort()
     values, counts = np.array([value for value, _ in counted]), np.array([count for _, count in counted])
     written_out = np.repeat(values, counts)
     found, expected = counted_distribution(values, counts), distribution(written_out)

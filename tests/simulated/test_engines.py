@@ -14,7 +14,7 @@ from ifbbench.settings.config import RunConfig
 from ifbbench.settings.devices import ENGINE_OVERHEADS
 from ifbbench.simulated.engines import load_overhead, overhead_names
 from ifbbench.simulated.hardware import load_hardware
-from ifbbench.simulated.shard import kv_memory_bytes
+from ifbbench.simulated.shard import Shard, kv_memory_bytes
 
 NAMES = overhead_names()
 
@@ -92,6 +92,39 @@ def test_constants_of_weights_in_a_data_type_replace_those_of_the_architecture(t
 
     assert of["fp8"] == replace(hopper.constants, experts=0.5, experts_memory=0.5)
     assert of["bf16"] == replace(hopper.constants, experts=0.25, experts_memory=0.5)
+
+
+def test_kernels_of_experts_are_tuned_for_some_shapes(tmp_path):
+    path = Path(_overhead_file(tmp_path))
+    path.write_text(
+        path.read_text()
+        + "\n[constants.hopper.bf16]\nexperts = 0.25\n"
+        + "[constants.hopper.bf16.tuned]\nshapes = [[8, 14336]]\nexperts = 0.5\n"
+    )
+    hopper, overhead = load_hardware("h100-sxm"), load_overhead(str(path))
+    of = {
+        shape: overhead.applied_to(hopper, "bf16", "bf16", shape).constants.experts
+        for shape in ((8, 14336), (8, 7168), None)
+    }
+    assert of == {(8, 14336): 0.5, (8, 7168): 0.25, None: 0.25}
+    assert overhead.applied_to(hopper, "bf16", "fp8", (8, 14336)).constants == hopper.constants
+
+
+@pytest.mark.parametrize("shapes", ["8", "[[8]]", "[[8, 0]]", "[[8, 1.5]]"])
+def test_shapes_of_tuned_kernels_are_checked(shapes, tmp_path):
+    path = Path(_overhead_file(tmp_path))
+    path.write_text(path.read_text() + f"\n[constants.hopper.bf16.tuned]\nshapes = {shapes}\n")
+    with pytest.raises(InputError, match=r"constants\.hopper\.bf16\.tuned\.shapes is .*a list of \[experts"):
+        load_overhead(str(path))
+
+
+def test_sglang_has_tuned_kernels_for_mixtral_but_not_for_deepseek():
+    shapes = {
+        name: Shard(load_model_config(name), "bf16", "bf16", tp_size=size).expert_shape
+        for name, size in (("mixtral-8x7b", 2), ("qwen3-235b-a22b", 4), ("deepseek-r1", 8), ("llama-3.1-8b", 1))
+    }
+    tuned = load_overhead("sglang").tuned_experts["hopper"]["bf16"].shapes
+    assert {name for name, shape in shapes.items() if shape in tuned} == {"mixtral-8x7b", "qwen3-235b-a22b"}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def test_bands_are_of_known_engines_and_devices_and_hold_their_provenance(setup)
     assert setup["hardware"] in hardware_names()
     assert setup["sources"]
     for part in [*setup["loads"], setup["all_loads"]]:
-        assert part["rows"] > 0
+        assert part["rows"] >= part["curves"] >= 8
+        assert part["bands"]
         assert all(low <= high for low, high in part["bands"].values())
 
 
@@ -43,8 +44,25 @@ def test_a_run_has_the_band_of_its_load_or_that_of_all():
         part = next((one for one in setup["loads"] if one["up_to"] == limit), setup["all_loads"])
         found = expected_error(LIKE, limit or 1000)
         assert found["compared"]
-        assert found["rows"] == part["rows"]
+        assert {name: found[name] for name in ("rows", "curves", "of")} == {
+            name: part[name] for name in ("rows", "curves", "of")
+        }
         assert found["ttft_s"] == part["bands"]["ttft_s"]
+
+
+def test_a_regime_with_few_measurements_is_named():
+    known = expected_error(LIKE, 32)
+    assert (known["of"], known["load"]) == ("vllm on h100-sxm with 9 to 32 requests at a time", "9 to 32")
+    assert "too few" not in expected_error_sentence(known)
+
+    few = expected_error(LIKE, 4)
+    assert (few["of"], few["load"]) == ("vllm on h100-sxm", "any")
+    assert few["too_few"] == "vllm on h100-sxm with 1 to 8 requests at a time"
+    sentence = expected_error_sentence(few)
+    assert f"({few['rows']} published measurements of {few['curves']} deployments, vllm on h100-sxm)" in sentence
+    assert sentence.endswith(
+        f"There are too few measurements of {few['too_few']}: the range is that of vllm on h100-sxm."
+    )
 
 
 def test_rows_that_constants_were_fitted_to_are_no_measure_of_the_error():
@@ -60,6 +78,7 @@ def test_rows_that_constants_were_fitted_to_are_no_measure_of_the_error():
         ({"dtype": "int4"}, "dtype int4, only"),
         ({"tp_size": 16}, "tp_size 16, only"),
         ({"pp_size": 2}, "pp_size 2, only 1"),
+        ({"draft": "mtp"}, "draft mtp, only none"),
         ({"model": "qwen3-30b-a3b"}, "model qwen3-30b-a3b, only codellama-34b, "),
         ({"model": "llama-3.1-8b"}, "model llama-3.1-8b, only"),
         ({"scheduler": "trtllm"}, "no measurement with vllm and --engine trtllm, only vllm"),
@@ -104,8 +123,8 @@ def test_the_summary_and_the_report_of_a_simulated_run_have_it(tmp_path):
     assert summary["expected_error"] == expected_error(LIKE, 8)
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     sentence = expected_error_sentence(summary["expected_error"])
-    assert "requests at a time: 80 % of them are within" in sentence
-    assert "% of the predicted TTFT" in sentence
+    assert "in 8 of 10 servers like this TTFT is within " in sentence
+    assert " % of the prediction (" in sentence
     assert sentence in printed
 
 

@@ -14,10 +14,11 @@ from ifbbench.rundir.reader import load_run
 from ifbbench.settings.config import RunConfig
 from ifbbench.settings.names import from_mapping
 from ifbbench.studies.points import run_points
-from ifbbench.studies.tune import ABOVE, Tuner, Tuning
+from ifbbench.studies.tune import Tuner
 from ifbbench.studies.tune_candidates import Candidate, Goal
 from ifbbench.studies.tune_certainty import at_risk, is_undecided
 from ifbbench.studies.tune_files import UNLESS_DECIDED, answer, decided, pareto, record_best, verdict
+from ifbbench.studies.tune_load import ABOVE
 from ifbbench.studies.tune_rate import (
     _bracket,
     find_max_rate,
@@ -26,7 +27,9 @@ from ifbbench.studies.tune_rate import (
     max_runs_for_replicas,
 )
 from ifbbench.studies.tune_runs import Case, Run, Runs
+from ifbbench.studies.tune_search import Tuning
 from ifbbench.studies.tune_space import Space, idle_limits
+from ifbbench.studies.tune_traffic import TrafficSearch
 from ifbbench.workload.load import in_memory, load_trace, read_source
 from ifbbench.workload.trace import columns_of
 
@@ -244,7 +247,7 @@ def test_objectives_that_every_setting_meets_are_said():
 
 @pytest.mark.parametrize("goal", ["goodput", "output_throughput", "max_rate", "cost"])
 def test_progress_is_that_of_the_whole_search(monkeypatch, goal):
-    monkeypatch.setattr("ifbbench.studies.tune.ABOVE_RUNS", 16)
+    monkeypatch.setattr("ifbbench.studies.tune_load.ABOVE_RUNS", 16)
     searching = tuner(goal=goal, slo="ttft=2s,tpot=40ms", request_rate=20, max_num_samples=8)
     stages, totals, done = list[str](), list[int](), list[int]()
 
@@ -309,7 +312,7 @@ def test_interrupting_keeps_the_best_so_far(monkeypatch):
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "_search_settings", interrupt)
+    monkeypatch.setattr(TrafficSearch, "run", interrupt)
     found = searching.run()
     assert found.best is not None
     assert not found.is_complete
@@ -532,7 +535,7 @@ ALL_BUT_LIMITS: dict[str, Any] = {
     [("goodput", 80, {}), ("max_rate", 20, ALL_BUT_LIMITS), ("cost", 60, ALL_BUT_LIMITS)],
 )
 def test_what_is_said_of_other_settings_was_tried_under_the_same_load(monkeypatch, goal, num, given, tmp_path):
-    monkeypatch.setattr("ifbbench.studies.tune.ABOVE_RUNS", 16)
+    monkeypatch.setattr("ifbbench.studies.tune_load.ABOVE_RUNS", 16)
     searching = tuner(goal=goal, slo="ttft=1s,tpot=14ms", request_rate=40, max_num_samples=num, **given)
     found = searching.run()
     best = found.best

@@ -107,7 +107,10 @@ def _batches(run: RunData) -> tuple[Counts, Counts, Counts, Counts]:
 
 
 class _Summaries:
-    """The figures of each interval of INTERVAL_S. since_s: when each iteration ended, from the first one's start."""
+    """The figures of each interval of INTERVAL_S.
+
+    since_s: end of each iteration, from the first one's start.
+    """
 
     def __init__(self, run: RunData, begin_s: float, since_s: NDArray[np.float64]) -> None:
         self._since_s, self._intervals, self._was_idle = since_s, 0, True

@@ -106,9 +106,15 @@ Line = TypeVar("Line", bound=Struct)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The run now. time_s: on its clock. tokens: output tokens of completed requests. ttft_s: median of recent ones.
-    pauses: the last ones, (iteration, victim, beneficiary). window: of several attention windows, the tokens of the
-    fullest one, which used_blocks and blocks are of. held_by: the limit that held what waits."""
+    """The run now.
+
+    tokens: number of output tokens of completed requests.
+    time_s: time on its clock.
+    held_by: the limit that held what waits.
+    ttft_s: median of recent times to first token.
+    pauses: the last pauses, (iteration, victim, beneficiary).
+    window: tokens of the fullest one of several attention windows, which used_blocks and blocks are of.
+    """
 
     completed: int
     failed: int
@@ -156,7 +162,10 @@ def in_unit(seconds: float) -> str:
 
 
 class Follower:
-    """Reads what a run has written since the last look. run: run.json."""
+    """Reads what a run has written since the last look.
+
+    run: content of run.json.
+    """
 
     def __init__(self, directory: Path, run: dict[str, Any]) -> None:
         self.directory = directory

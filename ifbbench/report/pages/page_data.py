@@ -44,7 +44,7 @@ REQUEST_NUMBERS = (
     "reused_tokens",
 )
 ITL_QUANTILES = 400
-# Level 6 of compression takes twice the time, for 1 % less.
+# Level 6 compresses 1 % more in twice the time.
 LEVEL = 5
 MICROSECONDS = 1e6
 SLOWEST, BLOCKERS = 15, 15

@@ -1,7 +1,7 @@
 """Requests whose prompts another engine computes, and those that were retracted to host memory
 (`DecodePreallocQueue` and `DecodeTransferQueue` of SGLang, as of October 2026; read, not compared)."""
 
-from collections.abc import Iterator
+import numpy as np
 
 from ifbbench.engine.plan import Limit
 from ifbbench.engine.request import Request
@@ -111,8 +111,9 @@ class RemoteRequests:
                 match = match.on_device()
             cache.lock(match)
             missing = request.prompt_len - (0 if match is None else match.length)
-            expected = missing + min(max_outputs(request), MAX_EXPECTED) - self._retractable
-            if max(missing + state.rules.reserved_tokens, expected) > self._budget(self._retractable):
+            retractable, longest = self._of_running()
+            expected = missing + min(max_outputs(request), MAX_EXPECTED) - retractable
+            if max(missing + state.rules.reserved_tokens, expected) > self._budget(longest - retractable):
                 cache.unlock(match)
                 self.limit = Limit.KV_BLOCKS
                 return
@@ -135,7 +136,7 @@ class RemoteRequests:
             request = self.in_host[0]
             tokens, reserved = state.computed_by(request), state.rules.reserved_tokens
             is_alone = not (len(state.running) or self.transferring or self.arrived or state.last or state.chunked)
-            if tokens + (cache.page_size if is_alone else reserved) > self._budget(None, retracted=False):
+            if tokens + (cache.page_size if is_alone else reserved) > self._budget(0, retracted=False):
                 return
             del self.in_host[0]
             cache.restart(request.slot)
@@ -157,28 +158,26 @@ class RemoteRequests:
         is_left = running + len(self.transferring) + len(self.arrived) < rows
         return is_left and len(state.table.free_rows) > max(0, limit - running)
 
-    @property
-    def _retractable(self) -> int:
-        """Tokens of the running requests, which can be retracted."""
-        return sum([request.original_prompt_len + request.num_outputs for request in self._state.running])
+    def _of_running(self) -> tuple[int, int]:
+        """The tokens of the running requests, which can be retracted, and those that the longest of them may have."""
+        table, rows = self._state.table, self._state.running.rows
+        if not len(rows):
+            return 0, 0
+        before = table.original_prompt_len[rows]
+        # Nothing is deferred in the table: the requests of a side do not run jointly.
+        tokens = before + table.joined[rows] + np.maximum(table.confirmed[rows], 0)
+        longest = before + np.minimum(table.reserved[rows] + table.joined[rows], MAX_EXPECTED)
+        return int(tokens.sum()), int(longest.max())
 
-    def _budget(self, retractable: int | None, retracted: bool = True) -> int:
+    def _budget(self, needed: int, retracted: bool = True) -> int:
         """Tokens of the cache that are not reserved (`_allocatable_token_budgets`).
 
-        retractable: see there; None leaves out what the longest running request may need.
+        needed: what the longest running request may need beside what can be retracted.
         retracted: requests that have their part reserved.
         """
         state, reserved = self._state, self._state.rules.reserved_tokens
         num_active = len(state.running) + len(self.transferring) + len(self.arrived)
-        kept = reserved * num_active
-        if retractable is not None:
-            kept = max([kept, *[longest - retractable for longest in self._longest()]])
-        budget = state.kv_cache.available - kept
+        budget = state.kv_cache.available - max(reserved * num_active, needed)
         if retracted:
             budget -= sum([state.computed_by(request) + reserved for request in self.in_host])
         return budget
-
-    def _longest(self) -> Iterator[int]:
-        """Tokens that each running request may have."""
-        for request in self._state.running:
-            yield request.original_prompt_len + min(max_outputs(request), MAX_EXPECTED)

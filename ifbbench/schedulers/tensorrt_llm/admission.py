@@ -61,7 +61,7 @@ class Admission:
         self, source: RequestSource, max_queue_size: int, active: ActiveRequests, admitted: list[Request]
     ) -> int:
         """Fetch all requests that have arrived, activate what the limits allow, and refuse those that find the queue
-        full: of the new ones the last by priority and arrival. Returns how many were refused; more may have arrived
+        full: the last of the new ones by priority and arrival. Returns how many were refused; more may have arrived
         then."""
         arrived = source.get(NO_LIMIT)
         num_refused = self._add(source, arrived)

@@ -19,7 +19,8 @@ class MicroBatchScheduler:
     With chunked context, generation takes its tokens first and the rest of the budget is divided into chunks. Without
     it, the order alone decides, and the first request that does not fit ends the batch.
 
-    token_budget: of an iteration. chunking_policy: None is no chunked context.
+    token_budget: maximum number of tokens of an iteration.
+    chunking_policy: how the budget is divided among chunks; None for no chunked context.
     num_micro_batches: with several, each has at most its share of the active requests, so that all are equally full.
     num_parts: parts of the devices, each of which has its share of the token budget; without chunked context.
     """

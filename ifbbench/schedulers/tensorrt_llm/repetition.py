@@ -366,6 +366,15 @@ class Repetition:
         if self._num_turns > 1:
             self._ends.scheduled = iteration + 1
 
+    def joined(self, requests: Sequence[Request], before: Rows) -> None:
+        """`requests`, which have their prompts from elsewhere, are in generation. before: its rows without them."""
+        for request in requests:  # the iterations in flight do not count for it
+            self._active.table.confirmed[request.slot] -= self.num_in_flight
+        if self._rows is before and self._num_turns == 1:
+            for request in requests:
+                self._ends.add(self._order_of(request), request)
+            self._rows = self._active.generation_rows
+
     def parked(self, request: Request) -> None:
         """The last step of `request` is in flight, in a batch."""
         self._ends.ending[request] = NEVER, self._order_of(request)  # until it is known
@@ -520,9 +529,10 @@ class RepeatingScheduler(TensorRtLlmScheduler):
         super().keep(request)
 
     def receive(self, requests: Sequence[Request]) -> None:
+        before = self.active.generation_rows
         super().receive(requests)
-        for request in requests if self._loads is None else ():  # iterations in flight do not count for it
-            self.table.confirmed[request.slot] -= self._repetition.num_in_flight
+        if self._loads is None:
+            self._repetition.joined(requests, before)
 
     def schedule(
         self, iteration: int, now_s: float, in_flight: Sequence[InFlightIteration], collect: Callable[[], None]

@@ -58,7 +58,7 @@ class BatchManager:
     executor_or_model: a model ("tiny", or a directory with config.json and safetensors), or an Executor, which the
         caller closes. An executor needs `max_seq_len` and the cache's `max_tokens` among the optional parameters.
     model_type: "V1", "InflightBatching" or "InflightFusedBatching" (or v1, uifb, ifb).
-    max_beam_width: of a request. All requests of an iteration have the same beam width.
+    max_beam_width: maximum beam width of a request. All requests of an iteration have the same beam width.
     scheduler_policy: "guaranteed_no_evict", "max_utilization", "static_batch" or "package.module:ClassName".
     get_inference_requests(max_requests): returns a list of at most so many `InferenceRequest`; negative means no limit.
         Called at the start of each iteration, again if requests were refused, and every millisecond when idle.
@@ -70,8 +70,9 @@ class BatchManager:
     optional_params: settings of `ifbbench run` by name (enable_trt_overlap or enableTrtOverlap, max_batch_size, …), and
         `kv_cache_config` (`kvCacheConfig`), a mapping of max_tokens, free_gpu_memory_fraction and so on.
     start: False makes no thread; the caller calls `step()`.
-    communicator: of the ranks that share the model. Every rank makes a manager with the same arguments. Callbacks are
-        called on rank 0 only; the managers of other ranks end when its own does, and their `close()` waits for that.
+    communicator: connects the ranks that share the model. Every rank makes a manager with the same arguments. Callbacks
+        are called on rank 0 only; the managers of other ranks end when its own does, and their `close()` waits for
+        that.
 
     The process is not changed, except for PyTorch's number of threads if `cpu_threads` is given. A program that wants
     the CPU settings of the command line calls `use_threads(None)` and `keep_freed_memory()` of

@@ -178,7 +178,7 @@ def context_attention(
     """Write the attention of the context chunks in `tiles` to their rows of `output`; other rows are not changed.
 
     queries, output: [tokens, heads, head size].
-    keys, values: [tokens, KV heads, head size], of the batch, with the same strides.
+    keys, values: [tokens, KV heads, head size], those of the batch, with the same strides.
     key_cache, value_cache: [blocks, tokens per block, KV heads, head size], with the same strides, of the queries' type
         or a narrower one. In all of these the values of a head are contiguous.
     block_tables: int32 [sequences, blocks]; entries beyond the cached tokens are not read.

@@ -130,9 +130,11 @@ def generation_tiles(head_size: int, group: int, value_bytes: int) -> AttentionT
     """Tiles for generation tokens, which are bound by memory: rows for the `group` heads that share a KV head, and
     enough loads in flight to hide the memory's latency.
 
-    value_bytes: of a cached key. An H100 needs about 3.3 TB/s · 0.7 µs / 132 = 18 KB in flight per multiprocessor. Keys
-    and values of a stage take 2 · keys · head size · bytes, here at most 32 KiB. One stage is computed while the next
-    is loaded, and with 70 KiB per program, two or three share a multiprocessor of Hopper.
+    value_bytes: bytes of a value of a cached key.
+
+    An H100 needs about 3.3 TB/s · 0.7 µs / 132 = 18 KB in flight per multiprocessor. Keys and values of a stage take 2
+    · keys · head size · bytes, here at most 32 KiB. One stage is computed while the next is loaded, and with 70 KiB per
+    program, two or three share a multiprocessor of Hopper.
     """
     width = padded_size(head_size)
     keys = max(SMALLEST_DOT, min(128, 16_384 // (width * value_bytes)))

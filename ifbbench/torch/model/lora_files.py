@@ -186,7 +186,7 @@ class PeftAdapter:
     def scale(self, path: str, rank: int) -> float:
         """lora_alpha / rank, with use_rslora lora_alpha / √rank (Kalajdzievski, arXiv:2312.03732).
 
-        path: of the module, which `alpha_pattern` may name."""
+        path: path of the module, which `alpha_pattern` may name."""
         alpha = self.settings.get("lora_alpha", 8)
         for pattern, value in (self.settings.get("alpha_pattern") or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", path):

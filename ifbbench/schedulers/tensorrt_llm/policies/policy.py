@@ -26,10 +26,11 @@ class CapacityDecision:
 
     admitted: context requests that may run, in the order in which the micro-batch scheduler considers them.
     held: generation requests that may not run; all others run unless paused.
-    paused: in the order of the decision.
+    paused: requests to pause, in the order of the decision.
     left_out: the first request of the active list that does not fit and is not paused.
     generation_first: whether generation comes before context in the order; otherwise it is the order of the list.
-    valid_until_next_allocation: of a steady policy: the decision may differ once a generation request takes a block.
+    valid_until_next_allocation: whether the decision of a steady policy may differ once a generation request takes a
+        block.
     """
 
     admitted: list[Request] = field(default_factory=list)
