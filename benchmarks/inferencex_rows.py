@@ -56,6 +56,20 @@ COMPILING_S = 72.0
 TRANSFORMERS_5 = {"b300": "2026-04-17", "h200": "2026-05-12", "b200": "2026-05-14"}
 TOKENIZER_MENDED = "2026-05-16"
 RETOKENIZED = 35_921 / 7_140
+# TensorRT-LLM's versions after 1.1 (1.1.0rc2.post2), and the first dates of their images in InferenceX's
+# nvidia-master.yaml by GPU, data type and whether there are drafts; those of H200 went from 1.1 to 1.3.
+TENSORRT_LLM = ("1.1.0rc2", "1.2.0rc6", "1.3.0rc14")
+TENSORRT_LLM_DATES = {
+    ("b200", "fp4", False): ("2026-02-03", "2026-05-18"),
+    ("b200", "fp4", True): ("2026-02-06", "2026-05-18"),
+    ("b200", "fp8", False): ("2026-01-29", "2026-05-18"),
+    ("b200", "fp8", True): ("2026-02-05", "2026-05-18"),
+    ("h200", "fp8", False): ("2026-05-18", "2026-05-18"),
+    ("h200", "fp8", True): ("2026-05-18", "2026-05-18"),
+}
+# The same of disaggregated servers: Dynamo 0.8 has 1.2.0rc6, by its support matrix, and 0.5.1 is older.
+TENSORRT_LLM_DATES_APART = {("gb200", "fp4"): ("2026-01-30", "9999"), ("gb300", "fp8"): ("2026-02-05", "2026-06-17")}
+DYNAMO_0_8 = ("2026-01-27", "9999")
 # The client's own part of a TTFT, from sending a request to reading the first chunk: set by eye, with the rows of all
 # engines in view.
 CLIENT_S = 0.02
@@ -104,6 +118,7 @@ def standard_row(row: Row) -> dict[str, Any]:
     prompts = row["concurrency"] * fmean(prompt_len for prompt_len, _ in pairs)
     return {
         **{name: row[name] for name in (*named, "version", "power_w_per_gpu") if name in row},
+        **({"version": tensorrt_llm_version(row)} if row["engine"] == "tensorrt-llm" else {}),
         **{name: _without_mean(row[name]) for name in LATENCIES if name in row},
         "gpu": GPUS.get(row["gpu"], row["gpu"]),
         "num_gpus": sum(row[side]["gpus"] for side in SIDES) if is_apart else decode["tp"],
@@ -123,6 +138,16 @@ def standard_row(row: Row) -> dict[str, Any]:
         "waiting_s": COMPILING_S if is_cold and not is_apart and prompts > settings["max_num_tokens"] else 0.0,
         "output_tokens_per_s": row["output_tokens_per_s_per_gpu"] * decode["gpus" if is_apart else "tp"],
     }
+
+
+def tensorrt_llm_version(row: Row) -> str:
+    """TensorRT-LLM's version in the image of the date; the first one without a date."""
+    kind = row["gpu"], row["dtype"]
+    if row.get("disaggregated"):
+        dates = TENSORRT_LLM_DATES_APART.get(kind, DYNAMO_0_8)
+    else:
+        dates = TENSORRT_LLM_DATES.get((*kind, bool(row.get("drafts"))), ("9999", "9999"))
+    return TENSORRT_LLM[sum(first <= row.get("date", "") for first in dates)]
 
 
 def _is_retokenized(row: Row) -> bool:

@@ -33,6 +33,7 @@ from ifbbench.simulated.expected_error import (
     LOADS,
     NO_DRAFTS,
     NO_ENGINE,
+    engine_of,
     limit_of,
     regime_in_words,
 )
@@ -148,8 +149,9 @@ def scores_of(comparisons: Iterable[Comparison]) -> list[tuple[str, Regime, Scor
     decode apart are no such servers."""
     found = list[tuple[str, Regime, Score]]()
     for one in comparisons:
-        engine, figure = engine_name(one.row), FIGURES.get(one.metric)
-        if engine is not None and figure is not None and not one.row.get("disaggregated"):
+        overhead, figure = engine_name(one.row), FIGURES.get(one.metric)
+        if overhead is not None and figure is not None and not one.row.get("disaggregated"):
+            engine = engine_of(overhead)
             score = abs(math.log(one.measured / one.predicted))
             found.append((figure, (engine, one.row["gpu"], str(load(one))), (curve_of(one.row), score)))
     return found
@@ -194,8 +196,8 @@ def bands(comparisons: Sequence[Comparison]) -> list[Setup]:
     known = Known(scores_of(comparisons))
     setups: defaultdict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for one in comparisons:
-        if (engine := engine_name(one.row)) is not None and not one.row.get("disaggregated"):
-            setups[engine, one.row["gpu"]].append(one)
+        if (overhead := engine_name(one.row)) is not None and not one.row.get("disaggregated"):
+            setups[engine_of(overhead), one.row["gpu"]].append(one)
     return [
         _setup(engine, gpu, group, known)
         for (engine, gpu), group in sorted(setups.items())

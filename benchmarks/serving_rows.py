@@ -87,6 +87,8 @@ NEAREST_DTYPES = {"mxfp4": "int4", "nvfp4": "int4", "w4a16": "int4", "awq": "int
 WITH_BLOCK_SCALES = ("qwen3", "deepseek")
 # Overheads of compiled engines behind NIM, by generation of the row.
 NIM = {"2024": "tensorrt-llm-nim", "current": "tensorrt-llm-compiled"}
+# Versions that have the overhead of another one.
+SAME_OVERHEAD = {"tensorrt-llm-1.0": "tensorrt-llm-1.1"}
 # Data types of weights beside which AICONFIGURATOR's generator gives servers of TensorRT-LLM a KV cache of 8 bits.
 WITH_EIGHT_BIT_CACHE = ("fp8", "fp8_block", "nvfp4")
 Row = Mapping[str, Any]
@@ -138,6 +140,8 @@ def engine_name(row: Row) -> str | None:
     whole = f"{row['engine']}-{row.get('version') or ''}".lower()
     if whole.startswith("tensorrt-llm-nim"):
         return NIM[str(row.get("generation"))]
+    for version, other in SAME_OVERHEAD.items():
+        whole = whole.replace(version, other)
     names = [name for name in overhead_names() if whole.startswith(name) and (is_current(row) or name != row["engine"])]
     return max(names, key=len, default=None)
 
@@ -225,7 +229,7 @@ def config_of(row: Row, model: str) -> RunConfig:
         if row.get("source") == AICONFIGURATOR and row["version"] != SGLANG_DEFAULTS:
             values |= {"max_prefill_tokens": longest_prompt + PROMPT_ROOM, "enable_mixed_chunk": True}
             values["disable_overlap_schedule"] = True
-    elif engine == ONE_BY_ONE and concurrency and row.get("source") == AICONFIGURATOR:
+    elif row["engine"] == ONE_BY_ONE and concurrency and row.get("source") == AICONFIGURATOR:
         one_prompt = longest_prompt + concurrency
         values["max_num_tokens"] = min(one_prompt, values.get("max_num_tokens", one_prompt))
         if values["dtype"] in WITH_EIGHT_BIT_CACHE:

@@ -4,6 +4,7 @@ The bands are in expected_errors.json, which `python -m benchmarks.serving FILE 
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -62,7 +63,8 @@ def expected_error(run: Compared, requests: int) -> dict[str, Any]:
 
     requests: mean number at a time. `compared` is false, with the reason, if nothing like it was ever compared."""
     known = json.loads(BANDS.read_text(encoding="utf-8"))
-    found = (one for one in known["setups"] if (one["engine"], one["hardware"]) == (run.engine, run.hardware))
+    engine = engine_of(run.engine)
+    found = (one for one in known["setups"] if (one["engine"], one["hardware"]) == (engine, run.hardware))
     setup = next(found, None)
     who = "no engine overhead" if run.engine == NO_ENGINE else run.engine
     # Rows of an engine whose scheduler is built in are replayed by it.
@@ -78,7 +80,7 @@ def expected_error(run: Compared, requests: int) -> dict[str, Any]:
             return _never(f"no measurement of {run.hardware} with {who} and {name[:-1]} {value}, only {others}")
     load = limit_of(requests)
     part = next((one for one in setup["loads"] if one["up_to"] == load), setup["all_loads"])
-    own = regime_in_words(run.engine, run.hardware, *([str(load)] if setup["loads"] else []))
+    own = regime_in_words(engine, run.hardware, *([str(load)] if setup["loads"] else []))
     is_of_load = part["of"] == own and setup["loads"]
     return {
         "compared": True,
@@ -90,6 +92,12 @@ def expected_error(run: Compared, requests: int) -> dict[str, Any]:
         **({} if part["of"] == own else {"too_few": own}),
         **part["bands"],
     }
+
+
+def engine_of(overhead: str) -> str:
+    """The engine that an engine overhead is a version of: tensorrt-llm for tensorrt-llm-1.1. Versions have one range
+    together, made of rows that are predicted with the overhead of their own version."""
+    return re.sub(r"-\d+\.\d+$", "", overhead)
 
 
 def regime_in_words(engine: str = "", gpus: str = "", load: str = "") -> str:

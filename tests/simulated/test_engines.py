@@ -94,6 +94,15 @@ def test_constants_of_weights_in_a_data_type_replace_those_of_the_architecture(t
     assert of["bf16"] == replace(hopper.constants, experts=0.25, experts_memory=0.5)
 
 
+def test_only_earlier_versions_of_tensorrt_llm_quantize_slowly_and_only_on_blackwell():
+    names = {"tensorrt-llm": 0.0, "tensorrt-llm-1.2": 8.9e-12, "tensorrt-llm-1.1": 8.9e-12}
+    of = {
+        gpu: {name: load_overhead(name).applied_to(load_hardware(gpu), "fp8").constants.quantize_s for name in names}
+        for gpu in ("b200", "h200-sxm")
+    }
+    assert of == {"b200": names, "h200-sxm": dict.fromkeys(names, 0.0)}
+
+
 def test_kernels_of_experts_are_tuned_for_some_shapes(tmp_path):
     path = Path(_overhead_file(tmp_path))
     path.write_text(

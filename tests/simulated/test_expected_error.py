@@ -65,6 +65,16 @@ def test_a_regime_with_few_measurements_is_named():
     )
 
 
+def test_versions_of_an_engine_have_one_range():
+    names = ("tensorrt-llm", "tensorrt-llm-1.2", "tensorrt-llm-1.1", "tensorrt-llm-2024")
+    today, *earlier, of_2024 = (
+        expected_error(Compared(name, "trtllm", "b200", "deepseek-r1", "nvfp4", 4, 1), 4) for name in names
+    )
+    assert today["compared"]
+    assert earlier == [today, today]
+    assert of_2024["reason"] == "never compared: no measurement of b200 with tensorrt-llm-2024"
+
+
 def test_rows_that_constants_were_fitted_to_are_no_measure_of_the_error():
     for engine, model in (("sglang", "qwen3-32b"), ("tensorrt-llm", "llama-3.1-8b")):
         run = Compared(engine, engine if engine == "sglang" else "trtllm", "h100-sxm", model, "bf16", 2, 1)

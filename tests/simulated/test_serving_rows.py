@@ -17,7 +17,7 @@ import pytest
 from benchmarks.fit_rows import KEYS, TABLE, part_of
 from benchmarks.inferencex_recipes import KEYS as RECIPE_KEYS
 from benchmarks.inferencex_recipes import TABLE as RECIPES
-from benchmarks.inferencex_rows import standard_row
+from benchmarks.inferencex_rows import standard_row, tensorrt_llm_version
 from benchmarks.serving import errors, fastest_degree
 from benchmarks.serving_bands import Known, band, bands, curve_of, held_out, limit, weighted
 from benchmarks.serving_differences import better_apart, better_deployment
@@ -143,7 +143,10 @@ def test_a_closed_loop_of_an_older_engine_counts_a_part_of_its_rounds():
     [
         ("sglang", "0.5.1.post1", "current", "sglang"),
         ("sglang", "0.5.6.post2", "current", "sglang"),
-        ("tensorrt-llm", "1.0.0rc3", "current", "tensorrt-llm"),
+        ("tensorrt-llm", "1.0.0rc3", "current", "tensorrt-llm-1.1"),
+        ("tensorrt-llm", "1.1.0rc2", "current", "tensorrt-llm-1.1"),
+        ("tensorrt-llm", "1.2.0rc6", "current", "tensorrt-llm-1.2"),
+        ("tensorrt-llm", "1.3.0rc14", "current", "tensorrt-llm"),
         ("vllm", "2024", "2024", "vllm-2024"),
         ("tensorrt-llm", "NIM 1.0 for LLMs", "2024", "tensorrt-llm-nim"),
         ("tensorrt-llm", "NIM 1.8.0", "current", "tensorrt-llm-compiled"),
@@ -289,6 +292,28 @@ def test_prompts_are_longer_where_the_client_had_a_wrong_tokenizer(changes, time
     expected, _ = deepseek()
     assert row["input"] == pytest.approx(expected["input"] * times, rel=0.001)
     assert (row["output"], row["lengths_of"]) == (expected["output"], expected["lengths_of"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "overhead"),
+    [
+        ({"date": "2025-12-10"}, "tensorrt-llm-1.1"),
+        ({"date": "2026-02-03"}, "tensorrt-llm-1.2"),
+        ({"date": "2026-02-03", "drafts": "mtp"}, "tensorrt-llm-1.1"),  # its image changed later
+        ({"date": "2026-05-19"}, "tensorrt-llm"),
+        ({"date": "2026-02-03", "gpu": "h200", "dtype": "fp8"}, "tensorrt-llm-1.1"),
+        ({"date": "2026-05-18", "gpu": "h200", "dtype": "fp8"}, "tensorrt-llm"),
+    ],
+)
+def test_a_row_of_inferencex_has_the_overhead_of_the_image_of_its_date(changes, overhead):
+    assert deepseek(engine="tensorrt-llm", **changes)[1].engine_overhead == overhead
+
+
+def test_disaggregated_rows_have_the_version_in_the_image_of_dynamo():
+    row = {"engine": "tensorrt-llm", "gpu": "gb200", "dtype": "fp4", "disaggregated": True}
+    versions = {date: tensorrt_llm_version(row | {"date": date}) for date in ("2025-12-05", "2026-02-03")}
+    assert versions == {"2025-12-05": "1.1.0rc2", "2026-02-03": "1.2.0rc6"}
+    assert tensorrt_llm_version(row | {"gpu": "gb300", "dtype": "fp8", "date": "2026-06-18"}) == "1.3.0rc14"
 
 
 def test_rows_of_inferencex_have_no_means_beside_medians():
