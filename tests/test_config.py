@@ -1,5 +1,7 @@
 """Settings: the values they take, in whatever words."""
 
+import dataclasses
+
 import pytest
 
 from ifbbench.errors import InputError
@@ -116,3 +118,14 @@ def test_names_of_other_systems_are_suggested_and_mean_one_setting():
     assert same_elsewhere("max_batch_size") is None
     with pytest.raises(InputError, match=r"'n-batch' is not a setting\. Did you mean max_num_tokens\?"):
         setting("n-batch")
+
+
+def test_a_copy_with_other_values_is_checked_as_the_original():
+    config = RunConfig(device="null", max_batch_size=4)
+    changed = config.with_values(max_batch_size="7", engine="vllm")
+    assert changed == dataclasses.replace(config, max_batch_size=7, engine="vllm")
+    assert (config.max_batch_size, config.engine, changed.max_batch_size) == (4, "trtllm", 7)
+    with pytest.raises(InputError, match="--max_batch_size"):
+        config.with_values(max_batch_size=0)
+    with pytest.raises(TypeError, match="no settings of a run: batch"):
+        config.with_values(batch=7)
