@@ -13,9 +13,9 @@ from ifbbench.models.layers import Mlp
 from ifbbench.simulated.shard import Shard
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which makes it take ten times as long to create; a cost model makes many
 class OperationCost:
-    """The cost of one operation in an iteration, on each device, summed over all layers.
+    """The cost of one operation in an iteration, on each device, summed over all layers. It does not change.
 
     flops: number of additions and multiplications.
     bytes: bytes moved through memory, or the network for all-reduces and pipeline transfers.

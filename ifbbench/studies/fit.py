@@ -325,9 +325,14 @@ def _least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Floa
     from scipy.optimize import least_squares
 
     bound = np.log(MAX_FACTOR)
-    found = least_squares(
-        residuals, start, lambda at: _slopes(residuals, at, residuals(at)), (-bound, bound), ftol=CONVERGED
-    )
+    latest: list[Floats] = []  # the unknowns of the latest residuals, and these: slopes are asked for at the same
+
+    def values(at: Floats) -> Floats:
+        if not latest or not np.array_equal(latest[0], at):
+            latest[:] = at.copy(), residuals(at)
+        return latest[1]
+
+    found = least_squares(values, start, lambda at: _slopes(residuals, at, values(at)), (-bound, bound), ftol=CONVERGED)
     return np.asarray(found.x)
 
 

@@ -40,9 +40,14 @@ def error_of(*arguments: str) -> str:
     return done.stderr
 
 
+@pytest.fixture(scope="module")
+def help_of_all() -> str:
+    return CliRunner().invoke(main, ["run", "--help", "all"]).output
+
+
 @pytest.mark.parametrize("setting", list(settings()), ids=lambda setting: setting.name)
-def test_help_of_all_shows_each_setting_with_its_aliases(setting):
-    printed = CliRunner().invoke(main, ["run", "--help", "all"]).output
+def test_help_of_all_shows_each_setting_with_its_aliases(setting, help_of_all):
+    printed = help_of_all
     for name in (setting.name, *setting.aliases):
         assert re.search(rf"--{name}\b", printed)
         assert bool(re.search(rf"--no_{name}\b", printed)) == (setting.type is bool)
