@@ -89,6 +89,7 @@ def test_other_engines_are_refused(engines: str) -> None:
     assert done.exit_code == 2
 
 
+@pytest.mark.usefixtures("undrawn_sweeps")
 def test_a_sweep_over_engines_gives_each_its_defaults(tmp_path: Path) -> None:
     words = "sweep documentation --device null --over engine=trtllm,vllm --over max_num_seqs=4,8 --quiet --output"
     assert CliRunner().invoke(cli, [*words.split(), str(tmp_path / "sweep")], catch_exceptions=False).exit_code == 0
