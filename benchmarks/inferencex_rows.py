@@ -67,9 +67,11 @@ TENSORRT_LLM_DATES = {
     ("h200", "fp8", False): ("2026-05-18", "2026-05-18"),
     ("h200", "fp8", True): ("2026-05-18", "2026-05-18"),
 }
-# The same of disaggregated servers: Dynamo 0.8 has 1.2.0rc6, by its support matrix, and 0.5.1 is older.
-TENSORRT_LLM_DATES_APART = {("gb200", "fp4"): ("2026-01-30", "9999"), ("gb300", "fp8"): ("2026-02-05", "2026-06-17")}
-DYNAMO_0_8 = ("2026-01-27", "9999")
+# The same of disaggregated servers: Dynamo 0.8 has 1.2.0rc6, by its support matrix. Until 2026-01-29 GB200 in nvfp4 had
+# 0.5.1, whose version is not known: it is taken to be 1.1.
+NEVER = "9999"
+DYNAMO_0_8 = {("gb200", "fp4"): ("2026-01-30", NEVER)}
+DYNAMO_0_8_ELSEWHERE = ("2026-01-27", NEVER)
 # The client's own part of a TTFT, from sending a request to reading the first chunk: set by eye, with the rows of all
 # engines in view.
 CLIENT_S = 0.02
@@ -144,9 +146,9 @@ def tensorrt_llm_version(row: Row) -> str:
     """TensorRT-LLM's version in the image of the date; the first one without a date."""
     kind = row["gpu"], row["dtype"]
     if row.get("disaggregated"):
-        dates = TENSORRT_LLM_DATES_APART.get(kind, DYNAMO_0_8)
+        dates = DYNAMO_0_8.get(kind, DYNAMO_0_8_ELSEWHERE)
     else:
-        dates = TENSORRT_LLM_DATES.get((*kind, bool(row.get("drafts"))), ("9999", "9999"))
+        dates = TENSORRT_LLM_DATES.get((*kind, bool(row.get("drafts"))), (NEVER, NEVER))
     return TENSORRT_LLM[sum(first <= row.get("date", "") for first in dates)]
 
 

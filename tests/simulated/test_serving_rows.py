@@ -313,7 +313,7 @@ def test_disaggregated_rows_have_the_version_in_the_image_of_dynamo():
     row = {"engine": "tensorrt-llm", "gpu": "gb200", "dtype": "fp4", "disaggregated": True}
     versions = {date: tensorrt_llm_version(row | {"date": date}) for date in ("2025-12-05", "2026-02-03")}
     assert versions == {"2025-12-05": "1.1.0rc2", "2026-02-03": "1.2.0rc6"}
-    assert tensorrt_llm_version(row | {"gpu": "gb300", "dtype": "fp8", "date": "2026-06-18"}) == "1.3.0rc14"
+    assert tensorrt_llm_version(row | {"gpu": "b300", "date": "2026-01-28"}) == "1.2.0rc6"
 
 
 def test_rows_of_inferencex_have_no_means_beside_medians():
