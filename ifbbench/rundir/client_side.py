@@ -164,10 +164,10 @@ class ChunkGaps(TokenGaps):
         if window is not None:
             is_in = window.holds(end_s)
             gap_s, tokens = gap_s[is_in], tokens[is_in]
-        gaps = gap_s[~np.isnan(gap_s)]
+        gaps = np.sort(gap_s[~np.isnan(gap_s)])
         counts = np.ones(len(gaps), np.int64)
         within = int((tokens - 1).sum())
-        return (np.append(gaps, 0.0), np.append(counts, within)) if within else (gaps, counts)
+        return (np.append(0.0, gaps), np.append(within, counts)) if within else (gaps, counts)
 
 
 class ClientPopulation(Population):
