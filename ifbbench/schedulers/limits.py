@@ -186,8 +186,8 @@ class BatchingConfig:
     def num_slots(self) -> int:
         """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add; under
         vLLM and SGLang also requests that were pre-empted or retracted. A rank has one of each `attention_dp_size`."""
-        if self.attention_dp_size > 1 and self.rank is None:
-            return self.of_rank(0).num_slots
+        if (of_rank := self.of_any_rank) is not self:
+            return of_rank.num_slots
         if self.has_one_policy:
             slots = max(2 * self.max_active, MIN_SLOTS)
         else:
@@ -234,6 +234,11 @@ class BatchingConfig:
             vllm=vllm,
             sglang=sglang,
         )
+
+    @property
+    def of_any_rank(self) -> "BatchingConfig":
+        """The limits that a single request meets: those of a rank."""
+        return self.of_rank(0) if self.attention_dp_size > 1 and self.rank is None else self
 
     def with_slots_to_send(self) -> "BatchingConfig":
         """With slots for requests that are not active while they are sent: TensorRT-LLM gives their own to others, so
