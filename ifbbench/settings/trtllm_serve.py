@@ -172,7 +172,7 @@ def _join(given: Given, line: Line, _has_experts: HasExperts) -> None:
     line.not_simulated.extend(f"{ARGUMENTS}: {name}" for name in found.ignored)
     line.notes.extend(found.notes)
     if found.has_attention_dp:
-        line.notes.append(f"{ATTENTION_DP}: limits of requests, tokens and the cache are those of all ranks.")
+        line.notes.append(f"{ATTENTION_DP}: limits of requests, tokens and cache are those of the ranks together.")
 
 
 TRTLLM_SERVE = Server(
