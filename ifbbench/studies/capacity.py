@@ -203,9 +203,10 @@ def cases_of(limits: BatchingConfig) -> Sequence[PolicyCase]:
     """The policies of the engine: one, if it is not TensorRT-LLM."""
     if not limits.has_one_policy:
         return POLICY_CASES
+    of_rank = limits.of_any_rank
 
     def blocks(request: TraceRequest, output_len: int) -> int:
-        ((needed, _),) = limits.blocks_to_completion(request.prompt_len, output_len, 1)
+        ((needed, _),) = of_rank.blocks_to_completion(request.prompt_len, output_len, 1)
         return needed
 
     return (
