@@ -315,7 +315,7 @@ def test_a_limit_smaller_than_the_number_of_ranks_is_one_for_each() -> None:
     of_rank = limits.of_rank(1)
     assert (of_rank.max_batch_size, of_rank.max_num_tokens, of_rank.max_input_len) == (1, 1, 1)
     assert (of_rank.num_blocks, of_rank.num_host_blocks, of_rank.rank) == (4, 2, 1)
-    assert share_of(None, 4) is None
+    assert (share_of(None, 4), share_of(0, 4)) == (None, 0)
     assert share_of(65, 4, 8) == 16
     assert limits.num_slots == of_rank.num_slots == 4 * (1 + 8)
     assert of_rank.make_table().free_rows[-2:] == [5, 1]
