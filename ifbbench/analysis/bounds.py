@@ -124,7 +124,7 @@ class Bounds:
         if run.config.get("draft_len"):
             raise InputError("draft tokens make a step yield several tokens, so the least number of steps is unknown")
         if (run.config.get("attention_dp_size") or 1) > 1:
-            raise InputError("parts of the devices wait for each other, so the least time of a schedule is unknown")
+            raise InputError("ranks wait for each other in each layer, so the least time of a schedule is unknown")
         if not run.spans:
             raise InputError(f"{run.data.path}: no request's spans are recorded")
         simulated, self._windows = _simulated(run)

@@ -43,7 +43,7 @@ LIMITS = {
     "static_batch": LimitText("end of the static batch", "the static batch to end", "static", "static"),
     "reuse_delay": LimitText("another request's prefix", "another request's prefix", "reuse", "prefix"),
     "attention_dp": LimitText(
-        "a prompt in each part", "a prompt in each part", "parts", "parts", "attention_dp_enable_balance"
+        "a prompt in each rank", "a prompt in each rank", "ranks", "ranks", "attention_dp_enable_balance"
     ),
     "lora_pages": LimitText("LoRA pages", "LoRA pages", "lora", "LoRA", "lora_device_mem_fraction"),
     "beam_width": LimitText("a batch of its beam width", "a batch of its beam width", "beam", "beams"),

@@ -292,7 +292,7 @@ def _check_parts(config: RunConfig) -> None:
                 raise InputError(f"--attention_dp_size: is not built with --{name}; leave one of them out.")
     if config.attention_dp_enable_balance and config.attention_dp_size == 1:
         raise InputError(
-            "--attention_dp_enable_balance: is about the parts of --attention_dp_size; add it, or leave this out."
+            "--attention_dp_enable_balance: is about the ranks of --attention_dp_size; add it, or leave this out."
         )
     if config.attention_dp_enable_balance and config.enable_chunked_context:
         raise InputError(

@@ -446,7 +446,9 @@ class RequestTable:
     """
 
     def __init__(self, rows: int, first: int = 0, every: int = 1) -> None:
-        """first, every: numbers of the first row that is used, and of the rows to the next one."""
+        """first: the first row that is used.
+        every: how many rows further the next one is.
+        """
         self.requests: dict[int, Request] = {}
         self.generated = np.zeros(rows, np.int64)
         self.confirmed = np.zeros(rows, np.int64)
@@ -500,8 +502,8 @@ class RequestTable:
         self.free_rows.append(row)
 
     def add_rank(self, table: "RequestTable") -> None:
-        """The requests of `table`, which has as many rows, and rows of its own among them, are in this one too, with
-        their counters."""
+        """Include the requests of a rank, which are in `table`: it has as many rows, uses its own among them, and from
+        now on shares the counters."""
         table.whole = self
         table.generated, table.confirmed = self.generated, self.confirmed
         table.reserved, table.stop_after = self.reserved, self.stop_after

@@ -31,7 +31,7 @@ class SteppedLoop(TransferringLoop):
     _known_refused: int = 0
     _device_before: Any = None  # before the latest iterations that ran together
     _max_together: int = 1024  # as MAX_ITERATIONS_AT_ONCE
-    _ran_all: bool = False  # the latest iterations were so many
+    _ran_all: bool = False  # whether the latest step ran as many
     may_be_interrupted: bool = False
 
     def step(self) -> bool:

@@ -168,7 +168,10 @@ def _draw_all(run: RunData, charts: Sequence[tuple[str, Callable[[RunData], Figu
     # would copy the memory that it is in.
     _ = run.requests, run.spans, TimeBins.of(run)
     gc.freeze()
-    results = dict(run_in_processes(draw, len(charts), processes))
+    try:
+        results = dict(run_in_processes(draw, len(charts), processes))
+    finally:
+        gc.unfreeze()
     for number in range(len(charts)):
         if isinstance(results[number], BaseException):
             raise results[number]

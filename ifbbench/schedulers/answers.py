@@ -19,7 +19,7 @@ MAX_IDLE = 10_000
 
 
 class SchedulerFailed(IfbbenchError):
-    """A user's scheduler raised while it was asked something, or its answer cannot be."""
+    """A method of a user's scheduler raised, or returned what it must not."""
 
 
 class Answers:
@@ -43,7 +43,7 @@ class Answers:
         }
 
     def check(self, method: str, answer: Any, arguments: Sequence[Any]) -> None:
-        """SchedulerFailed if this cannot be the answer of `method` to `arguments`; SchedulerStalled if nothing will
+        """SchedulerFailed if `method` must not return `answer` for these `arguments`; SchedulerStalled if nothing will
         ever run."""
         wrong = self._checks[method](answer, *arguments) if method in self._checks else None
         if wrong is not None:

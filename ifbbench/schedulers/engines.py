@@ -154,7 +154,7 @@ def _make(name: str, target: Callable[..., Scheduler], limits: BatchingConfig, c
 
 class _CheckedScheduler:
     """A user's scheduler, with the same methods. SchedulerFailed if one of them raises, with file and line, or returns
-    what cannot be."""
+    what it must not."""
 
     def __init__(self, name: str, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -32,8 +32,8 @@ CONTIGUOUS_POLICY = "max_requests"
 
 
 def share_of(limit: int | None, ranks: int, unit: int = 1) -> int | None:
-    """The share that each of so many ranks has of a limit: whole units, one at least."""
-    return None if limit is None else max(limit // ranks // unit, 1) * unit
+    """The share that each of so many ranks has of a limit: whole units, one at least; no limit and 0 stay."""
+    return max(limit // ranks // unit, 1) * unit if limit else limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +185,9 @@ class BatchingConfig:
     @property
     def num_slots(self) -> int:
         """Sequence slots: all active requests and, with a paged cache, what those of higher priority may add; under
-        vLLM and SGLang also requests that were pre-empted or retracted. Those of a rank are every so many of all."""
-        if self.attention_dp_size > 1 and self.rank is None:
-            return self.of_rank(0).num_slots
+        vLLM and SGLang also requests that were pre-empted or retracted. A rank has one of each `attention_dp_size`."""
+        if (of_rank := self.of_any_rank) is not self:
+            return of_rank.num_slots
         if self.has_one_policy:
             slots = max(2 * self.max_active, MIN_SLOTS)
         else:
@@ -234,6 +234,11 @@ class BatchingConfig:
             vllm=vllm,
             sglang=sglang,
         )
+
+    @property
+    def of_any_rank(self) -> "BatchingConfig":
+        """The limits that a single request meets: those of a rank."""
+        return self.of_rank(0) if self.attention_dp_size > 1 and self.rank is None else self
 
     def with_slots_to_send(self) -> "BatchingConfig":
         """With slots for requests that are not active while they are sent: TensorRT-LLM gives their own to others, so

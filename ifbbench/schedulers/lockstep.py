@@ -27,7 +27,7 @@ from ifbbench.schedulers.refusals import id_in_use
 NOT_LIMITED = 2**62
 
 
-class Submitted:
+class SubmittedRanks:
     """An iteration in flight, or several equal ones, as the rank at the same index of each list sees it.
 
     ranks: those with something to run.
@@ -35,7 +35,7 @@ class Submitted:
     rows: table rows with outputs.
     inputs: what was taken for a batch of each rank alone.
     times: number of iterations that were not collected yet.
-    is_repeated: whether it is of `repeat`.
+    is_repeated: whether `repeat` has submitted it.
     """
 
     def __init__(self, ranks: list[int], plans: list[Plan], times: int = 1, is_repeated: bool = False) -> None:
@@ -116,10 +116,10 @@ class LockstepScheduler:
         self._builders = list[BatchBuilder]()
         if limits.drafts.max_len or self.layout.has_separate_passes:
             self._builders = [BatchBuilder(rank.table, rank.layout) for rank in ranks]
-        self._submitted: deque[Submitted] = deque()
+        self._submitted: deque[SubmittedRanks] = deque()
         # The iterations in flight in which each rank has something to run, while it decides.
         self._in_flight = [deque[InFlightIteration]() for _ in ranks]
-        # What the ranks run that have something to run, in the latest decision, and what they have taken for it.
+        # The latest decision: which ranks have something to run, what that is, and what they have taken for it.
         self._running, self._plans, self._inputs = list[int](), list[Plan](), list[StepInputs]()
         self._all_plans: list[Plan] = []
 
@@ -253,7 +253,7 @@ class LockstepScheduler:
         return StepInputs(joined, copies, None, drafts, plan.loaded_tokens)
 
     def advance(self, plan: Plan, iteration: int) -> int:
-        recomputed, submitted = 0, Submitted(self._running, self._plans)
+        recomputed, submitted = 0, SubmittedRanks(self._running, self._plans)
         submitted.inputs = self._inputs
         for index, rank in enumerate(self._running):
             of_rank = self._plans[index]
@@ -263,7 +263,7 @@ class LockstepScheduler:
         return recomputed
 
     def update(self, iteration: InFlightIteration, outputs: Sequence[StepOutputs]) -> list[Request]:
-        if self._submitted[0].is_repeated:  # which need not run anything, and is then no such iteration of the loop
+        if self._submitted[0].is_repeated:  # the loop does not mark those that run nothing
             return self.confirm(1)
         submitted, done = self._submitted.popleft(), list[Request]()
         seen, of_ranks = submitted.seen(iteration, self._builders), submitted.outputs(outputs)
@@ -284,6 +284,7 @@ class LockstepScheduler:
         submitted, lost = self._submitted.popleft(), list[Request]()
         seen = submitted.seen(iteration, self._builders)
         for index, rank in enumerate(submitted.ranks):
+            self._collected(rank, 1)
             lost += self.ranks[rank].lose(seen[index])
         return lost
 
@@ -327,7 +328,7 @@ class LockstepScheduler:
         for rank, of_rank in zip(self._running, self._plans, strict=True):
             growths.append(self.ranks[rank].repeat(of_rank, count))
             last.append(growths[-1].last)
-        self._submitted.append(Submitted(self._running, self._plans, count, is_repeated=True))
+        self._submitted.append(SubmittedRanks(self._running, self._plans, count, is_repeated=True))
         return joined_growth(growths, joined_state(last))
 
     def confirm(self, count: int) -> list[Request]:

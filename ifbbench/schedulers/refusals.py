@@ -38,8 +38,7 @@ class AdmissionLimits:
         """policy: the one that schedules; None for a new one of the kind that `config` names.
         adapters: adapters of requests with LoRA tasks.
         """
-        if config.attention_dp_size > 1 and config.rank is None:
-            config = config.of_rank(0)  # a request runs in one of them
+        config = config.of_any_rank
         if policy is None:
             policy = find_policy(config.effective_policy)(config.max_active)
         self._config = config

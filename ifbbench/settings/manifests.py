@@ -68,7 +68,7 @@ def _service(services: Mapping[str, Any], name: str, seen: tuple[str, ...] = ())
         return service
     extended = service.get(EXTENDS)
     base = extended.get("service") if isinstance(extended, dict) and "file" not in extended else extended
-    if not isinstance(service, dict) or not isinstance(base, str):
+    if not isinstance(base, str):
         return service
     if base not in services or base in (*seen, name):
         expected = "a service of this file that does not extend this one"

@@ -5,7 +5,7 @@ from typing import Any
 
 from ifbbench.settings.engines import SGLANG
 from ifbbench.settings.names import setting
-from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, number_of, of_each_rank
+from ifbbench.settings.server import ACCEPTANCE, Given, HasExperts, Line, Server, number_of, of_all_ranks, of_each_rank
 
 # The settings that the server has, each with SGLang's name.
 OPTIONS: Mapping[str, str] = {
@@ -48,6 +48,8 @@ RANKS, SHARES_ATTENTION, EXPERTS = "dp-size", "enable-dp-attention", "ep-size"
 ATTENTION_RANKS = "attn-dp-size"  # the same as both of the first
 # Limits of all ranks that share experts, of which the server gives each rank an equal part.
 DIVIDED = ("max_batch_size", "max_num_tokens")
+# Limits of each of these ranks; ours are those of all ranks.
+OF_A_RANK = ("max_tokens_in_paged_kvcache",)
 # What makes the experts those of all GPUs: a backend that passes tokens between them, and options of earlier versions.
 ALL_TO_ALL, EARLIER_EXPERTS = "moe-a2a-backend", ("enable-ep-moe", "enable-deepep-moe")
 ALGORITHM, STEPS, BRANCHES, VERIFIED = (
@@ -70,7 +72,8 @@ def _join(given: Given, line: Line, _has_experts: HasExperts) -> None:
     values, ranks, attention_ranks = line.values, number_of(given, RANKS), number_of(given, ATTENTION_RANKS)
     gpus = values.get("tp_size", 1)
     if attention_ranks > 1 or (ranks > 1 and given.get(SHARES_ATTENTION) is True):
-        values["attention_dp_size"] = max(ranks, attention_ranks)
+        values["attention_dp_size"] = ranks = max(ranks, attention_ranks)
+        values |= of_all_ranks(values, OF_A_RANK, ranks)
     elif ranks > 1:
         values |= {"replicas": ranks, "router": "round_robin"}
     is_all = given.get(ALL_TO_ALL, "none") != "none" or any(given.get(name) is True for name in EARLIER_EXPERTS)
@@ -107,6 +110,7 @@ def _own_words(values: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]
     if ranks > 1:
         words += [f"--{RANKS}", str(ranks), f"--{SHARES_ATTENTION}"]
         own |= {name: max(ranks, own[name]) for name in of_each_rank(values, DIVIDED, ranks) if own[name] != -1}
+        own |= of_each_rank(values, OF_A_RANK, ranks)
     elif replicas > 1:
         words += [f"--{RANKS}", str(replicas)]
     if (parts := values.get("ep_size") or 1) > 1:
@@ -145,6 +149,6 @@ SGLANG_SERVE = Server(
     kv_dtypes={"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16"},
     has_negations=False,
     model_option="--model-path",
-    of_a_rank=DIVIDED,
+    of_a_rank=DIVIDED + OF_A_RANK,
     own_words=_own_words,
 )

@@ -66,7 +66,7 @@ ATTENTION_DP, DRAFTS = "enable_attention_dp", "speculative_config"
 # The arguments below it are members of enumerations, which are written in capitals.
 OF_ENUMERATIONS = "scheduler_config"
 # Limits of each rank with attention data parallelism; ours are those of all ranks.
-OF_A_RANK = ("max_batch_size", "max_num_tokens")
+OF_A_RANK = ("max_batch_size", "max_num_tokens", "max_tokens_in_paged_kvcache")
 # How many draft tokens a step has, by names of several versions.
 DRAFT_TOKENS = ("num_nextn_predict_layers", "max_draft_len")
 
@@ -172,7 +172,7 @@ def _join(given: Given, line: Line, _has_experts: HasExperts) -> None:
     line.not_simulated.extend(f"{ARGUMENTS}: {name}" for name in found.ignored)
     line.notes.extend(found.notes)
     if found.has_attention_dp:
-        line.notes.append(f"{ATTENTION_DP}: the limits of requests and tokens are those of the ranks together.")
+        line.notes.append(f"{ATTENTION_DP}: limits of requests, tokens and cache are those of the ranks together.")
 
 
 TRTLLM_SERVE = Server(

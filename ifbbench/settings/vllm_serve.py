@@ -55,6 +55,7 @@ OF_A_RANK = (
     "max_num_scheduled_tokens",
     "max_num_active_seqs",
     "max_queue_size",
+    "num_gpu_blocks_override",
 )
 RANKS, EXPERTS, DRAFTS = "data-parallel-size", "enable-expert-parallel", "speculative-config"
 # Shorter options for the keys of --speculative-config.
@@ -84,7 +85,7 @@ def _join(given: Given, line: Line, has_experts: HasExperts) -> None:
         values |= {"tp_size": values.get("tp_size", 1) * ranks, "attention_dp_size": ranks}
         values |= of_all_ranks(values, OF_A_RANK, ranks)
         line.notes.append(
-            f"--{RANKS}: tp_size and the limits of requests and tokens are those of the {ranks} ranks together."
+            f"--{RANKS}: tp_size and the limits of requests, tokens and blocks are those of all {ranks} ranks."
         )
     elif ranks > 1:
         values |= {"replicas": ranks, "router": "least_requests"}

@@ -321,7 +321,7 @@ class MemoryPlan:
     activations: activations of the largest iteration.
     kv_cache: the fraction of the rest that keys and values get.
     adapters: the cache of LoRA adapters.
-    beside_weights: what `kv_cache` is a share of.
+    beside_weights: memory that `adapters` is a share of.
     states: states of recurrent layers, for `max_states` requests, None without such layers.
     """
 

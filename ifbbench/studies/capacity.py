@@ -203,9 +203,10 @@ def cases_of(limits: BatchingConfig) -> Sequence[PolicyCase]:
     """The policies of the engine: one, if it is not TensorRT-LLM."""
     if not limits.has_one_policy:
         return POLICY_CASES
+    of_rank = limits.of_any_rank
 
     def blocks(request: TraceRequest, output_len: int) -> int:
-        ((needed, _),) = limits.blocks_to_completion(request.prompt_len, output_len, 1)
+        ((needed, _),) = of_rank.blocks_to_completion(request.prompt_len, output_len, 1)
         return needed
 
     return (
@@ -373,26 +374,26 @@ class Study:
 
     @property
     def longest_sequence(self) -> int:
-        """Maximum tokens, prompt and output, of a request that has the cache to itself. The output is taken to be one
-        block, because beams share only the prompt."""
-        limits = self.limits
+        """Maximum tokens, prompt and output, of a request that has the cache to itself, with attention data parallelism
+        that of its rank. The output is taken to be one block, because beams share only the prompt."""
+        limits, ranks = self.limits.of_any_rank, self.limits.attention_dp_size
         longest = limits.max_seq_len
         if limits.vllm is not None:
-            num_blocks = self.pool.windows[0].num_blocks
+            num_blocks = self.pool.windows[0].num_blocks // ranks
             return bisect_right(
                 range(1, longest + 1), num_blocks, key=lambda length: limits.blocks_to_completion(length, 0, 1)[0][0]
             )
         output_len = min(limits.tokens_per_block, limits.max_seq_len)
         for window in self.pool.windows:
-            attention_window = window.attention_window
-            if window.num_blocks < attention_window.max_blocks_per_sequence * attention_window.max_beam_width:
+            attention_window, num_blocks = window.attention_window, window.num_blocks // ranks
+            if num_blocks < attention_window.max_blocks_per_sequence * attention_window.max_beam_width:
                 longest = min(
                     longest,
                     max_attention_window(
                         limits.max_seq_len - output_len,
                         output_len,
                         attention_window.sink,
-                        window.num_blocks,
+                        num_blocks,
                         attention_window.max_beam_width,
                         attention_window.tokens_per_block,
                     ),

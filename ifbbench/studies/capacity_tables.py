@@ -203,22 +203,22 @@ def _server_start(study: Study) -> str:
     """What the server of the engine logs at its start, with attention data parallelism each of its ranks, and its
     command line."""
     limits, config, engine = study.limits, study.config, study.limits.engine
-    ranks = limits.attention_dp_size
+    ranks, of_rank = limits.attention_dp_size, limits.of_any_rank
     num_blocks = study.pool.windows[0].num_blocks // ranks
-    if limits.vllm is not None:
-        tokens, concurrency = limits.vllm_capacity(num_blocks)
+    if of_rank.vllm is not None:
+        tokens, concurrency = of_rank.vllm_capacity(num_blocks)
         logged = (
             f"GPU KV cache size: {tokens:,} tokens, Maximum concurrency for {limits.max_seq_len:,} tokens per request: "
             f"{concurrency:.2f}x"
         )
     else:
-        assert limits.sglang is not None
+        assert of_rank.sglang is not None
         tokens = num_blocks * limits.tokens_per_block
-        chunk = -1 if limits.sglang.chunk_size is None else limits.sglang.chunk_size // ranks
+        chunk = -1 if of_rank.sglang.chunk_size is None else of_rank.sglang.chunk_size
         logged = (
             f"max_total_num_tokens={tokens}, chunked_prefill_size={chunk}, "
-            f"max_prefill_tokens={limits.sglang.max_prefill_tokens}, "
-            f"max_running_requests={max(limits.max_batch_size // ranks, 1)}, "
+            f"max_prefill_tokens={of_rank.sglang.max_prefill_tokens}, "
+            f"max_running_requests={of_rank.max_batch_size}, "
             f"context_len={limits.max_seq_len}"
         )
     # The servers' own limit of tokens depends on the GPU.

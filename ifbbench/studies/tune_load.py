@@ -33,8 +33,10 @@ PRESSURE, MIN_GAIN = 1.05, 1.01
 # logarithms of their shortfalls), and so much more for each factor of 2 between their limits. Those that are expected
 # to miss by more than MAX_EXPECTED are not run: see docs/measured/tuning.md.
 ABOVE, ABOVE_RUNS, ABOVE_REQUESTS, ABOVE_BATCH, MISS_OF_DISTANCE, MAX_EXPECTED = 1.01, 250, 50_000, 8, 0.3, 0.4
+# Maximum number of GPUs of a search for the fewest replicas, unless given.
+COST_GPUS = 64
 # A deployment that costs so many times the best so far, with the limits of trtllm-bench's rule, is not searched.
-COST_GPUS, FAR_OFF = 64, 1.3
+FAR_OFF = 1.3
 
 
 class LoadSearch(ABC):

@@ -124,6 +124,13 @@ def test_each_rank_of_a_server_says_what_it_holds(engine: str, each: str) -> Non
     assert tokens == pytest.approx(window["tokens"] / 8, abs=window["tokens"] / window["blocks"] * 2)
 
 
+@pytest.mark.parametrize("engine", ["trtllm", "vllm", "sglang"])
+def test_the_longest_sequence_is_that_of_a_rank(engine: str) -> None:
+    options = ["--device", "h200", "--tp_size", "8", "--ep_size", "8", "--attention_dp_size", "8", "--engine", engine]
+    found = answer("deepseek-r1", *options, "--max_tokens_in_paged_kvcache", "32000", "--max_seq_len", "8192")
+    assert found["kv_cache"]["longest_sequence_tokens"] == 32000 // 8
+
+
 def test_tables():
     printed = invoke(*KNOWN).stdout
     rows = [" ".join(line.split()) for line in printed.splitlines()]

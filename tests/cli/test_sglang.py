@@ -250,6 +250,10 @@ STARTS = [
         {"tp_size": 16, "attention_dp_size": 8, "ep_size": 16},
     ),
     ("sglang serve m --tp 8 --attn-dp-size 4", {"tp_size": 8, "attention_dp_size": 4}),
+    (
+        "sglang serve m --tp 8 --attn-dp-size 4 --max-running-requests 64 --max-total-tokens 1000",
+        {"tp_size": 8, "attention_dp_size": 4, "max_batch_size": 64, "max_tokens_in_paged_kvcache": 4000},
+    ),
     ("sglang serve m --tp 8 --ep 4 --quantization modelopt_fp4", {"tp_size": 8, "dtype": "nvfp4", "ep_size": 4}),
     ("sglang serve m --speculative-algorithm EAGLE3 --speculative-num-steps 3", {"draft_mtp": 3}),
     ("sglang serve m --speculative-algo NEXTN --speculative-num-draft-tokens 3", {"draft_mtp": 2}),

@@ -78,8 +78,10 @@ def test_what_a_line_cannot_mean_is_named(options: str, words: str) -> None:
 def test_written_limits_are_those_of_a_rank(tmp_path: Path) -> None:
     """With attention data parallelism the server has them for each rank; ours are those of all."""
     values = {"max_batch_size": 256, "max_num_tokens": 65536, "tp_size": 8, "attention_dp_size": 8, "ep_size": 4}
+    values["max_tokens_in_paged_kvcache"] = 80_000
     written = arguments_of(values | {"draft_mtp": 3})
     assert (written["max_batch_size"], written["max_num_tokens"], written["enable_attention_dp"]) == (32, 8192, True)
+    assert written["kv_cache_config"]["max_tokens"] == 10_000
     path = tmp_path / "arguments.yaml"
     path.write_text(yaml.safe_dump(written))
     read = read_line(f"trtllm-serve m --extra_llm_api_options {path}").values

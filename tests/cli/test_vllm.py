@@ -146,8 +146,8 @@ STARTS = [
     ("hf jobs run --flavor h200x2 vllm/vllm-openai:latest vllm serve m --max-num-se 4", {"max_batch_size": 4}),
     ("vllm serve m -dp 4", {"replicas": 4, "router": "least_requests"}),
     (
-        "vllm serve deepseek-r1 -tp 2 -dp 4 --max-num-seqs 256",
-        {"tp_size": 8, "attention_dp_size": 4, "max_batch_size": 1024},
+        "vllm serve deepseek-r1 -tp 2 -dp 4 --max-num-seqs 256 --num-gpu-blocks-override 100",
+        {"tp_size": 8, "attention_dp_size": 4, "max_batch_size": 1024, "num_gpu_blocks_override": 400},
     ),
     (
         "vllm serve m -dp 8 --enable-expert-parallel --enable-dbo --enable-eplb --eplb-config.num-redundant-experts 32",

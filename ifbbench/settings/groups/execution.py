@@ -101,22 +101,22 @@ class ExecutionSettings:
     )
     attention_dp_size: int = _execution(
         1,
-        "Parts of the GPUs of --tp_size that each have requests and a KV cache of their own (attention data "
-        "parallelism); each has a scheduler, and they run each iteration together. Limits of requests and tokens are "
-        "those of all parts, of which each has its share.",
+        "Parts of the GPUs of --tp_size (ranks) that each have requests and a KV cache of their own (attention data "
+        "parallelism); each has a scheduler, and they run each iteration together. Limits of requests, tokens and KV "
+        "blocks are those of all ranks, of which each has its share.",
         minimum=1,
         maximum=MAX_GPUS,
-        unit="parts",
+        unit="ranks",
         elsewhere="enable_attention_dp enable_dp_attention",
     )
     attention_dp_enable_balance: bool = _scheduling(
         False,
-        "With --attention_dp_size: prompts wait until each part has one to run.",
+        "With --attention_dp_size: prompts wait until each rank has one to run.",
         elsewhere="attention_dp_config enable_balance",
     )
     attention_dp_time_out_iters: int = _scheduling(
         50,
-        "With --attention_dp_enable_balance: prompts run after so many iterations in which some part had none.",
+        "With --attention_dp_enable_balance: prompts run after so many iterations in which some rank had none.",
         minimum=0,
         maximum=MAX_BATCH,
         unit="iterations",
@@ -124,7 +124,7 @@ class ExecutionSettings:
     )
     attention_dp_batching_wait_iters: int = _scheduling(
         10,
-        "With --attention_dp_enable_balance: iterations in which prompts wait for more of them, once each part has "
+        "With --attention_dp_enable_balance: iterations in which prompts wait for more of them, once each rank has "
         "one.",
         minimum=0,
         maximum=MAX_BATCH,
