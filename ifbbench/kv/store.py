@@ -95,11 +95,13 @@ class KvStore:
     prompt are written; of the blocks of a prompt, the first ones count as used last. All transfers share the bandwidth
     (bytes per second); the writes of a replica go one after another. What leaves arrives a latency later.
 
-    Methods with a time are called in the order of their times."""
+    Methods with a time are called in the order of their times.
+
+    latest_arrival_s: when something has arrived last."""
 
     def __init__(self, name: str, capacity: int, block_bytes: float, bandwidth: float, latency_s: float) -> None:
         self.name, self.capacity, self.block_bytes = name, capacity, block_bytes
-        self.counters = StoreCounters()
+        self.counters, self.latest_arrival_s = StoreCounters(), -inf
         self._link, self._latency_s = SharedLink(bandwidth), latency_s
         # In the order of their last use. To find the first key of a dict takes long after many were deleted.
         self._blocks = OrderedDict[Hashable, None]()
@@ -136,7 +138,7 @@ class KvStore:
                     self._link.begin(writes[0], end_s)
 
     def _arrive(self, arrival_s: float, transfer: Transfer) -> None:
-        transfer.arrived_s = arrival_s
+        transfer.arrived_s = self.latest_arrival_s = arrival_s
         if transfer.writes:
             self._keep(transfer)
         elif (reads := self._reads.get(transfer.owner)) and reads[0] is transfer:

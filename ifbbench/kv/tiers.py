@@ -56,6 +56,7 @@ class KvTiers:
         self.is_awaited, self.deadline_s, self.prefetches = False, inf, False
         self._prefetching: dict[Request, _Loading] = {}
         self._prefetched: set[Request] = set()
+        self._advanced_s = -inf  # up to when this engine has advanced the stores
 
     # Asked by the scheduler.
 
@@ -165,7 +166,10 @@ class KvTiers:
         next_s = min([self.deadline_s, *[one.arrival_s for one in self._loading]])
         if not (self.has_queue or self.is_awaited or self._prefetching):
             return next_s
-        return min([next_s, *[store.next_arrival_s for store in self.stores]])
+        # Another engine may have advanced a store that they share to the same time: what has arrived there is no next
+        # arrival any more, but this engine has not looked yet.
+        come = [store.latest_arrival_s for store in self.stores if store.latest_arrival_s > self._advanced_s]
+        return min([next_s, *come, *[store.next_arrival_s for store in self.stores]])
 
     def kept(self, request: Request, now_s: float) -> None:
         """No request is sent on: its blocks are written as they are filled (`write`)."""
@@ -210,7 +214,7 @@ class KvTiers:
         return self._clock.now()
 
     def _advance(self) -> None:
-        now_s = self._clock.now()
+        self._advanced_s = now_s = self._clock.now()
         for store in self.stores:
             store.advance(now_s)
 

@@ -60,7 +60,8 @@ class LiteralStore:
         for flow in self.flows:
             flow.left -= rate * (now - self.now)
         self.now = now
-        for flow in [flow for flow in self.flows if flow.left <= self.bandwidth * 2e-9]:
+        while flow := next((flow for flow in self.flows if flow.left <= self.bandwidth * 2e-9), None):
+            # A write of nothing that begins behind this one ends now, too.
             self.flows.remove(flow)
             self.arriving.append((now + self.latency_s, flow))
             if flow.request is None:
