@@ -60,8 +60,9 @@ class LiteralStore:
         for flow in self.flows:
             flow.left -= rate * (now - self.now)
         self.now = now
-        while flow := next((flow for flow in self.flows if flow.left <= self.bandwidth * 2e-9), None):
-            # A write of nothing that begins behind this one ends now, too.
+        # A write of nothing that begins behind one that ends now ends now, too.
+        while ending := [flow for flow in self.flows if flow.left <= self.bandwidth * 2e-9]:
+            flow = ending[0]
             self.flows.remove(flow)
             self.arriving.append((now + self.latency_s, flow))
             if flow.request is None:
