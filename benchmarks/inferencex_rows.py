@@ -67,8 +67,8 @@ TENSORRT_LLM_DATES = {
     ("h200", "fp8", False): ("2026-05-18", "2026-05-18"),
     ("h200", "fp8", True): ("2026-05-18", "2026-05-18"),
 }
-# The same of disaggregated servers: Dynamo 0.8 has 1.2.0rc6, by its support matrix. Until 2026-01-29 GB200 in nvfp4 had
-# 0.5.1, whose version is not known: it is taken to be 1.1.
+# Disaggregated servers have the version of their Dynamo: 0.8 has 1.2.0rc6, by its support matrix. Until 2026-01-29
+# GB200 in nvfp4 had Dynamo 0.5.1, whose version is not known: it is taken to be 1.1.
 NEVER = "9999"
 DYNAMO_0_8 = {("gb200", "fp4"): ("2026-01-30", NEVER)}
 DYNAMO_0_8_ELSEWHERE = ("2026-01-27", NEVER)

@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 from ifbbench.analysis.words import Words, window_name, words_of
 from ifbbench.errors import InputError
 from ifbbench.report.colours import INK, LIMIT, LIMIT_COLOURS, MUTED, PHASE_COLOURS, REQUEST_COLOURS
-from ifbbench.report.style import LIMIT_DASHES, heading, is_near, legend_above, limit_of, round_ticks
+from ifbbench.report.style import LIMIT_DASHES, heading, is_near, legend_above, limit_of, note_inside, round_ticks
 from ifbbench.rundir.reader import RunData, once_a_run
 from ifbbench.rundir.run_directory import find_lines
 
@@ -253,17 +253,7 @@ def _limit(axes: Axes, name: str, limit: int | None, highest: float) -> None:
     if near:
         axes.axhline(limit, color=LIMIT, linewidth=1, linestyle=LIMIT_DASHES, zorder=0.9)
     text = f"{name} {limit:,}" + ("" if near else " (above this scale)")
-    axes.annotate(
-        text,
-        (1, 1),
-        xycoords="axes fraction",
-        xytext=(-3, -1),
-        textcoords="offset points",
-        color=LIMIT,
-        fontsize=8,
-        ha="right",
-        va="top",
-    )
+    note_inside(axes, text, color=LIMIT, margin=1)
 
 
 def _numbers(axes: Axes, where: pd.Series, values: pd.Series, columns: int) -> None:

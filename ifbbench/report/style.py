@@ -215,15 +215,16 @@ def label_mean(axes: Axes, mean: float) -> None:
     )
 
 
-def note_inside(axes: Axes, text: str) -> None:
-    """What a chart would show if there were any of it, in words at the top right of `axes`."""
+def note_inside(axes: Axes, text: str, color: str = MUTED, margin: float = 3) -> None:
+    """Write `text` at the top right of `axes`, `margin` points below their edge: what a chart would show if there were
+    any of it, or a limit that it has."""
     axes.annotate(
         text,
         (1, 1),
         xycoords="axes fraction",
-        xytext=(-3, -3),
+        xytext=(-3, -margin),
         textcoords="offset points",
-        color=MUTED,
+        color=color,
         fontsize=8,
         ha="right",
         va="top",
